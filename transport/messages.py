@@ -1,0 +1,376 @@
+"""Every Struct that crosses a process: the map of the whole system. Field order is the wire format (array_like).
+
+Arrays (`np.ndarray`) travel inline when small and as extra ZMQ frames, without a copy, when large (transport/codec.py).
+A change here changes PROTOCOL_VERSION. Ids on the per-step path are small integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from trireme.params import RowParams
+
+PROTOCOL_VERSION = 1
+
+Role = Literal["front", "engine", "worker", "coordinator", "admin"]
+EndReason = Literal["stop", "length", "abort", "error"]
+
+
+class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages: positional on the wire, tagged by class name."""
+
+
+# ---------------------------------------------------------------- handshake and liveness: every connection
+
+
+class Hello(Wire):
+    """First message of a connecting side. `name` is unique per process (`front-0`); `pid` lets a same-host peer watch it."""
+
+    protocol: int
+    config_hash: bytes
+    role: Role
+    name: str
+    epoch: int
+    pid: int
+
+
+class Welcome(Wire):
+    """Answer of the bound side. A new `epoch` under the same `name` means that the process was replaced."""
+
+    protocol: int
+    config_hash: bytes
+    role: Role
+    name: str
+    epoch: int
+    pid: int
+    facts: EngineFacts | None = None
+
+
+class Refused(Wire):
+    reason: str
+
+
+class Ping(Wire):
+    sent_ns: int
+
+
+class Pong(Wire):
+    sent_ns: int
+    progress: int = 0  # step counter stamped by the loop itself
+
+
+class EngineFacts(Wire):
+    """What a front end must know of an engine before it may submit."""
+
+    engine: int
+    max_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_waiting: int
+    max_waiting_tokens: int
+
+
+# ---------------------------------------------------------------- front end <-> engine core
+
+
+class Submit(Wire):
+    """One choice of one request. `prompt` is int32 token ids; its last `num_replayed` ids were already emitted to the client."""
+
+    rid: int  # unique per front end
+    prompt: np.ndarray
+    params: RowParams
+    salt: bytes = b""
+    ticket: int = 0  # per (front end, engine), rising; 0 without coordinator
+    priority: int = 0
+    deadline_s: float = 0.0  # most seconds to wait in the queue; 0 is none
+    num_replayed: int = 0
+
+
+class Abort(Wire):
+    rids: list[int]
+
+
+class Call(Wire):
+    """A rare request to an engine or worker, answered by CallReply. Methods are a fixed table at the receiver."""
+
+    call_id: int
+    method: str
+    args: dict[str, Any] = {}
+
+
+class CallReply(Wire):
+    call_id: int
+    ok: bool
+    result: Any = None
+    error: str = ""
+
+
+class LogprobRow(Wire):
+    """Log-probabilities of `num_positions` consecutive tokens of one row, columnar.
+
+    token_ids and logprobs are [num_positions, 1 + k]: column 0 is the actual token, then the k likeliest in order.
+    ranks is [num_positions], 1 for the likeliest token.
+    """
+
+    rid: int  # the row index on StepResult, the request id on StepOutputs
+    token_ids: np.ndarray  # int32
+    logprobs: np.ndarray  # float32
+    ranks: np.ndarray  # int32
+
+
+class First(Wire):
+    """Sent with the first token of a row: what the prompt cost."""
+
+    rid: int
+    num_cached: int  # prompt tokens found in the prefix cache
+    queued_s: float
+    prefill_s: float
+
+
+class End(Wire):
+    """Sent exactly once per submitted row. `stop_token` is the id that ended it, if one did (it is also among the tokens)."""
+
+    rid: int
+    reason: EndReason
+    stop_token: int = -1
+    error: str = ""  # with reason "error"
+    error_code: str = ""  # `code` of the TriremeError it stands for
+    num_preemptions: int = 0
+
+
+class StepOutputs(Wire):
+    """All that one engine step produced for one front end. rids[i] gained tokens[i]; a rid may repeat, in order."""
+
+    engine: int
+    step: int
+    rids: list[int]
+    tokens: list[int]
+    firsts: list[First] = []
+    ends: list[End] = []
+    logprobs: list[LogprobRow] = []
+    prompt_logprobs: list[LogprobRow] = []
+
+
+class EngineDown(Wire):
+    """Last words of an engine: every row it holds is lost. `error` is the root cause as one sentence."""
+
+    engine: int
+    error: str
+
+
+# ---------------------------------------------------------------- engine core <-> workers
+
+
+class WorkerInit(Wire):
+    """First message to a worker after its Hello. `config` is the resolved EngineConfig as msgpack; `arena` the fd path of
+    the shared memory for collectives (empty with one worker)."""
+
+    config: bytes
+    dp_rank: int
+    worker: int
+    arena: str = ""
+
+
+class LoadProgress(Wire):
+    worker: int
+    phase: str
+    done: int
+    total: int
+
+
+class WorkerLoaded(Wire):
+    """Weights are in place. `free_bytes` is what could be given to KV blocks, `block_bytes` what one block costs here."""
+
+    worker: int
+    vocab_size: int
+    block_bytes: int
+    free_bytes: int
+    weight_bytes: int
+    phases: dict[str, float]  # seconds of each start-up phase
+    decisions: list[tuple[str, str, str]] = []  # (what, value, because), e.g. instruction set, attention
+
+
+class SetupKV(Wire):
+    num_blocks: int
+
+
+class WorkerReady(Wire):
+    worker: int
+
+
+class WorkerFault(Wire):
+    """The worker's own exception; it is dying or refuses to go on."""
+
+    worker: int
+    error: str
+    hint: str = ""
+    traceback: str = ""
+
+
+class NewRow(Wire):
+    """A row placed in the persistent batch: everything the worker must know. Also sent when a preempted request resumes."""
+
+    row: int  # slot in the persistent batch, 0..max_num_seqs-1
+    tokens: np.ndarray  # int32, all tokens known so far: prompt, then outputs
+    num_prompt: int  # how many of them are the user's prompt (penalties tell prompt and output apart)
+    params: RowParams
+    blocks: list[int]
+
+
+class StepPlan(Wire):
+    """One step: deltas over the persistent batch, applied in the order of the fields."""
+
+    step: int
+    freed: list[int]  # rows to forget
+    new: list[NewRow]
+    blocks: list[tuple[int, list[int]]]  # (row, block ids appended to its table); not for rows in `new`
+    copies: list[tuple[int, int]]  # (source block, destination block), before anything is computed
+    rows: list[int]  # rows computed in this step
+    num_tokens: list[int]  # per scheduled row: tokens computed
+    num_computed: list[int]  # per scheduled row: tokens whose KV is already there
+    tokens: list[int]  # per scheduled row: id sampled since the worker last saw the row, or -1 for none
+    sample: list[bool]  # per scheduled row: its last computed position yields a new token
+
+
+class RowFault(Wire):
+    """An error that belongs to one row; its batch-mates are unharmed."""
+
+    row: int
+    error: str
+
+
+class StepResult(Wire):
+    """Answer of the reporting worker. rows[i] sampled tokens[i]; faulted rows are in neither."""
+
+    step: int
+    rows: list[int]
+    tokens: list[int]
+    logprobs: list[LogprobRow] = []
+    prompt_logprobs: list[LogprobRow] = []  # rows of this step's chunk whose params ask for them
+    faults: list[RowFault] = []
+    execute_s: float = 0.0
+
+
+# ---------------------------------------------------------------- coordinator
+
+
+class Load(Wire):
+    """An engine's report, sent on change (at most every 20 ms) and every second. `admitted` is the highest ticket seen per
+    front end, so a late report never erases a fresh decision."""
+
+    engine: int
+    epoch: int
+    seq: int
+    progress: int  # steps completed
+    num_waiting: int
+    num_running: int
+    waiting_tokens: int
+    running_tokens: int
+    blocks_used: int
+    num_blocks: int
+    oldest_wait_s: float
+    admitted: dict[str, int]
+    finished: int  # rows ended since start
+
+
+class Route(Wire):
+    """Front end asks for an engine. `pin` >= 0 demands that engine."""
+
+    rid: int
+    num_tokens: int
+    num_choices: int = 1
+    pin: int = -1
+    prefix: list[bytes] = []  # block hashes of the prompt, longest last
+
+
+class Routed(Wire):
+    """`engine` < 0: none is available, with the reason in `error`."""
+
+    rid: int
+    engine: int
+    epoch: int
+    ticket: int
+    error: str = ""
+
+
+class Member(Wire):
+    engine: int
+    epoch: int
+    state: Literal["starting", "ready", "draining", "down"]
+    load: Load | None = None
+    in_flight: int = 0  # tickets given and not yet reported as admitted
+
+
+class View(Wire):
+    """Membership and load as the coordinator sees them; front ends keep the last one while it is away."""
+
+    seq: int
+    members: list[Member]
+
+
+class Released(Wire):
+    """A front end returns tickets it will not use (its client left before the submit)."""
+
+    engine: int
+    epoch: int
+    count: int
+
+
+# ---------------------------------------------------------------- supervisor <-> its children, over the boot channel
+
+
+class Boot(Wire):
+    """What a child is told at birth, over an inherited socket, never through argv or the environment."""
+
+    role: Role
+    name: str
+    epoch: int
+    config: bytes  # resolved EngineConfig as msgpack
+    config_hash: bytes
+    run_dir: str  # private directory of the sockets (mode 0700)
+    index: int = 0  # dp rank, front-end number or worker number
+    listen_fd: int = -1  # inherited listening socket of the HTTP port
+    secret_keys: dict[str, bytes] = {}  # CURVE keys when tcp leaves loopback
+
+
+class Progress(Wire):
+    source: str
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(Wire):
+    source: str
+    facts: dict[str, Any] = {}
+    phases: dict[str, float] = {}
+    decisions: list[tuple[str, str, str]] = []
+
+
+class Failed(Wire):
+    """A child's real exception, to be printed once, last, by the parent."""
+
+    source: str
+    error: str
+    hint: str = ""
+    traceback: str = ""
+    exit_code: int = 1
+
+
+class Drain(Wire):
+    deadline_s: float
+
+
+FrontToEngine = Hello | Submit | Abort | Call | Ping
+EngineToFront = Welcome | Refused | StepOutputs | CallReply | EngineDown | Pong
+WorkerToCore = Hello | LoadProgress | WorkerLoaded | WorkerReady | WorkerFault | StepResult | CallReply | Pong
+CoreToWorker = Welcome | Refused | WorkerInit | SetupKV | StepPlan | Call | Ping
+ToCoordinator = Hello | Load | Route | Released | Call | Ping
+FromCoordinator = Welcome | Refused | Routed | View | CallReply | Pong
+ToChild = Boot | Drain
+FromChild = Progress | Ready | Failed
