@@ -26,7 +26,7 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # ---------------------------------------------------------------- handshake and liveness: every connection
 
 
-class Hello(Wire):
+class Hello(Wire, frozen=True):
     """First message of a connecting side. `name` is unique per process (`front-0`); `pid` lets a same-host peer watch it."""
 
     protocol: int
@@ -37,7 +37,7 @@ class Hello(Wire):
     pid: int
 
 
-class Welcome(Wire):
+class Welcome(Wire, frozen=True):
     """Answer of the bound side. A new `epoch` under the same `name` means that the process was replaced."""
 
     protocol: int
@@ -49,20 +49,20 @@ class Welcome(Wire):
     facts: EngineFacts | None = None
 
 
-class Refused(Wire):
+class Refused(Wire, frozen=True):
     reason: str
 
 
-class Ping(Wire):
+class Ping(Wire, frozen=True):
     sent_ns: int
 
 
-class Pong(Wire):
+class Pong(Wire, frozen=True):
     sent_ns: int
     progress: int = 0  # step counter stamped by the loop itself
 
 
-class EngineFacts(Wire):
+class EngineFacts(Wire, frozen=True):
     """What a front end must know of an engine before it may submit."""
 
     engine: int
@@ -78,7 +78,7 @@ class EngineFacts(Wire):
 # ---------------------------------------------------------------- front end <-> engine core
 
 
-class Submit(Wire):
+class Submit(Wire, frozen=True):
     """One choice of one request. `prompt` is int32 token ids; its last `num_replayed` ids were already emitted to the client."""
 
     rid: int  # unique per front end
@@ -91,11 +91,11 @@ class Submit(Wire):
     num_replayed: int = 0
 
 
-class Abort(Wire):
+class Abort(Wire, frozen=True):
     rids: list[int]
 
 
-class Call(Wire):
+class Call(Wire, frozen=True):
     """A rare request to an engine or worker, answered by CallReply. Methods are a fixed table at the receiver."""
 
     call_id: int
@@ -103,14 +103,14 @@ class Call(Wire):
     args: dict[str, Any] = {}
 
 
-class CallReply(Wire):
+class CallReply(Wire, frozen=True):
     call_id: int
     ok: bool
     result: Any = None
     error: str = ""
 
 
-class LogprobRow(Wire):
+class LogprobRow(Wire, frozen=True):
     """Log-probabilities of `num_positions` consecutive tokens of one row, columnar.
 
     token_ids and logprobs are [num_positions, 1 + k]: column 0 is the actual token, then the k likeliest in order.
@@ -123,7 +123,7 @@ class LogprobRow(Wire):
     ranks: np.ndarray  # int32
 
 
-class First(Wire):
+class First(Wire, frozen=True):
     """Sent with the first token of a row: what the prompt cost."""
 
     rid: int
@@ -132,7 +132,7 @@ class First(Wire):
     prefill_s: float
 
 
-class End(Wire):
+class End(Wire, frozen=True):
     """Sent exactly once per submitted row. `stop_token` is the id that ended it, if one did (it is also among the tokens)."""
 
     rid: int
@@ -143,7 +143,7 @@ class End(Wire):
     num_preemptions: int = 0
 
 
-class StepOutputs(Wire):
+class StepOutputs(Wire, frozen=True):
     """All that one engine step produced for one front end. rids[i] gained tokens[i]; a rid may repeat, in order."""
 
     engine: int
@@ -156,7 +156,7 @@ class StepOutputs(Wire):
     prompt_logprobs: list[LogprobRow] = []
 
 
-class EngineDown(Wire):
+class EngineDown(Wire, frozen=True):
     """Last words of an engine: every row it holds is lost. `error` is the root cause as one sentence."""
 
     engine: int
@@ -166,7 +166,7 @@ class EngineDown(Wire):
 # ---------------------------------------------------------------- engine core <-> workers
 
 
-class WorkerInit(Wire):
+class WorkerInit(Wire, frozen=True):
     """First message to a worker after its Hello. `config` is the resolved EngineConfig as msgpack; `arena` the fd path of
     the shared memory for collectives (empty with one worker)."""
 
@@ -176,14 +176,14 @@ class WorkerInit(Wire):
     arena: str = ""
 
 
-class LoadProgress(Wire):
+class LoadProgress(Wire, frozen=True):
     worker: int
     phase: str
     done: int
     total: int
 
 
-class WorkerLoaded(Wire):
+class WorkerLoaded(Wire, frozen=True):
     """Weights are in place. `free_bytes` is what could be given to KV blocks, `block_bytes` what one block costs here."""
 
     worker: int
@@ -195,15 +195,15 @@ class WorkerLoaded(Wire):
     decisions: list[tuple[str, str, str]] = []  # (what, value, because), e.g. instruction set, attention
 
 
-class SetupKV(Wire):
+class SetupKV(Wire, frozen=True):
     num_blocks: int
 
 
-class WorkerReady(Wire):
+class WorkerReady(Wire, frozen=True):
     worker: int
 
 
-class WorkerFault(Wire):
+class WorkerFault(Wire, frozen=True):
     """The worker's own exception; it is dying or refuses to go on."""
 
     worker: int
@@ -212,7 +212,7 @@ class WorkerFault(Wire):
     traceback: str = ""
 
 
-class NewRow(Wire):
+class NewRow(Wire, frozen=True):
     """A row placed in the persistent batch: everything the worker must know. Also sent when a preempted request resumes."""
 
     row: int  # slot in the persistent batch, 0..max_num_seqs-1
@@ -222,7 +222,7 @@ class NewRow(Wire):
     blocks: list[int]
 
 
-class StepPlan(Wire):
+class StepPlan(Wire, frozen=True):
     """One step: deltas over the persistent batch, applied in the order of the fields."""
 
     step: int
@@ -237,14 +237,14 @@ class StepPlan(Wire):
     sample: list[bool]  # per scheduled row: its last computed position yields a new token
 
 
-class RowFault(Wire):
+class RowFault(Wire, frozen=True):
     """An error that belongs to one row; its batch-mates are unharmed."""
 
     row: int
     error: str
 
 
-class StepResult(Wire):
+class StepResult(Wire, frozen=True):
     """Answer of the reporting worker. rows[i] sampled tokens[i]; faulted rows are in neither."""
 
     step: int
@@ -259,7 +259,7 @@ class StepResult(Wire):
 # ---------------------------------------------------------------- coordinator
 
 
-class Load(Wire):
+class Load(Wire, frozen=True):
     """An engine's report, sent on change (at most every 20 ms) and every second. `admitted` is the highest ticket seen per
     front end, so a late report never erases a fresh decision."""
 
@@ -278,7 +278,7 @@ class Load(Wire):
     finished: int  # rows ended since start
 
 
-class Route(Wire):
+class Route(Wire, frozen=True):
     """Front end asks for an engine. `pin` >= 0 demands that engine."""
 
     rid: int
@@ -288,7 +288,7 @@ class Route(Wire):
     prefix: list[bytes] = []  # block hashes of the prompt, longest last
 
 
-class Routed(Wire):
+class Routed(Wire, frozen=True):
     """`engine` < 0: none is available, with the reason in `error`."""
 
     rid: int
@@ -298,7 +298,7 @@ class Routed(Wire):
     error: str = ""
 
 
-class Member(Wire):
+class Member(Wire, frozen=True):
     engine: int
     epoch: int
     state: Literal["starting", "ready", "draining", "down"]
@@ -306,14 +306,14 @@ class Member(Wire):
     in_flight: int = 0  # tickets given and not yet reported as admitted
 
 
-class View(Wire):
+class View(Wire, frozen=True):
     """Membership and load as the coordinator sees them; front ends keep the last one while it is away."""
 
     seq: int
     members: list[Member]
 
 
-class Released(Wire):
+class Released(Wire, frozen=True):
     """A front end returns tickets it will not use (its client left before the submit)."""
 
     engine: int
@@ -324,7 +324,7 @@ class Released(Wire):
 # ---------------------------------------------------------------- supervisor <-> its children, over the boot channel
 
 
-class Boot(Wire):
+class Boot(Wire, frozen=True):
     """What a child is told at birth, over an inherited socket, never through argv or the environment."""
 
     role: Role
@@ -338,21 +338,21 @@ class Boot(Wire):
     secret_keys: dict[str, bytes] = {}  # CURVE keys when tcp leaves loopback
 
 
-class Progress(Wire):
+class Progress(Wire, frozen=True):
     source: str
     phase: str
     done: int
     total: int
 
 
-class Ready(Wire):
+class Ready(Wire, frozen=True):
     source: str
     facts: dict[str, Any] = {}
     phases: dict[str, float] = {}
     decisions: list[tuple[str, str, str]] = []
 
 
-class Failed(Wire):
+class Failed(Wire, frozen=True):
     """A child's real exception, to be printed once, last, by the parent."""
 
     source: str
@@ -362,7 +362,7 @@ class Failed(Wire):
     exit_code: int = 1
 
 
-class Drain(Wire):
+class Drain(Wire, frozen=True):
     deadline_s: float
 
 

@@ -28,14 +28,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], _text("type of dense weights; auto keeps the stored one")
     ] = "auto"
-    max_len: Annotated[int | None, _count("longest prompt plus output, tokens; default: the model's, if it fits", 1)] = None
+    max_len: Annotated[
+        int | None, _count("longest prompt plus output, tokens; default: the model's, if it fits", 1)
+    ] = None
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    kv_memory: Annotated[str | None, _text("bytes for KV blocks per worker (512MiB, 4GiB); default: from free memory")] = None
-    kv_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], _text("type of stored keys and values")
-    ] = "auto"
+    kv_memory: Annotated[
+        str | None, _text("bytes for KV blocks per worker (512MiB, 4GiB); default: from free memory")
+    ] = None
+    kv_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _text("type of stored keys and values")] = (
+        "auto"
+    )
     block_size: Annotated[int, _count("tokens per KV block", 1, le=256)] = 16
     prefix_cache: Annotated[bool, _text("reuse the KV of equal prompt prefixes")] = True
     num_blocks: Annotated[int | None, _count("KV blocks per engine; overrides kv-memory (tests)", 1)] = None
@@ -49,16 +53,25 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     executor: Annotated[
         Literal["auto", "inproc", "procs"], _text("where workers run; auto: inside the engine when it has one worker")
     ] = "auto"
-    worker: Annotated[Literal["torch", "fake"], _text("worker kind; fake computes hashes in place of a model (tests)")] = "torch"
+    worker: Annotated[
+        Literal["torch", "fake"], _text("worker kind; fake computes hashes in place of a model (tests)")
+    ] = "torch"
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, _count("most rows in one step", 1, le=8192)] = 64
     max_num_tokens: Annotated[int, _count("token budget of one step", 1)] = 2048
-    chunk: Annotated[int | None, _count("most prompt tokens of one row per step; 0: prompts are not cut; default: the token budget", 0)] = None
+    chunk: Annotated[
+        int | None,
+        _count("most prompt tokens of one row per step; 0: prompts are not cut; default: the token budget", 0),
+    ] = None
     max_waiting: Annotated[int | None, _count("most queued rows; default: 4 x max-num-seqs", 1)] = None
-    max_waiting_tokens: Annotated[int | None, _count("most queued prompt tokens; default: 8 x max-num-tokens, at least 8 x max-len", 1)] = None
-    queue_timeout: Annotated[float, Meta(ge=0, description="seconds a request may wait in the queue; 0: no limit")] = 60.0
+    max_waiting_tokens: Annotated[
+        int | None, _count("most queued prompt tokens; default: 8 x max-num-tokens, at least 8 x max-len", 1)
+    ] = None
+    queue_timeout: Annotated[float, Meta(ge=0, description="seconds a request may wait in the queue; 0: no limit")] = (
+        60.0
+    )
     check: Annotated[bool, _text("check every conservation law after every event (tests; slow)")] = False
 
 
@@ -68,10 +81,18 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_servers: Annotated[int, _count("HTTP processes", 1, le=256)] = 1
     api_key: Annotated[tuple[str, ...], _text("key clients must send; may be given several times")] = ()
     body_limit: Annotated[int, _count("largest request body, bytes", 1024)] = 8 << 20
-    default_max_tokens: Annotated[int | None, _count("completion length when a request names none; default: all that fits", 1)] = None
-    drain_notice: Annotated[float, Meta(ge=0, description="seconds after SIGTERM during which new requests are still taken")] = 5.0
-    drain_timeout: Annotated[float, Meta(ge=0, description="seconds running streams may take to finish after SIGTERM")] = 60.0
-    stream_buffer: Annotated[int, _count("bytes a slow reader may lag behind before its stream is ended", 4096)] = 256 << 10
+    default_max_tokens: Annotated[
+        int | None, _count("completion length when a request names none; default: all that fits", 1)
+    ] = None
+    drain_notice: Annotated[
+        float, Meta(ge=0, description="seconds after SIGTERM during which new requests are still taken")
+    ] = 5.0
+    drain_timeout: Annotated[
+        float, Meta(ge=0, description="seconds running streams may take to finish after SIGTERM")
+    ] = 60.0
+    stream_buffer: Annotated[int, _count("bytes a slow reader may lag behind before its stream is ended", 4096)] = (
+        256 << 10
+    )
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +104,9 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _text("least level that is logged")] = "info"
     log_format: Annotated[Literal["text", "json"], _text("form of log lines")] = "text"
     start_timeout: Annotated[float, Meta(gt=0, description="seconds a part may take to start")] = 600.0
-    step_timeout: Annotated[float, Meta(gt=0, description="seconds one step may take before its engine counts as stuck")] = 60.0
+    step_timeout: Annotated[
+        float, Meta(gt=0, description="seconds one step may take before its engine counts as stuck")
+    ] = 60.0
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
