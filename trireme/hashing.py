@@ -1,0 +1,92 @@
+"""Content hashes of KV blocks and of configurations: SHA-256 over canonical CBOR (RFC 8949, section 4.2.1).
+
+Called by the engine's prefix cache and by front ends that route on prefixes: the same tokens give the same hash in every
+process, on every machine, in every run. Never depends on Python's `hash`, on dict order or on the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TypeAlias
+
+import numpy as np
+
+Cbor: TypeAlias = "None | bool | int | bytes | str | tuple[Cbor, ...] | list[Cbor] | dict[str, Cbor]"
+"""What a key may be made of. Floats are left out on purpose: they have no single natural spelling."""
+
+ROOT = hashlib.sha256(b"trireme kv block root, version 1").digest()
+"""Parent of every first block."""
+
+_NO_EXTRA = b"\x80"
+
+
+def cbor(value: Cbor) -> bytes:
+    """Canonical CBOR: shortest heads, definite lengths, map keys in the order of their encodings.
+
+    Raises TypeError for a type outside `Cbor` and ValueError for an integer outside 64 bits.
+    """
+    if value is None:
+        return b"\xf6"
+    if value is True:
+        return b"\xf5"
+    if value is False:
+        return b"\xf4"
+    if isinstance(value, int):
+        return _head(0, value) if value >= 0 else _head(1, -1 - value)
+    if isinstance(value, bytes):
+        return _head(2, len(value)) + value
+    if isinstance(value, str):
+        raw = value.encode()
+        return _head(3, len(raw)) + raw
+    if isinstance(value, list | tuple):
+        return _head(4, len(value)) + b"".join(map(cbor, value))
+    if isinstance(value, dict):
+        pairs = sorted((cbor(key), cbor(item)) for key, item in value.items())
+        return _head(5, len(pairs)) + b"".join(key + item for key, item in pairs)
+    raise TypeError(f"{type(value).__name__} has no canonical form")
+
+
+def block_hash(parent: bytes, tokens: np.ndarray | memoryview | bytes, extra: tuple[Cbor, ...] = ()) -> bytes:
+    """Hash of one full block: SHA-256 over CBOR [parent, token ids as little-endian int32, extra].
+
+    `tokens` is a contiguous int32 array (or its bytes). `extra` holds whatever else shapes the KV: the cache salt (first
+    block only; the chain carries it on), an adapter, media hashes.
+    """
+    raw = tokens.tobytes() if isinstance(tokens, np.ndarray) else bytes(tokens)
+    tail = cbor(extra) if extra else _NO_EXTRA
+    return hashlib.sha256(b"\x83" + _head(2, len(parent)) + parent + _head(2, len(raw)) + raw + tail).digest()
+
+
+def first_extra(salt: bytes) -> tuple[Cbor, ...]:
+    """The `extra` of a prompt's first block under a cache salt."""
+    return ("salt", salt) if salt else ()
+
+
+def block_hashes(tokens: np.ndarray, block_size: int, *, salt: bytes = b"") -> list[bytes]:
+    """Hashes of all full blocks of a prompt, in order."""
+    ids = np.ascontiguousarray(tokens, dtype="<i4")
+    raw = memoryview(ids.view(np.uint8).data)
+    step = block_size * 4
+    hashes: list[bytes] = []
+    parent, extra = ROOT, first_extra(salt)
+    for end in range(step, len(raw) + 1, step):
+        parent = block_hash(parent, raw[end - step : end], extra)
+        hashes.append(parent)
+        extra = ()
+    return hashes
+
+
+def config_hash(config: bytes) -> bytes:
+    """16 bytes that name a resolved configuration (given as msgpack), compared in every handshake."""
+    return hashlib.sha256(b"trireme config\x00" + config).digest()[:16]
+
+
+def _head(major: int, number: int) -> bytes:
+    """Head of a CBOR item in the shortest form that holds `number`."""
+    kind = major << 5
+    if number < 24:
+        return bytes((kind | number,))
+    for code, size in ((24, 1), (25, 2), (26, 4), (27, 8)):
+        if number < 1 << (8 * size):
+            return bytes((kind | code,)) + number.to_bytes(size, "big")
+    raise ValueError(f"{number} does not fit 64 bits")
