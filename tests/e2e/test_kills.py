@@ -1,0 +1,183 @@
+"""kill -9 of every kind of process, mid-stream: no orphan, a clear error, others unaffected, the dead part comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.deployment import Deployment, is_alive, wait_for
+from tests.models.tiny import make_tiny_llama
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+class Stream(threading.Thread):
+    """One streamed completion; `end` is "done", the error event's object, or the exception that broke it."""
+
+    def __init__(self, deployment: Deployment, *, max_tokens: int, rank: int | None = None) -> None:
+        super().__init__(daemon=True)
+        self.deployment, self.rank = deployment, rank
+        self.body = {
+            "model": "tiny",
+            "prompt": "stream",
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        self.num_tokens = 0
+        self.end: Any = None
+
+    def run(self) -> None:
+        try:
+            for event in self.deployment.stream(self.body, rank=self.rank, timeout_s=30):
+                if "error" in event:
+                    self.end = event["error"]
+                    return
+                self.num_tokens += 1
+            self.end = "done"
+        except Exception as error:
+            self.end = error
+
+
+def running_streams(deployment: Deployment, count: int, **kw: Any) -> list[Stream]:
+    streams = [Stream(deployment, **kw) for _ in range(count)]
+    for stream in streams:
+        stream.start()
+    wait_for(lambda: all(s.num_tokens > 3 or s.end for s in streams), 20, "streams under way")
+    assert all(s.end is None for s in streams), [s.end for s in streams]
+    return streams
+
+
+def one_answer(deployment: Deployment) -> str:
+    body = {"model": "tiny", "prompt": "after", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    return str(deployment.post("/v1/completions", body)["choices"][0]["text"])
+
+
+def assert_clear_error(stream: Stream) -> None:
+    assert isinstance(stream.end, dict), stream.end
+    assert stream.end["code"] == "engine_dead", stream.end
+    assert stream.end["message"]
+
+
+def test_engine_killed_touches_only_its_own(tiny: Path) -> None:
+    with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "4096") as deployment:
+        before = one_answer(deployment)
+        lost = running_streams(deployment, 2, max_tokens=3000, rank=0)
+        kept = running_streams(deployment, 2, max_tokens=600, rank=1)
+        engines = deployment.pids("engine_core.main")
+        assert len(engines) == 2
+        os.kill(engines[0], signal.SIGKILL)
+        wait_for(lambda: all(s.end for s in lost), 5, "an end for the streams of the dead engine")
+        for stream in lost:
+            assert_clear_error(stream)
+        assert one_answer(deployment) == before  # by the other engine
+        wait_for(lambda: all(s.end for s in kept), 60, "the other engine's streams")
+        assert [s.end for s in kept] == ["done", "done"]
+        wait_for(lambda: len(deployment.pids("engine_core.main")) == 2, 30, "the engine restarted")
+        deployment.wait_ready(30)
+        assert running_streams(deployment, 1, max_tokens=20, rank=0)
+
+
+def test_worker_killed(tiny: Path) -> None:
+    with Deployment(tiny, "--served-name", "tiny", "--tp", "2", "--max-len", "4096") as deployment:
+        before = one_answer(deployment)
+        lost = running_streams(deployment, 2, max_tokens=3000)
+        workers = deployment.pids("workers.main")
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
+        wait_for(lambda: all(s.end for s in lost), 5, "an end for the streams")
+        for stream in lost:
+            assert_clear_error(stream)
+        wait_for(lambda: not is_alive(workers[0]), 5, "the other worker gone")
+        wait_for(
+            lambda: deployment.status("/ready") == 200 and len(deployment.pids("workers.main")) == 2, 60, "restart"
+        )
+        assert one_answer(deployment) == before
+
+
+def test_coordinator_killed_is_not_noticed(tiny: Path) -> None:
+    with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "4096") as deployment:
+        before = one_answer(deployment)
+        streams = running_streams(deployment, 4, max_tokens=600)
+        (old,) = deployment.pids("coordinator.main")
+        os.kill(old, signal.SIGKILL)
+        for _ in range(5):
+            assert one_answer(deployment) == before
+        wait_for(lambda: [p for p in deployment.pids("coordinator.main") if p != old], 5, "the coordinator restarted")
+        wait_for(lambda: all(s.end for s in streams), 60, "streams")
+        assert [s.end for s in streams] == ["done"] * 4
+        assert one_answer(deployment) == before
+
+
+def test_front_end_killed_frees_its_rows(tiny: Path) -> None:
+    with Deployment(tiny, "--served-name", "tiny", "--api-servers", "2", "--max-len", "4096") as deployment:
+        before = one_answer(deployment)
+        streams = running_streams(deployment, 6, max_tokens=3000)
+        fronts = deployment.pids("serving.main")
+        assert len(fronts) == 2
+        for pid in fronts:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: all(s.end for s in streams), 5, "connections closed")
+        wait_for(lambda: deployment.status("/ready") == 200, 30, "front ends restarted")
+        wait_for(lambda: deployment.metric("trireme_requests_running") == 0, 5, "rows freed")
+        assert one_answer(deployment) == before
+
+
+@pytest.mark.parametrize("moment", ["idle", "mid-stream", "loading"])
+def test_no_orphans_when_the_supervisor_is_killed(tiny: Path, moment: str) -> None:
+    """O24: nothing outlives a SIGKILL of the parent; a new start on the same port works."""
+    flags = ("--served-name", "tiny", "--dp", "2", "--tp", "2", "--max-len", "4096")
+    deployment = Deployment(tiny, *flags)
+    if moment == "loading":
+        deployment.launch()
+        wait_for(lambda: deployment.pids("engine_core.main"), 20, "engines starting")
+    else:
+        deployment.__enter__()
+        if moment == "mid-stream":
+            running_streams(deployment, 2, max_tokens=3000)
+    family = deployment.family()
+    assert family
+    shm_before = set(os.listdir("/dev/shm"))
+    os.kill(deployment.process.pid, signal.SIGKILL)
+    wait_for(lambda: not any(is_alive(pid) for pid in family), 5, "no descendant alive")
+    deployment.process.wait(5)
+    assert set(os.listdir("/dev/shm")) <= shm_before
+    again = Deployment(tiny, "--served-name", "tiny")
+    again.port, again.url = deployment.port, deployment.url
+    with again:
+        assert one_answer(again)
+
+
+def test_sigterm_finishes_streams_and_refuses_new_ones(tiny: Path) -> None:
+    flags = ("--served-name", "tiny", "--max-len", "4096", "--drain-notice", "0", "--drain-timeout", "30")
+    with Deployment(tiny, *flags) as deployment:
+        streams = running_streams(deployment, 3, max_tokens=500)
+        family = deployment.family()
+        deployment.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: deployment.status("/ready") == 503, 2, "not ready while draining")
+        wait_for(lambda: all(s.end for s in streams), 30, "streams finished")
+        assert [s.end for s in streams] == ["done"] * 3
+        assert deployment.process.wait(15) == 0
+        wait_for(lambda: not any(is_alive(pid) for pid in family), 5, "no descendant alive")
+
+
+def test_second_interrupt_ends_at_once(tiny: Path) -> None:
+    with Deployment(tiny, "--served-name", "tiny", "--max-len", "4096") as deployment:
+        running_streams(deployment, 1, max_tokens=4000)
+        family = deployment.family()
+        deployment.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        deployment.process.send_signal(signal.SIGINT)
+        deployment.process.wait(5)
+        wait_for(lambda: not any(is_alive(pid) for pid in family), 5, "no descendant alive")
