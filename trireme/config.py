@@ -1,7 +1,5 @@
 """Frozen settings, grouped by owner. Flags, environment names, YAML keys and help text are all derived from these Structs
-(trireme/settings.py), so bounds and wording live here and nowhere else.
-
-`Annotated[..., Meta(description=...)]` is the help; `extra_json_schema={"flag": ...}` overrides a derived flag name.
+(trireme/settings.py), so bounds and wording live here and nowhere else. `Meta(description=...)` is the help.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ import msgspec
 from msgspec import Meta
 
 
-def _text(description: str, flag: str = "") -> Meta:
-    return Meta(description=description, extra_json_schema={"flag": flag} if flag else None)
+def _text(description: str) -> Meta:
+    return Meta(description=description)
 
 
-def _count(description: str, ge: int, flag: str = "", le: int | None = None) -> Meta:
-    return Meta(ge=ge, le=le, description=description, extra_json_schema={"flag": flag} if flag else None)
+def _count(description: str, ge: int, le: int | None = None) -> Meta:
+    return Meta(ge=ge, le=le, description=description)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,9 +26,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], _text("type of dense weights; auto keeps the stored one")
     ] = "auto"
-    max_len: Annotated[
-        int | None, _count("longest prompt plus output, tokens; default: the model's, if it fits", 1)
-    ] = None
+    max_len: (
+        Annotated[int, _count("longest prompt plus output, tokens; default: the model's, if it fits", 1)] | None
+    ) = None
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,14 +40,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     block_size: Annotated[int, _count("tokens per KV block", 1, le=256)] = 16
     prefix_cache: Annotated[bool, _text("reuse the KV of equal prompt prefixes")] = True
-    num_blocks: Annotated[int | None, _count("KV blocks per engine; overrides kv-memory (tests)", 1)] = None
+    num_blocks: Annotated[int, _count("KV blocks per engine; overrides kv-memory (tests)", 1)] | None = None
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp: Annotated[int, _count("engines (data parallel)", 1, le=1024)] = 1
     tp: Annotated[int, _count("workers that share each layer (tensor parallel)", 1, le=64)] = 1
     pp: Annotated[int, _count("pipeline stages", 1, le=64)] = 1
-    threads: Annotated[int | None, _count("CPU threads per worker; default: cores / workers", 1)] = None
+    threads: Annotated[int, _count("CPU threads per worker; default: cores / workers", 1)] | None = None
     executor: Annotated[
         Literal["auto", "inproc", "procs"], _text("where workers run; auto: inside the engine when it has one worker")
     ] = "auto"
@@ -61,14 +59,16 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, _count("most rows in one step", 1, le=8192)] = 64
     max_num_tokens: Annotated[int, _count("token budget of one step", 1)] = 2048
-    chunk: Annotated[
-        int | None,
-        _count("most prompt tokens of one row per step; 0: prompts are not cut; default: the token budget", 0),
-    ] = None
-    max_waiting: Annotated[int | None, _count("most queued rows; default: 4 x max-num-seqs", 1)] = None
-    max_waiting_tokens: Annotated[
-        int | None, _count("most queued prompt tokens; default: 8 x max-num-tokens, at least 8 x max-len", 1)
-    ] = None
+    chunk: (
+        Annotated[
+            int, _count("most prompt tokens of one row per step; 0: prompts are not cut; default: the token budget", 0)
+        ]
+        | None
+    ) = None
+    max_waiting: Annotated[int, _count("most queued rows; default: 4 x max-num-seqs", 1)] | None = None
+    max_waiting_tokens: (
+        Annotated[int, _count("most queued prompt tokens; default: 8 x max-num-tokens, at least 8 x max-len", 1)] | None
+    ) = None
     queue_timeout: Annotated[float, Meta(ge=0, description="seconds a request may wait in the queue; 0: no limit")] = (
         60.0
     )
@@ -81,9 +81,9 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_servers: Annotated[int, _count("HTTP processes", 1, le=256)] = 1
     api_key: Annotated[tuple[str, ...], _text("key clients must send; may be given several times")] = ()
     body_limit: Annotated[int, _count("largest request body, bytes", 1024)] = 8 << 20
-    default_max_tokens: Annotated[
-        int | None, _count("completion length when a request names none; default: all that fits", 1)
-    ] = None
+    default_max_tokens: (
+        Annotated[int, _count("completion length when a request names none; default: all that fits", 1)] | None
+    ) = None
     drain_notice: Annotated[
         float, Meta(ge=0, description="seconds after SIGTERM during which new requests are still taken")
     ] = 5.0
