@@ -129,8 +129,14 @@ def to_yaml(config: EngineConfig, *, defaults: bool = False) -> str:
         if setting.group != group:
             group = setting.group
             lines.append(f"{group}:")
-        lines.append(f"  {setting.name}: {json.dumps(value)}")
+        lines.append(f"  {setting.name}: {_scalar(value)}")
     return "\n".join(lines) + "\n" if lines else "{}\n"
+
+
+def _scalar(value: Any) -> str:
+    """JSON, which YAML reads, except that YAML wants characters beyond ASCII whole and not as surrogate pairs."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if " " <= c < "\x7f" else f"\\U{ord(c):08x}" for c in text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
