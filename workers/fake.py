@@ -1,0 +1,250 @@
+"""FakeWorker: a worker without tensors, used by tests of everything above the model. Same methods as workers.worker.Worker.
+
+It writes (position, token) of every computed token into a fake KV memory through the block tables, and draws the next
+token from a hash of what it reads back. So any mistake with blocks, prefixes, chunks or preemption changes the tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from trireme.config import EngineConfig
+from trireme.errors import EngineError
+from trireme.mesh import Mesh
+from trireme.params import RowParams
+from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult, WorkerInit, WorkerLoaded
+
+
+class FakeOptions(msgspec.Struct, frozen=True):
+    """Key "fake" of the model directory's config.json. Token ids that trigger faults are looked for in prompts."""
+
+    low: int = 97  # tokens are drawn from low..high
+    high: int = 122
+    eos_every: int = 0  # when > 0, one draw in so many is `eos`
+    eos: int = 257
+    delay_ms: float = 0.0  # per step
+    load_ms: float = 0.0  # before WorkerLoaded
+    block_bytes: int = 4096
+    free_bytes: int = 4096 * 4096
+    row_fault_token: int = -1  # RowFault when first computed
+    crash_token: int = -1  # an exception out of execute()
+    die_token: int = -1  # SIGKILL to the own process
+    hang_token: int = -1  # execute() never returns
+    fail_load: str = ""  # load() raises EngineError with this text on worker 0
+
+
+class FakeStub(msgspec.Struct, frozen=True):
+    """The part of a stub model (key "stub") that needs no tensors: scripts per choice."""
+
+    kind: Literal["hash", "script", "const"] = "hash"
+    scripts: list[list[int]] = []
+    delay_ms: float = 0.0
+
+
+class FakeModel(msgspec.Struct, frozen=True):
+    """config.json as far as the fake worker reads it; absent keys (or no file at all) mean these defaults."""
+
+    vocab_size: int = 320
+    fake: FakeOptions = FakeOptions()
+    stub: FakeStub = FakeStub()
+
+
+@dataclass(slots=True)
+class FakeRow:
+    """A row of the persistent batch: all its known tokens and its block table."""
+
+    tokens: list[int]
+    num_prompt: int
+    params: RowParams
+    blocks: list[int]
+
+
+class FakeWorker:
+    """One worker of an engine. Every worker computes every row (there is nothing to share); one reports."""
+
+    def __init__(self, init: WorkerInit, progress: Callable[[str, int, int], None]) -> None:
+        self.config = msgspec.msgpack.decode(init.config, type=EngineConfig)
+        parallel = self.config.parallel
+        self.mesh = Mesh(parallel.dp, parallel.pp, parallel.tp, init.dp_rank).at_worker(init.worker)
+        self.progress = progress
+        self.model = read_fake_model(self.config.model.model)
+        self.block_size = self.config.cache.block_size
+        self.rows: dict[int, FakeRow] = {}
+        self.kv = np.zeros((0, self.block_size, 2), np.int32)
+        self.num_steps = 0
+
+    def load(self) -> WorkerLoaded:
+        """Pretends to read weights, in two progress ticks."""
+        fake = self.model.fake
+        self.progress("load", 0, 1)
+        time.sleep(fake.load_ms / 1e3)
+        if fake.fail_load and self.mesh.worker == 0:
+            raise EngineError(fake.fail_load, hint="remove fail_load from config.json")
+        self.progress("load", 1, 1)
+        return WorkerLoaded(
+            worker=self.mesh.worker,
+            vocab_size=self.model.vocab_size,
+            block_bytes=fake.block_bytes,
+            free_bytes=fake.free_bytes,
+            weight_bytes=0,
+            phases={"load": fake.load_ms / 1e3},
+            decisions=[("worker", "fake", "--worker fake was asked for")],
+        )
+
+    def setup_kv(self, num_blocks: int) -> None:
+        """Allocates KV poisoned with marker values, so that reading an unwritten slot changes the hash."""
+        self.kv = np.full((num_blocks, self.block_size, 2), -7, np.int32)
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Applies the plan, writes KV, samples. None unless this worker reports."""
+        started = time.monotonic()
+        self._apply(plan)
+        faults = self._write(plan)
+        delay_ms = self.model.fake.delay_ms or self.model.stub.delay_ms
+        if delay_ms:
+            time.sleep(delay_ms / 1e3)
+        self.num_steps += 1
+        if not self.mesh.reports_result:
+            return None
+        return self._sample(plan, faults, started)
+
+    def call(self, method: str, args: dict[str, Any]) -> Any:
+        """`info` tells the mesh place and the steps run; anything else raises EngineError."""
+        if method == "info":
+            return {"worker": self.mesh.worker, "steps": self.num_steps, "rows": len(self.rows), "pid": os.getpid()}
+        raise EngineError(f"the fake worker has no method {method!r}")
+
+    def close(self) -> None:
+        self.rows.clear()
+
+    def _apply(self, plan: StepPlan) -> None:
+        """The deltas of a plan, in the order of its fields; a delta that does not fit is a bug of the planner."""
+        for row in plan.freed:
+            del self.rows[row]
+        for new in plan.new:
+            assert new.row not in self.rows, f"row {new.row} placed twice"
+            self.rows[new.row] = _row_from_new(new)
+        for row, blocks in plan.blocks:
+            self.rows[row].blocks.extend(blocks)
+        for source, destination in plan.copies:
+            self.kv[destination] = self.kv[source]
+        for row, token in zip(plan.rows, plan.tokens, strict=True):
+            if token >= 0:
+                self.rows[row].tokens.append(token)
+
+    def _write(self, plan: StepPlan) -> list[RowFault]:
+        """Writes the KV of this step's tokens; carries out the scripted faults."""
+        fake, faults = self.model.fake, []
+        for row_id, count, start in zip(plan.rows, plan.num_tokens, plan.num_computed, strict=True):
+            row = self.rows[row_id]
+            end = start + count
+            assert count > 0, f"row {row_id} has nothing to compute"
+            assert end <= len(row.tokens), f"row {row_id}: {end} tokens planned, {len(row.tokens)} known"
+            chunk = row.tokens[start:end]
+            if fake.crash_token in chunk:
+                raise RuntimeError(f"scripted crash in row {row_id}")
+            if fake.die_token in chunk:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while fake.hang_token in chunk:
+                time.sleep(3600)
+            if fake.row_fault_token in chunk:
+                faults.append(RowFault(row_id, "scripted fault"))
+            positions = np.arange(start, end)
+            blocks = np.array(row.blocks, np.int64)[positions // self.block_size]
+            offsets = positions % self.block_size
+            self.kv[blocks, offsets, 0] = positions
+            self.kv[blocks, offsets, 1] = chunk
+        return faults
+
+    def _sample(self, plan: StepPlan, faults: list[RowFault], started: float) -> StepResult:
+        faulted = {fault.row for fault in faults}
+        rows: list[int] = []
+        tokens: list[int] = []
+        logprobs: list[LogprobRow] = []
+        prompt_logprobs: list[LogprobRow] = []
+        for row_id, count, start, sample in zip(
+            plan.rows, plan.num_tokens, plan.num_computed, plan.sample, strict=True
+        ):
+            if row_id in faulted:
+                continue
+            row, end = self.rows[row_id], start + count
+            last = min(end, row.num_prompt - 1)
+            if row.params.prompt_logprobs >= 0 and start < last:
+                targets = row.tokens[start + 1 : last + 1]
+                prompt_logprobs.append(self._logprobs(row_id, row, start, targets, row.params.prompt_logprobs))
+            if sample:
+                token = self._next_token(row, end)
+                rows.append(row_id)
+                tokens.append(token)
+                if row.params.logprobs >= 0:
+                    logprobs.append(self._logprobs(row_id, row, end - 1, [token], row.params.logprobs))
+        elapsed = time.monotonic() - started
+        return StepResult(plan.step, rows, tokens, logprobs, prompt_logprobs, faults, elapsed)
+
+    def _next_token(self, row: FakeRow, end: int) -> int:
+        if self.model.stub.kind == "script":
+            scripts = self.model.stub.scripts
+            script = scripts[row.params.choice % len(scripts)]
+            num_output = end - row.num_prompt
+            return script[num_output] if num_output < len(script) else self.model.fake.eos
+        return fake_token(self._read(row, end), row.params, self.model.fake)
+
+    def _read(self, row: FakeRow, end: int) -> bytes:
+        """The first `end` (position, token) pairs of a row, gathered through its block table."""
+        num_blocks = -(-end // self.block_size)
+        return self.kv[row.blocks[:num_blocks]].reshape(-1, 2)[:end].tobytes()
+
+    def _logprobs(self, row_id: int, row: FakeRow, start: int, targets: list[int], k: int) -> LogprobRow:
+        """Log-probabilities of `targets`, which follow the positions start, start + 1, ...: a hash of the KV before each."""
+        count = len(targets)
+        ids = np.zeros((count, 1 + k), np.int32)
+        values = np.zeros((count, 1 + k), np.float32)
+        for i, target in enumerate(targets):
+            seen = zlib.crc32(self._read(row, start + i + 1))
+            ids[i] = [target, *((seen + j) % self.model.vocab_size for j in range(k))]
+            values[i] = [-(((seen >> 8) + target) % 4096) / 256, *(-(j + 1) / 4 for j in range(k))]
+        return LogprobRow(row_id, ids, values, np.ones(count, np.int32))
+
+
+def fake_token(kv: bytes, params: RowParams, fake: FakeOptions) -> int:
+    """The next token after a context of (position, token) int32 pairs; seed and choice matter unless the row is greedy."""
+    draw = zlib.crc32(kv)
+    if not params.is_greedy:
+        draw = zlib.crc32(f"{params.seed} {params.choice}".encode(), draw)
+    if fake.eos_every and draw % fake.eos_every == 0:
+        return fake.eos
+    return fake.low + (draw >> 8) % (fake.high - fake.low + 1)
+
+
+def expected_tokens(prompt: list[int], params: RowParams, fake: FakeOptions, count: int) -> list[int]:
+    """What a row emits when it runs alone: the oracle of every test of batching, chunking, caching and preemption."""
+    tokens = list(prompt)
+    for _ in range(count):
+        pairs = np.stack([np.arange(len(tokens)), np.array(tokens)], axis=1).astype(np.int32)
+        tokens.append(fake_token(pairs.tobytes(), params, fake))
+    return tokens[len(prompt) :]
+
+
+def read_fake_model(model: str) -> FakeModel:
+    """config.json of a model directory, or the defaults when there is none."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return FakeModel()
+    return msgspec.json.decode(path.read_bytes(), type=FakeModel)
+
+
+def _row_from_new(new: NewRow) -> FakeRow:
+    return FakeRow(new.tokens.tolist(), new.num_prompt, new.params, list(new.blocks))
+
+
+Worker = FakeWorker
