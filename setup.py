@@ -1,0 +1,194 @@
+"""Builds csrc into the extension models._native (the rest of the packaging is in pyproject.toml).
+
+Each object is compiled only when its source, a header in its depfile or its command changed; a file lock keeps two builds
+apart. csrc/cuda/*.cu is compiled too when nvcc and a CUDA torch are present. Kernel variants get their instruction set
+from the file name: *_avx2.cpp, *_avx512.cpp. No torch headers are used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+# No contraction: a*b+c is one rounding only where a kernel asks for it, so that results do not depend on the compiler.
+COMMON_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+WARNING_FLAGS = ["-Wall", "-Wextra", "-Wno-psabi"]
+ISA_FLAGS = {
+    "_avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"],
+    "_avx512": [
+        *("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"),
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"),
+    ],
+}
+CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", "--expt-relaxed-constexpr", "-lineinfo"]
+
+
+def find_pybind11_include() -> str:
+    """Headers of pybind11: the package if importable, else the copy that torch carries."""
+    if importlib.util.find_spec("pybind11") is not None:
+        import pybind11
+
+        return str(pybind11.get_include())
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise SystemExit("error: neither pybind11 nor torch is importable\n  try   pip install pybind11")
+    return str(Path(spec.origin).parent / "include")
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc when both it and a torch built for CUDA exist, else None."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or not any(CSRC.glob("cuda/*.cu")):
+        return None
+    version = Path(spec.origin).parent / "version.py"
+    if "cuda: Optional[str] = None" in version.read_text() or "cuda = None" in version.read_text():
+        return None
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def replace_file(target: Path, write: Callable[[Path], None]) -> None:
+    """Writes beside the target and renames, so that processes using the old file keep it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        write(fresh)
+        os.replace(fresh, target)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def isa_flags(source: Path) -> list[str]:
+    for suffix, flags in ISA_FLAGS.items():
+        if source.stem.endswith(suffix):
+            return flags
+    return []
+
+
+def find_sources(*, cuda: bool) -> list[Path]:
+    """All C++ sources (kernel variants for x86 only there), and the CUDA ones when they can be built."""
+    sources = [path for path in sorted(CSRC.rglob("*.cpp")) if IS_X86 or not isa_flags(path)]
+    return sources + (sorted(CSRC.rglob("*.cu")) if cuda else [])
+
+
+class NativeBuild:
+    """One build of the extension into `target`, with objects kept under `work_dir`."""
+
+    def __init__(self, work_dir: Path, target: Path, compiler: str) -> None:
+        self.work_dir = work_dir
+        self.target = target
+        self.compiler = compiler
+        self.nvcc = find_nvcc()
+        self.includes = [f"-I{CSRC}", f"-I{find_pybind11_include()}", f"-I{sysconfig.get_path('include')}"]
+
+    def run(self) -> None:
+        self.work_dir.mkdir(parents=True, exist_ok=True)
+        with open(self.work_dir / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._build()
+
+    def _build(self) -> None:
+        sources = find_sources(cuda=self.nvcc is not None)
+        stale = [source for source in sources if self._is_stale(source)]
+        # A future per file; the first failure is raised after all have printed theirs.
+        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+            failed = [name for name in pool.map(self._compile, stale) if name]
+        if failed:
+            raise SystemExit(
+                f"error: {len(failed)} file(s) of the native extension did not compile: {', '.join(failed)}"
+            )
+        objects = [self._object(source) for source in sources]
+        newest = max(path.stat().st_mtime_ns for path in objects)
+        listing = self.work_dir / "objects.txt"
+        names = "\n".join(map(str, objects))
+        is_same_set = listing.exists() and listing.read_text() == names
+        if not (self.target.exists() and is_same_set and self.target.stat().st_mtime_ns >= newest):
+            replace_file(self.target, lambda fresh: self._link(objects, fresh))
+            listing.write_text(names)
+
+    def _object(self, source: Path) -> Path:
+        return self.work_dir / (str(source.relative_to(CSRC)).replace("/", "__") + ".o")
+
+    def _command(self, source: Path) -> list[str]:
+        out = self._object(source)
+        dep = ["-MMD", "-MF", f"{out}.d"]
+        if source.suffix == ".cu":
+            assert self.nvcc is not None
+            return [self.nvcc, *CUDA_FLAGS, *self.includes, *dep, "-c", str(source), "-o", str(out)]
+        cuda = ["-DTRIREME_CUDA=1"] if self.nvcc else []
+        flags = [*COMMON_FLAGS, *WARNING_FLAGS, *cuda, *isa_flags(source)]
+        return [self.compiler, *flags, *self.includes, *dep, "-c", str(source), "-o", str(out)]
+
+    def _stamp(self, source: Path) -> str:
+        return hashlib.sha256("\0".join(self._command(source)).encode()).hexdigest()
+
+    def _is_stale(self, source: Path) -> bool:
+        out = self._object(source)
+        dep, stamp = Path(f"{out}.d"), Path(f"{out}.cmd")
+        if not (out.exists() and dep.exists() and stamp.exists()) or stamp.read_text() != self._stamp(source):
+            return True
+        built = out.stat().st_mtime_ns
+        words = dep.read_text().replace("\\\n", " ").split()
+        paths = [Path(word) for word in words if not word.endswith(":")]
+        return any(not path.exists() or path.stat().st_mtime_ns >= built for path in paths)
+
+    def _compile(self, source: Path) -> str:
+        """Compiles one file; returns its name if that failed."""
+        out = self._object(source)
+        print(f"compiling {source.relative_to(ROOT)}", flush=True)
+        # The object counts as old as the start of its compile, so a file edited meanwhile is stale afterwards.
+        started_ns = time.time_ns()
+        result = subprocess.run(self._command(source), capture_output=True, text=True)
+        sys.stdout.write(result.stdout + result.stderr)
+        if result.returncode != 0:
+            out.unlink(missing_ok=True)
+            return str(source.relative_to(ROOT))
+        os.utime(out, ns=(started_ns, started_ns))
+        Path(f"{out}.cmd").write_text(self._stamp(source))
+        return ""
+
+    def _link(self, objects: list[Path], out: Path) -> None:
+        cuda = ["-L/usr/local/cuda/lib64", "-lcudart"] if self.nvcc else []
+        command = [self.compiler, "-shared", "-pthread", "-Wl,-O1", *map(str, objects), *cuda, "-o", str(out)]
+        print(f"linking {self.target.name}", flush=True)
+        if subprocess.run(command).returncode != 0:
+            raise SystemExit("error: linking the native extension failed (the linker's message is above)")
+
+
+class BuildExt(build_ext):
+    """setuptools' command, with the compiling done by NativeBuild."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        command = getattr(self.compiler, "compiler_cxx", None) or ["g++"]
+        compiler = shutil.which(command[0]) or shutil.which("g++") or shutil.which("c++")
+        if compiler is None:
+            raise SystemExit("error: no C++ compiler found\n  try   apt-get install g++")
+        NativeBuild(ROOT / "build" / "native", target.resolve(), compiler).run()
+
+    def copy_extensions_to_source(self) -> None:
+        for ext in self.extensions:
+            built = ROOT / self.get_ext_fullpath(ext.name)
+            source_copy = ROOT / ext.name.replace(".", "/")
+            target = source_copy.parent / built.name
+            if not target.exists() or target.stat().st_mtime_ns < built.stat().st_mtime_ns:
+                replace_file(target, lambda fresh, built=built: shutil.copy2(built, fresh))  # type: ignore[misc]
+
+
+setup(ext_modules=[Extension("models._native", sources=[])], cmdclass={"build_ext": BuildExt})
