@@ -184,9 +184,8 @@ class BuildExt(build_ext):
 
     def copy_extensions_to_source(self) -> None:
         for ext in self.extensions:
-            built = ROOT / self.get_ext_fullpath(ext.name)
-            source_copy = ROOT / ext.name.replace(".", "/")
-            target = source_copy.parent / built.name
+            filename = self.get_ext_filename(ext.name)
+            built, target = ROOT / self.build_lib / filename, ROOT / filename
             if not target.exists() or target.stat().st_mtime_ns < built.stat().st_mtime_ns:
                 replace_file(target, lambda fresh, built=built: shutil.copy2(built, fresh))  # type: ignore[misc]
 
