@@ -34,7 +34,9 @@ GOLDEN32 = 0x9E3779B9
 _MASK64 = (1 << 64) - 1
 _HALF = np.float32(0.5)
 _SCALE = np.float32(2.0**-32)
-_SLACK = 1.0 + 1e-3  # far above the float32 error of v * exp(-z) near the winner, far below what would admit many tokens
+_SLACK = (
+    1.0 + 1e-3
+)  # far above the float32 error of v * exp(-z) near the winner, far below what would admit many tokens
 
 Ids = NDArray[np.int64]
 

@@ -1,0 +1,97 @@
+"""Stub models of the tests (family "stub"): forced tokens or one fixed logits vector, through the real runner and sampler.
+
+Built by models.load for directories whose config.json says model_type "trireme_stub". Computes nothing: no KV is written.
+Settings (ArchSpec.stub): kind "script" | "const"; scripts; logits, default; delay_ms per step; nan_choice.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from models.forward import ForwardBatch, Group, KVLayer
+from trireme.arch import ArchSpec
+from trireme.errors import ModelError
+from trireme.mesh import Mesh
+
+FORCED = 50.0  # above what any noise overcomes at temperatures up to 2, below what a logit bias of 100 does
+
+
+class StubSettings(msgspec.Struct, frozen=True):
+    """Key "stub" of config.json. Choice c emits scripts[c % len(scripts)], then EOS for ever."""
+
+    kind: Literal["script", "const"] = "script"
+    scripts: list[list[int]] = []
+    logits: dict[int, float] = {}
+    default: float = -10.0
+    delay_ms: float = 0.0
+    nan_choice: int = -1  # logits of this choice are NaN
+
+
+class StubModel:
+    """One stage of a stub on one rank; satisfies models.forward.Model. Stages pass token ids on, to prove their order."""
+
+    num_kv_layers = 1
+    kv_heads = 1
+    head_dim = 8
+
+    def __init__(self, arch: ArchSpec, mesh: Mesh, group: Group) -> None:
+        try:
+            self._settings = msgspec.convert(arch.stub, StubSettings, strict=False)
+        except msgspec.ValidationError as error:
+            raise ModelError(f"config.json of the stub model: {error}") from error
+        self.vocab_size = arch.vocab_size
+        self._mesh = mesh
+        self._group = group
+        eos = arch.eos_token_ids[0] if arch.eos_token_ids else arch.vocab_size - 1
+        self._scripts = _script_table(self._settings.scripts, eos)
+        self._vector = torch.full((self.vocab_size,), self._settings.default)
+        for token, value in self._settings.logits.items():
+            self._vector[token] = value
+
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor | None:
+        """Logits [S, vocab] on the last stage, None elsewhere."""
+        self._check_stages(batch)
+        if self._settings.delay_ms:
+            time.sleep(self._settings.delay_ms / 1e3)
+        if not self._mesh.is_last_stage:
+            return None
+        row = torch.searchsorted(batch.query_start, batch.logits_index, right=True) - 1
+        choice = batch.choices[row]
+        if self._settings.kind == "script":
+            logits = self._scripted(batch, row, choice)
+        else:
+            logits = self._vector.repeat(row.numel(), 1)
+        if self._settings.nan_choice >= 0:
+            logits[choice == self._settings.nan_choice] = float("nan")
+        return logits
+
+    def _scripted(self, batch: ForwardBatch, row: Tensor, choice: Tensor) -> Tensor:
+        """Flat logits over the prompt; afterwards the script's token stands out."""
+        output = batch.positions[batch.logits_index] + 1 - batch.num_prompt[row]
+        last = self._scripts.shape[1] - 1
+        token = self._scripts[(choice % self._scripts.shape[0]).long(), output.clamp(0, last).long()]
+        logits = torch.zeros(row.numel(), self.vocab_size)
+        logits.scatter_(1, token[:, None], torch.where(output >= 0, FORCED, 0.0)[:, None])
+        return logits
+
+    def _check_stages(self, batch: ForwardBatch) -> None:
+        """Receives the previous stage's token ids, which must be this step's, and sends them on."""
+        if self._mesh.pp == 1:
+            return
+        mine = batch.token_ids.float()[:, None]
+        if not self._mesh.is_first_stage:
+            theirs = self._group.recv_prev(tuple(mine.shape), torch.float32)
+            assert torch.equal(theirs, mine), "the previous stage computed other tokens"
+        if not self._mesh.is_last_stage:
+            self._group.send_next(mine)
+
+
+def _script_table(scripts: list[list[int]], eos: int) -> Tensor:
+    """[scripts, longest + 1] int64, padded with EOS."""
+    longest = max((len(script) for script in scripts), default=0)
+    return torch.tensor([[*script, *[eos] * (longest + 1 - len(script))] for script in scripts or [[]]])
