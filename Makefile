@@ -1,0 +1,63 @@
+# One command per habit. `make serve` and `make test` do all the set-up on a fresh Debian or Ubuntu (Python >= 3.11, pip, g++).
+#   make serve MODEL=smollm2 FLAGS="--port 8001"      TORCH_INDEX=URL picks another index for torch
+
+PYTHON ?= python3
+MODEL ?= smollm2
+FLAGS ?=
+BIN := .venv/bin
+export PYTHONUNBUFFERED := 1
+
+.PHONY: serve chat test fmt lint types arch unit gpu bench docs native setup setup-dev check-python clean
+
+serve: setup
+	@exec $(BIN)/trireme serve $(MODEL) $(FLAGS)
+
+chat: setup
+	@exec $(BIN)/trireme chat $(MODEL) $(FLAGS)
+
+test: setup-dev lint types arch
+	$(BIN)/python -m pytest -m "not slow" $(FLAGS)
+
+fmt: setup-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup-dev
+	$(BIN)/mypy
+
+arch: setup-dev
+	$(BIN)/lint-imports
+
+unit: setup-dev
+	$(BIN)/python -m pytest tests/arch tests/unit $(FLAGS)
+
+gpu: setup-dev
+	$(BIN)/python -m pytest -m gpu tests/gpu $(FLAGS)
+
+bench: setup
+	$(BIN)/trireme bench latency $(MODEL) $(FLAGS)
+	$(BIN)/trireme bench throughput $(MODEL) $(FLAGS)
+	$(BIN)/trireme bench serve $(MODEL) $(FLAGS)
+
+docs: setup-dev
+	$(BIN)/python scripts/make_docs.py
+
+native: setup
+	@$(BIN)/python setup.py build_ext --inplace
+
+setup: check-python
+	@$(PYTHON) scripts/bootstrap.py run
+
+setup-dev: check-python
+	@$(PYTHON) scripts/bootstrap.py dev
+
+check-python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is missing or older than 3.11; try   make serve PYTHON=python3.11" >&2; exit 2; }
+
+clean:
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis models/_native*.so
