@@ -1,0 +1,495 @@
+"""EngineClient: submits choices to engines, routes between them, and turns engine messages into events per request.
+
+Owned by a front end process or by the Python API; free of HTTP and of text. Lives on one asyncio loop and needs no locks.
+An engine's death ends its own rows only. A request's task is woken at most once per engine message, however many rows it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+from serving.choose import Chooser
+from serving.replay import Replay
+from transport.messages import (
+    Abort,
+    Boot,
+    Call,
+    CallReply,
+    End,
+    EngineDown,
+    EngineFacts,
+    EngineToFront,
+    First,
+    FromCoordinator,
+    LogprobRow,
+    Pong,
+    Refused,
+    Released,
+    Route,
+    Routed,
+    StepOutputs,
+    View,
+    Welcome,
+    Wire,
+)
+from transport.sockets import AsyncConnection, Left
+from trireme.config import EngineConfig
+from trireme.errors import EngineDeadError, EngineError, NotFoundError, OverloadedError, RequestError
+
+log = logging.getLogger(__name__)
+
+ROUTE_TIMEOUT_S = 1.0
+LINK_WAIT_S = 1.0
+
+
+class Link(Protocol):
+    """What the client needs of transport's AsyncConnection and LocalConnection."""
+
+    @property
+    def is_up(self) -> bool: ...
+
+    def send(self, message: Wire) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+Connect: TypeAlias = Callable[[Callable[[Any], None]], Link]
+"""Opens one link inside the running loop; every message of the peer goes to the given callback."""
+
+Event: TypeAlias = (
+    tuple[Literal["first"], int, First]
+    | tuple[Literal["prompt_logprobs", "logprobs"], int, LogprobRow]
+    | tuple[Literal["token"], int, int]
+    | tuple[Literal["end"], int, End]
+)
+"""(kind, index of the choice in its request, value). A choice's logprobs come before the tokens they belong to."""
+
+
+class EngineState(NamedTuple):
+    """One engine as this front end sees it. `stalled_s`: how long it has made no step although it has rows of ours."""
+
+    engine: int
+    is_up: bool
+    epoch: int
+    facts: EngineFacts | None
+    num_rows: int
+    stalled_s: float
+    reason: str  # why it is down
+
+
+class _Row:
+    __slots__ = ("engine", "index", "replay", "stream")
+
+    def __init__(self, stream: Stream, index: int, replay: Replay, engine: _Engine) -> None:
+        self.stream = stream
+        self.index = index
+        self.replay = replay
+        self.engine = engine
+
+
+class _Engine:
+    """One engine's link and the rows this front end has on it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.link: Link | None = None
+        self.welcome: Welcome | None = None
+        self.rows: dict[int, _Row] = {}
+        self.last_step = 0.0  # time of the last message that shows a step, or of the first row after idling
+        self.progress = -1
+        self.reason = "it has not started yet"
+        self.cause = ""  # its last words
+
+    @property
+    def is_up(self) -> bool:
+        return self.welcome is not None and self.link is not None and self.link.is_up
+
+
+class Stream:
+    """Events of one request's choices. Iterate with `next`; always `close` it (twice is fine)."""
+
+    __slots__ = ("_client", "_num_open", "_pending", "_rids", "_waiter", "replays")
+
+    def __init__(self, client: EngineClient, replays: Sequence[Replay]) -> None:
+        self.replays = replays
+        self._client = client
+        self._pending: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._rids: dict[int, int] = {}  # choice index -> rid, while it runs
+        self._num_open = len(replays)
+
+    @property
+    def is_done(self) -> bool:
+        """True when every choice has ended and every event was taken."""
+        return self._num_open == 0 and not self._pending
+
+    @property
+    def num_pending(self) -> int:
+        """Events that arrived and were not taken yet: grows when the reader is slow."""
+        return len(self._pending)
+
+    async def next(self) -> list[Event]:
+        """All events since the last call, at least one; an empty list when everything has ended."""
+        if not self._pending:
+            if self._num_open == 0:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        events, self._pending = self._pending, []
+        return events
+
+    def abort(self, index: int) -> None:
+        """Ends one choice early (a stop string was found). No further event of it follows."""
+        rid = self._rids.pop(index, None)
+        if rid is not None:
+            self._num_open -= 1
+            self._client._abort([rid])
+            self._wake()
+
+    def close(self) -> None:
+        """Aborts whatever still runs."""
+        rids = list(self._rids.values())
+        self._rids.clear()
+        self._num_open = 0
+        if rids:
+            self._client._abort(rids)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """All engines of a deployment behind one `submit`. Create it anywhere, `start` it in the loop that will use it."""
+
+    def __init__(
+        self, engines: Sequence[Connect], coordinator: Connect | None = None, *, rng: random.Random | None = None
+    ) -> None:
+        self._connects = tuple(engines)
+        self._connect_coordinator = coordinator
+        self._engines = [_Engine(index) for index in range(len(engines))]
+        self._coordinator: Link | None = None
+        self._rids = itertools.count(1)
+        self._routes: dict[int, asyncio.Future[Routed]] = {}
+        self._calls: dict[int, tuple[_Engine, asyncio.Future[CallReply]]] = {}
+        self._changed: asyncio.Event = asyncio.Event()
+        self._chooser = Chooser(rng)
+        self.view: View | None = None
+        self.num_fallbacks = 0  # choices made without the coordinator
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Opens all links; returns at once. Call inside the loop."""
+        for engine, connect in zip(self._engines, self._connects, strict=True):
+            engine.link = connect(lambda message, engine=engine: self._on_engine(engine, message))  # type: ignore[misc]
+        if self._connect_coordinator is not None:
+            self._coordinator = self._connect_coordinator(self._on_coordinator)
+
+    def close(self) -> None:
+        """Ends every row and closes the links."""
+        for engine in self._engines:
+            self._lose(engine, "the front end is closing")
+            if engine.link is not None:
+                engine.link.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    async def wait_up(self, timeout_s: float | None = None) -> None:
+        """Returns when every engine is connected. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not all(engine.is_up for engine in self._engines):
+                await self._wait_change()
+
+    # ------------------------------------------------------------ state
+
+    @property
+    def facts(self) -> EngineFacts | None:
+        """Facts of any engine that is up: they are alike. After all went down, those of the last one."""
+        known = [engine.welcome.facts for engine in self._engines if engine.welcome and engine.welcome.facts]
+        return known[0] if known else self._last_facts
+
+    _last_facts: EngineFacts | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(engine.rows) for engine in self._engines)
+
+    @property
+    def capacity(self) -> int:
+        """Rows that the engines now up can run and queue, all front ends together."""
+        return sum(
+            engine.welcome.facts.max_num_seqs + engine.welcome.facts.max_waiting
+            for engine in self._engines
+            if engine.is_up and engine.welcome and engine.welcome.facts
+        )
+
+    def states(self) -> list[EngineState]:
+        now = time.monotonic()
+        return [
+            EngineState(
+                engine=engine.index,
+                is_up=engine.is_up,
+                epoch=engine.welcome.epoch if engine.welcome else -1,
+                facts=engine.welcome.facts if engine.welcome else None,
+                num_rows=len(engine.rows),
+                stalled_s=now - engine.last_step if engine.rows else 0.0,
+                reason="" if engine.is_up else engine.reason,
+            )
+            for engine in self._engines
+        ]
+
+    async def call(self, engine: int, method: str, timeout_s: float = 5.0, **args: Any) -> Any:
+        """Asks one engine (`stats`, ...). Raises EngineDeadError when it is away, EngineError when it refuses."""
+        target = self._engines[engine]
+        call_id = next(self._rids)
+        reply: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = (target, reply)
+        try:
+            if target.link is None or not target.link.send(Call(call_id=call_id, method=method, args=args)):
+                raise EngineDeadError(f"engine {engine} is not connected: {target.reason}")
+            async with asyncio.timeout(timeout_s):
+                answer = await reply
+        finally:
+            self._calls.pop(call_id, None)
+        if not answer.ok:
+            raise EngineError(answer.error)
+        return answer.result
+
+    # ------------------------------------------------------------ requests
+
+    async def submit(self, replays: Sequence[Replay], *, pin: int = -1) -> Stream:
+        """Sends all choices of a request; choices of one prompt (adjacent, same `prompt_index`) go to the same engine.
+
+        `pin` >= 0 demands that engine. Raises OverloadedError, EngineDeadError, NotFoundError (no such engine).
+        """
+        if pin >= len(self._engines):
+            raise NotFoundError(
+                f"there is no engine {pin}; there are {len(self._engines)}", param="x-data-parallel-rank"
+            )
+        groups = [list(group) for _, group in itertools.groupby(replays, key=lambda replay: replay.prompt_index)]
+        stream = Stream(self, replays)
+        index = 0
+        try:
+            for group in groups:
+                engine, ticket = await self._place(len(group[0].prompt), len(group), pin)
+                for replay in group:
+                    self._send(stream, index, replay, engine, ticket)
+                    index += 1
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def _send(self, stream: Stream, index: int, replay: Replay, engine: _Engine, ticket: int) -> None:
+        rid = next(self._rids)
+        if not engine.rows:
+            engine.last_step = time.monotonic()
+        engine.rows[rid] = _Row(stream, index, replay, engine)
+        self._chooser.started(engine.index)
+        stream._rids[index] = rid
+        if engine.link is None or not engine.link.send(replay.submit(rid, ticket)):
+            why = f"engine {engine.index} takes no more messages" if engine.is_up else engine.reason
+            self._finish(engine, rid, End(rid=rid, reason="error", error=why, error_code="engine_dead"))
+
+    def _abort(self, rids: Iterable[int]) -> None:
+        for engine in self._engines:
+            mine = [rid for rid in rids if rid in engine.rows]
+            for rid in mine:
+                del engine.rows[rid]
+            if mine:
+                self._chooser.ended(engine.index, len(mine))
+                if engine.link is not None:
+                    engine.link.send(Abort(rids=mine))
+
+    # ------------------------------------------------------------ placement
+
+    async def _place(self, num_tokens: int, num_choices: int, pin: int) -> tuple[_Engine, int]:
+        """An engine that is up, and the ticket for it."""
+        if self._connect_coordinator is None:
+            return self._place_alone(pin), 0
+        for _ in range(3):
+            routed = await self._route(Route(next(self._rids), num_tokens, num_choices, pin))
+            if routed is None:
+                self.num_fallbacks += 1
+                return self._place_alone(pin), 0
+            if routed.engine < 0:
+                raise EngineDeadError(f"no engine can take the request: {routed.error}")
+            engine = self._engines[routed.engine]
+            if await self._is_there(engine, routed):
+                return engine, routed.ticket
+        return self._place_alone(pin), 0
+
+    def _place_alone(self, pin: int) -> _Engine:
+        if pin >= 0:
+            if not self._engines[pin].is_up:
+                raise EngineDeadError(f"engine {pin} is not available: {self._engines[pin].reason}")
+            return self._engines[pin]
+        up = [engine.index for engine in self._engines if engine.is_up]
+        if not up:
+            raise EngineDeadError(f"no engine is available: {self._engines[0].reason}")
+        return self._engines[self._chooser.choose(up)]
+
+    async def _route(self, route: Route) -> Routed | None:
+        """The coordinator's answer, or None when it is away. A place given too late or to nobody is returned to it."""
+        link = self._coordinator
+        if link is None or not link.is_up:
+            return None
+        answer: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
+        self._routes[route.rid] = answer
+        if not link.send(route):
+            del self._routes[route.rid]
+            return None
+        try:
+            async with asyncio.timeout(ROUTE_TIMEOUT_S):
+                return await answer
+        except TimeoutError:
+            return None
+        finally:
+            self._routes.pop(route.rid, None)
+            if answer.done() and not answer.cancelled() and asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                self._release(answer.result())
+
+    async def _is_there(self, engine: _Engine, routed: Routed) -> bool:
+        """Waits a moment for the link to the engine's present life; gives the place back when it does not come."""
+        try:
+            async with asyncio.timeout(LINK_WAIT_S):
+                while not (engine.is_up and engine.welcome is not None and engine.welcome.epoch >= routed.epoch):
+                    await self._wait_change()
+        except TimeoutError:
+            self._release(routed)
+            return False
+        except asyncio.CancelledError:
+            self._release(routed)
+            raise
+        return True
+
+    def _release(self, routed: Routed) -> None:
+        if routed.engine >= 0 and self._coordinator is not None:
+            self._coordinator.send(Released(engine=routed.engine, epoch=routed.epoch, count=1))
+
+    async def _wait_change(self) -> None:
+        changed = self._changed
+        await changed.wait()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ------------------------------------------------------------ messages
+
+    def _on_coordinator(self, message: Any) -> None:
+        if isinstance(message, Routed):
+            answer = self._routes.get(message.rid)
+            if answer is None or answer.done():
+                self._release(message)
+            else:
+                answer.set_result(message)
+        elif isinstance(message, View):
+            self.view = message
+            self._chooser.on_view(message)
+        elif isinstance(message, Left):
+            for answer in self._routes.values():
+                if not answer.done():
+                    answer.set_exception(TimeoutError())
+            log.warning("coordinator is away, choosing engines from the last view. reason=%s", message.reason)
+
+    def _on_engine(self, engine: _Engine, message: Any) -> None:
+        if isinstance(message, StepOutputs):
+            self._on_outputs(engine, message)
+        elif isinstance(message, CallReply):
+            if (waiting := self._calls.get(message.call_id)) is not None and not waiting[1].done():
+                waiting[1].set_result(message)
+        elif isinstance(message, Welcome):
+            if engine.welcome is not None and engine.welcome.epoch != message.epoch:
+                self._lose(engine, "it was restarted")
+                self._chooser.forget(engine.index)
+            engine.welcome, engine.cause = message, ""
+            self._last_facts = message.facts or self._last_facts
+            self._note_change()
+        elif isinstance(message, Pong):
+            if message.progress != engine.progress:
+                engine.progress, engine.last_step = message.progress, time.monotonic()
+        elif isinstance(message, EngineDown):
+            engine.cause = message.error
+            self._lose(engine, message.error)
+        elif isinstance(message, Left):
+            self._lose(engine, engine.cause or message.reason)
+        elif isinstance(message, Refused):
+            engine.reason = message.reason
+
+    def _on_outputs(self, engine: _Engine, message: StepOutputs) -> None:
+        """The hot path: appends events to the streams concerned and wakes each once."""
+        rows = engine.rows
+        engine.last_step = time.monotonic()
+        touched: set[Stream] = set()
+        for first in message.firsts:
+            if (row := rows.get(first.rid)) is not None:
+                row.stream._pending.append(("first", row.index, first))
+                touched.add(row.stream)
+        for entry in message.prompt_logprobs:
+            if (row := rows.get(entry.rid)) is not None:
+                row.stream._pending.append(("prompt_logprobs", row.index, entry))
+                touched.add(row.stream)
+        for entry in message.logprobs:
+            if (row := rows.get(entry.rid)) is not None:
+                row.stream._pending.append(("logprobs", row.index, entry))
+        for rid, token in zip(message.rids, message.tokens, strict=True):
+            if (row := rows.get(rid)) is not None:
+                row.replay.emitted.append(token)
+                row.stream._pending.append(("token", row.index, token))
+                touched.add(row.stream)
+        for end in message.ends:
+            self._finish(engine, end.rid, end)
+        for stream in touched:
+            stream._wake()
+
+    def _finish(self, engine: _Engine, rid: int, end: End) -> None:
+        row = engine.rows.pop(rid, None)
+        if row is None:
+            return
+        self._chooser.ended(engine.index)
+        stream = row.stream
+        if stream._rids.pop(row.index, None) is not None:
+            stream._num_open -= 1
+            stream._pending.append(("end", row.index, end))
+            stream._wake()
+
+    def _lose(self, engine: _Engine, reason: str) -> None:
+        """The engine is gone: its rows end with an error, nobody else's do."""
+        engine.welcome, engine.reason = None, reason
+        text = f"engine {engine.index} died: {reason}"
+        for rid in list(engine.rows):
+            self._finish(engine, rid, End(rid=rid, reason="error", error=text, error_code=EngineDeadError.code))
+        for owner, reply in self._calls.values():
+            if owner is engine and not reply.done():
+                reply.set_exception(EngineDeadError(text))
+        self._note_change()
+
+
+def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:
+    """The client of a front end process: one link per engine, one to the coordinator when there are several engines."""
+
+    def over(name: str, accepts: Any) -> Connect:
+        return lambda on_message: AsyncConnection.open(boot, name, accepts, on_message)
+
+    engines = [over(f"engine-{index}.front", EngineToFront) for index in range(config.parallel.dp)]
+    return EngineClient(engines, over("coordinator", FromCoordinator) if config.parallel.dp > 1 else None)
+
+
+def error_from_end(end: End) -> Exception:
+    """The exception that an End with reason "error" stands for."""
+    known: dict[str, type[RequestError] | type[OverloadedError] | type[EngineError]] = {
+        kind.code: kind for kind in (RequestError, OverloadedError, EngineDeadError)
+    }
+    return known.get(end.error_code, EngineError)(end.error or "the engine gave no reason")
