@@ -1,0 +1,125 @@
+"""The persistent batch: what a worker remembers of its rows between steps, as tables indexed by row.
+
+Owned by workers.runner; changed only by `apply` with a StepPlan's deltas. Step inputs are gathered from it by
+workers.inputs and never alias it. A slot is cleared when a row is placed in it; with `poison` a freed slot is filled with
+marker values, so that a test sees any read of a dead row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.messages import NewRow, RowFault, StepPlan
+from trireme.errors import EngineError
+from trireme.params import RowParams
+from workers.rules import LogitRules, Tokens
+
+POISON = -0x0DEADBEE  # an impossible token and block id
+ROW_ERRORS = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+"""What may go wrong inside one row's own work and is answered by a RowFault."""
+
+
+class Batch:
+    """Tables of `num_rows` slots. Tokens and block ids past a row's counts are meaningless."""
+
+    def __init__(self, num_rows: int, max_len: int, block_size: int, vocab_size: int, *, poison: bool = False) -> None:
+        self.max_len = max_len
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self._poison = poison
+        max_blocks = -(-max_len // block_size) + 1  # a planner may hold one block ahead
+        self.tokens: NDArray[np.int32] = np.zeros((num_rows, max_len), np.int32)
+        self.num_tokens: NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        self.num_prompt: NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        self.blocks: NDArray[np.int32] = np.zeros((num_rows, max_blocks), np.int32)
+        self.num_blocks: NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        self.choice: NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        self.is_plain: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # greedy, no rules, no logprobs
+        self.wants_prompt: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # prompt log-probabilities
+        self.params: list[RowParams | None] = [None] * num_rows
+        self.rules: list[LogitRules | None] = [None] * num_rows
+        self.faults: dict[int, str] = {}  # rows that could not be placed, until they are freed
+
+    def apply(self, plan: StepPlan) -> None:
+        """Applies freed, new, blocks and sampled tokens. A row that cannot be placed enters `faults`; its mates do not care.
+
+        Raises EngineError when the deltas of a sound row do not fit: that is a bug of the planner, not of a request.
+        """
+        for row in plan.freed:
+            self._forget(row)
+        for new in plan.new:
+            self._forget(new.row)
+            try:
+                self._place(new)
+            except ROW_ERRORS as error:
+                self._forget(new.row)
+                self.faults[new.row] = str(error)
+        for row, blocks in plan.blocks:
+            if row not in self.faults:
+                self._append_blocks(row, blocks)
+        gained = [(row, token) for row, token in zip(plan.rows, plan.tokens, strict=True) if token >= 0]
+        if gained:
+            self._append_tokens([item for item in gained if item[0] not in self.faults] if self.faults else gained)
+
+    def row_faults(self, rows: list[int]) -> list[RowFault]:
+        """Faults of scheduled rows that could not be placed."""
+        return [RowFault(row, self.faults[row]) for row in rows if row in self.faults]
+
+    def row_tokens(self, row: int) -> Tokens:
+        """All known tokens of a row, without a copy."""
+        return self.tokens[row, : self.num_tokens[row]]
+
+    def row_params(self, row: int) -> RowParams:
+        params = self.params[row]
+        if params is None:
+            raise EngineError(f"row {row} is scheduled but holds no request")
+        return params
+
+    def _forget(self, row: int) -> None:
+        self.num_tokens[row] = self.num_prompt[row] = self.num_blocks[row] = self.choice[row] = 0
+        self.is_plain[row] = self.wants_prompt[row] = False
+        self.params[row] = self.rules[row] = None
+        self.faults.pop(row, None)
+        if self._poison:
+            self.tokens[row] = self.blocks[row] = POISON
+
+    def _place(self, new: NewRow) -> None:
+        row, params = new.row, new.params
+        tokens = np.asarray(new.tokens, np.int32)
+        if not 0 < tokens.size <= self.max_len:
+            raise ValueError(f"{tokens.size} tokens; this worker holds 1..{self.max_len} per row")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"token {wrong} is outside this model's vocabulary 0..{self.vocab_size - 1}")
+        needs_rules = LogitRules.needed(params)
+        self.rules[row] = LogitRules(params, self.vocab_size, tokens, new.num_prompt) if needs_rules else None
+        self.tokens[row, : tokens.size] = tokens
+        self.num_tokens[row] = tokens.size
+        self.num_prompt[row] = new.num_prompt
+        self.choice[row] = params.choice
+        self.params[row] = params
+        self.is_plain[row] = params.is_greedy and not needs_rules and params.logprobs < 0
+        self.wants_prompt[row] = params.prompt_logprobs >= 0
+        self._append_blocks(row, new.blocks)
+
+    def _append_blocks(self, row: int, blocks: list[int]) -> None:
+        start = int(self.num_blocks[row])
+        stop = start + len(blocks)
+        if stop > self.blocks.shape[1]:
+            raise EngineError(f"row {row} was given {stop} blocks; {self.blocks.shape[1]} hold {self.max_len} tokens")
+        self.blocks[row, start:stop] = blocks
+        self.num_blocks[row] = stop
+
+    def _append_tokens(self, gained: list[tuple[int, int]]) -> None:
+        rows = np.array([row for row, _ in gained], np.int64)
+        at = self.num_tokens[rows]
+        if int(at.max(initial=0)) >= self.max_len:
+            raise EngineError(f"a row grew past {self.max_len} tokens: rows {rows[at >= self.max_len].tolist()}")
+        self.tokens[rows, at] = [token for _, token in gained]
+        self.num_tokens[rows] = at + 1
+        for row, token in gained:
+            rules = self.rules[row]
+            if rules is not None:
+                rules.add_output(token)

@@ -1,0 +1,155 @@
+"""Builds a ForwardBatch from the persistent batch and a step's row columns, by array arithmetic, into buffers made once.
+
+Called by workers.runner. The tensors it returns are views of its buffers and die with the next build.
+
+    row r of R:   |<- num_computed[r] ->|<- num_tokens[r]: this step ->|
+                  0                     positions ...                   context_len[r]
+    flat T:       query_start[r] .. query_start[r + 1]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.forward import ForwardBatch
+from trireme.errors import EngineError
+from workers.batch import Batch
+
+Column = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class StepRows:
+    """The scheduled rows of one forward, as columns of R entries."""
+
+    rows: NDArray[np.int64]
+    num_tokens: Column
+    num_computed: Column
+    sample: NDArray[np.bool_]
+
+    def where(self, mask: NDArray[np.bool_]) -> StepRows:
+        """The rows selected by `mask`."""
+        return StepRows(self.rows[mask], self.num_tokens[mask], self.num_computed[mask], self.sample[mask])
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Which rows of the logits are whose: first one per sampling row, in order, then `prompt` spans.
+
+    prompt holds (row, first position, positions): their logits predict the tokens at position + 1.
+    """
+
+    sampling: NDArray[np.int64]  # rows of the batch
+    prompt: list[tuple[int, int, int]]
+
+
+class _Buffer:
+    """An int32 torch tensor with its numpy view; grows by doubling."""
+
+    def __init__(self, size: int) -> None:
+        self._tensor = torch.zeros(max(size, 1), dtype=torch.int32)
+        self._array: Column = self._tensor.numpy()
+
+    def take(self, size: int) -> tuple[Tensor, Column]:
+        if size > self._array.size:
+            self._tensor = torch.zeros(2 * size, dtype=torch.int32)
+            self._array = self._tensor.numpy()
+        return self._tensor[:size], self._array[:size]
+
+    def put(self, values: NDArray[Any]) -> Tensor:
+        tensor, array = self.take(values.size)
+        array[:] = values
+        return tensor
+
+
+class InputBuilder:
+    """Reusable buffers of one worker's step inputs."""
+
+    def __init__(self, max_tokens: int, max_rows: int, max_blocks: int) -> None:
+        self._token_ids, self._positions, self._slots = (_Buffer(max_tokens) for _ in range(3))
+        self._query_start, self._context_len, self._choices, self._num_prompt = (
+            _Buffer(max_rows + 1) for _ in range(4)
+        )
+        self._logits_index = _Buffer(max_rows)
+        self._block_table = _Buffer(max_rows * min(max_blocks, 64))
+        self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
+
+    def build(self, batch: Batch, step: StepRows) -> tuple[ForwardBatch, Wanted]:
+        """Inputs of one forward. Raises EngineError when a row lacks the tokens or blocks that the plan counts on."""
+        rows, count = step.rows, step.rows.size
+        context = step.num_computed + step.num_tokens
+        self._check(batch, step, context)
+        query_start, starts = self._query_start.take(count + 1)
+        starts[0] = 0
+        np.cumsum(step.num_tokens, out=starts[1:])
+        if int(starts[-1]) == count:
+            owner, positions = rows, step.num_computed
+        else:
+            owner, positions = self._spread(step, starts)
+        index, wanted = self._wanted(batch, step, starts)
+        forward = ForwardBatch(
+            token_ids=self._token_ids.put(batch.tokens[owner, positions]),
+            positions=self._positions.put(positions),
+            slots=self._slots.put(self._slot_values(batch, owner, positions)),
+            query_start=query_start,
+            context_len=self._context_len.put(context),
+            block_table=self._gather_blocks(batch, rows, context),
+            logits_index=self._logits_index.put(index),
+            choices=self._choices.put(batch.choice[rows]),
+            num_prompt=self._num_prompt.put(batch.num_prompt[rows]),
+        )
+        return forward, wanted
+
+    def _check(self, batch: Batch, step: StepRows, context: Column) -> None:
+        """The one guard of the kernels behind: no read or write outside a row's own tokens and blocks."""
+        known, room = batch.num_tokens[step.rows], batch.num_blocks[step.rows] * batch.block_size
+        bad = (context > known) | (context > room) | (step.num_tokens < 1) | (step.num_computed < 0)
+        if bad.any():
+            i = int(bad.argmax())
+            raise EngineError(
+                f"row {step.rows[i]} is planned for tokens {step.num_computed[i]}..{context[i]} "
+                f"but has {known[i]} tokens and blocks for {room[i]}"
+            )
+
+    def _spread(self, step: StepRows, starts: Column) -> tuple[NDArray[np.int64], Column]:
+        """Per token: its row and its position."""
+        positions = self._count_to(int(starts[-1])) + np.repeat(step.num_computed - starts[:-1], step.num_tokens)
+        return np.repeat(step.rows, step.num_tokens), positions
+
+    def _slot_values(self, batch: Batch, owner: NDArray[np.int64], positions: Column) -> Column:
+        block, offset = np.divmod(positions, np.int32(batch.block_size))
+        return batch.blocks[owner, block] * np.int32(batch.block_size) + offset
+
+    def _gather_blocks(self, batch: Batch, rows: NDArray[np.int64], context: Column) -> Tensor:
+        """[R, B] table, B just long enough for the longest context; entries past a row's own are 0."""
+        width = -(-int(context.max()) // batch.block_size)
+        tensor, array = self._block_table.take(rows.size * width)
+        table = array.reshape(rows.size, width)
+        np.take(batch.blocks[:, :width], rows, axis=0, out=table)
+        np.copyto(table, 0, where=self._count_to(width) >= batch.num_blocks[rows][:, None])
+        return tensor.view(rows.size, width)
+
+    def _count_to(self, width: int) -> Column:
+        """0, 1, ... width - 1."""
+        if width > self._counting.size:
+            self._counting = np.arange(2 * width, dtype=np.int32)
+        return self._counting[:width]
+
+    def _wanted(self, batch: Batch, step: StepRows, starts: Column) -> tuple[Column, Wanted]:
+        """Flat indices whose logits are needed, and whose they are."""
+        index = starts[1:][step.sample] - np.int32(1)
+        wanted = Wanted(step.rows[step.sample], [])
+        spans = [index]
+        for i in np.flatnonzero(batch.wants_prompt[step.rows]).tolist():
+            row, first = int(step.rows[i]), int(step.num_computed[i])
+            stop = min(first + int(step.num_tokens[i]), int(batch.num_prompt[row]) - 1)
+            if first < stop:
+                spans.append(starts[i] + np.arange(stop - first, dtype=np.int32))
+                wanted.prompt.append((row, first, stop - first))
+        return (np.concatenate(spans) if len(spans) > 1 else index), wanted

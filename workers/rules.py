@@ -1,0 +1,129 @@
+"""What a row's parameters do to its logits before the draw: penalties, then bias, then bars (allowed ids, bad words,
+min_tokens). Built when a row is placed in the batch, for rows that need it only; applied by workers.sampler to a copy.
+
+Order and meaning: a bias is the caller's last word, so penalties never scale it; a barred token is -inf whatever its bias.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trireme.params import RowParams
+from workers.noise import Ids
+from workers.truncation import Floats
+
+Tokens = NDArray[np.int32]
+
+
+class SeenTokens:
+    """Distinct tokens of one row and how often each was output. Grows by one token a step, never by the vocabulary."""
+
+    def __init__(self, tokens: Tokens, num_prompt: int, *, with_prompt: bool) -> None:
+        outputs = tokens[num_prompt:]
+        ids = np.unique(tokens if with_prompt else outputs).astype(np.int64)
+        self._size = ids.size
+        self._slot = {token: i for i, token in enumerate(ids.tolist())}
+        self._ids = np.concatenate([ids, np.zeros(16, np.int64)])
+        self._counts = np.zeros(ids.size + 16, np.int32)
+        np.add.at(self._counts, np.searchsorted(ids, outputs), 1)
+
+    def add(self, token: int) -> None:
+        """Counts one more output."""
+        slot = self._slot.setdefault(token, self._size)
+        if slot == self._size:
+            if slot == self._ids.size:
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[slot] = token
+            self._size += 1
+        self._counts[slot] += 1
+
+    def columns(self) -> tuple[Ids, Tokens]:
+        """Distinct ids and the number of times each was output (0: prompt only)."""
+        return self._ids[: self._size], self._counts[: self._size]
+
+
+class LogitRules:
+    """The logit rules of one row. Raises ValueError when a named id is outside the vocabulary."""
+
+    def __init__(self, params: RowParams, vocab_size: int, tokens: Tokens, num_prompt: int) -> None:
+        self._params = params
+        self._num_prompt = num_prompt
+        self._seen: SeenTokens | None = None
+        if params.has_penalties:
+            self._seen = SeenTokens(tokens, num_prompt, with_prompt=params.repetition_penalty != 1.0)
+        self._bias_ids = _checked(tuple(token for token, _ in params.logit_bias), vocab_size, "logit_bias")
+        self._bias = np.array([value for _, value in params.logit_bias], np.float32)
+        self._allowed = _checked(params.allowed_token_ids, vocab_size, "allowed_token_ids")
+        self._bad = BadWords(params.bad_token_ids, vocab_size)
+        ends = np.array(sorted({*params.eos_token_ids, *params.stop_token_ids}), np.int64)
+        self._ends = ends[(ends >= 0) & (ends < vocab_size)]  # an end the model cannot emit needs no bar
+
+    @staticmethod
+    def needed(params: RowParams) -> bool:
+        """True when a row with `params` has any rule, now or later."""
+        return bool(
+            params.has_penalties
+            or params.logit_bias
+            or params.allowed_token_ids
+            or params.bad_token_ids
+            or params.min_tokens > 0
+        )
+
+    def add_output(self, token: int) -> None:
+        """Takes note of a token the row has gained."""
+        if self._seen is not None:
+            self._seen.add(token)
+
+    def apply(self, logits: Floats, tokens: Tokens) -> None:
+        """Changes one row's logits in place; `tokens` are all tokens of the row so far."""
+        if self._seen is not None:
+            self._penalise(logits, *self._seen.columns())
+        if self._bias_ids.size:
+            np.add.at(logits, self._bias_ids, self._bias)
+        if self._allowed.size:
+            kept = logits[self._allowed]
+            logits.fill(-np.inf)
+            logits[self._allowed] = kept
+        self._bad.bar(logits, tokens)
+        if tokens.size - self._num_prompt < self._params.min_tokens:
+            logits[self._ends] = -np.inf
+
+    def _penalise(self, logits: Floats, ids: Ids, counts: Tokens) -> None:
+        params = self._params
+        values = logits[ids]
+        if params.repetition_penalty != 1.0:
+            rate = np.float32(params.repetition_penalty)
+            values = np.where(values > 0, values / rate, values * rate)
+        values -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+        values -= np.float32(params.presence_penalty) * (counts > 0)
+        logits[ids] = values
+
+
+class BadWords:
+    """Token n-grams that must not be completed; the n-gram may begin in the prompt."""
+
+    def __init__(self, sequences: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
+        _checked(tuple(token for sequence in sequences for token in sequence), vocab_size, "bad_words")
+        self._singles = np.array([s[0] for s in sequences if len(s) == 1], np.int64)
+        self._longer = [(np.array(s[:-1], np.int32), s[-1]) for s in sequences if len(s) > 1]
+        self._before_last = np.array([s[-2] for s in sequences if len(s) > 1], np.int32)
+
+    def bar(self, logits: Floats, tokens: Tokens) -> None:
+        """Bars every token that would complete one of the sequences."""
+        logits[self._singles] = -np.inf
+        if not self._longer or not tokens.size:
+            return
+        for i in np.flatnonzero(self._before_last == tokens[-1]).tolist():
+            head, last = self._longer[i]
+            if tokens.size >= head.size and np.array_equal(tokens[-head.size :], head):
+                logits[last] = -np.inf
+
+
+def _checked(ids: tuple[int, ...], vocab_size: int, name: str) -> Ids:
+    array = np.array(ids, np.int64)
+    if array.size and not (int(array.min()) >= 0 and int(array.max()) < vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise ValueError(f"{name} names token {wrong}; this model's vocabulary is 0..{vocab_size - 1}")
+    return array

@@ -1,0 +1,161 @@
+"""Carries out StepPlans: applies the deltas, builds inputs, runs the model, samples. Owned by workers.worker.
+
+One thread. An error that belongs to one row becomes a RowFault; the batch goes on. Every worker of an engine takes the same
+decisions from the same plan, so that collectives stay in step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.forward import KVLayer, Model
+from transport.messages import LogprobRow, RowFault, StepPlan, StepResult
+from trireme.errors import TriremeError
+from trireme.mesh import Mesh
+from workers.batch import ROW_ERRORS, Batch
+from workers.inputs import InputBuilder, StepRows, Wanted
+from workers.kv_tensors import copy_blocks
+from workers.logprobs import logprob_row
+from workers.memory import LOGITS_BYTES
+from workers.sampler import Sampled, Sampler
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What one step has gathered so far."""
+
+    sampled: Sampled = field(default_factory=Sampled)
+    prompt_logprobs: list[LogprobRow] = field(default_factory=list)
+    faults: list[RowFault] = field(default_factory=list)
+
+
+class Runner:
+    """One worker's step loop body over a loaded model and its KV."""
+
+    def __init__(self, model: Model, kv: list[KVLayer], batch: Batch, inputs: InputBuilder, mesh: Mesh) -> None:
+        self._model = model
+        self._kv = kv
+        self._batch = batch
+        self._inputs = inputs
+        self._mesh = mesh
+        self._sampler = Sampler(model.vocab_size)
+        self._max_logits = max(1, LOGITS_BYTES // (4 * model.vocab_size))
+        self.num_steps = 0
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Runs one step. None on workers that do not report.
+
+        Raises EngineError for a plan that does not fit the batch, and whatever the model raises when no single row is to
+        blame (or when other workers take part and the step cannot be tried again).
+        """
+        started = time.perf_counter()
+        batch = self._batch
+        batch.apply(plan)
+        copy_blocks(self._kv, plan.copies)
+        outcome = _Outcome(faults=batch.row_faults(plan.rows))
+        step = self._rows_of(plan)
+        if step.rows.size:
+            for piece in self._pieces(step):
+                self._run(piece, outcome)
+        self.num_steps += 1
+        if not self._mesh.reports_result:
+            return None
+        return _result(plan, outcome, time.perf_counter() - started)
+
+    def _rows_of(self, plan: StepPlan) -> StepRows:
+        step = StepRows(
+            np.array(plan.rows, np.int64),
+            np.array(plan.num_tokens, np.int32),
+            np.array(plan.num_computed, np.int32),
+            np.array(plan.sample, np.bool_),
+        )
+        if self._batch.faults:
+            return step.where(~np.isin(step.rows, list(self._batch.faults)))
+        return step
+
+    def _pieces(self, step: StepRows) -> Iterator[StepRows]:
+        """The step, cut so that the logits of prompt positions stay within LOGITS_BYTES: first the front parts of the
+        rows that want them, then all the rest in one piece."""
+        wants = self._batch.wants_prompt[step.rows]
+        if not wants.any():
+            yield step
+            return
+        part = max(1, self._max_logits // int(wants.sum()))
+        while (ahead := wants & (step.num_tokens > part)).any():
+            front = step.where(ahead)
+            front.num_tokens = np.full_like(front.num_tokens, part)
+            front.sample = np.zeros_like(front.sample)
+            yield front
+            moved = np.where(ahead, np.int32(part), np.int32(0))
+            step = StepRows(step.rows, step.num_tokens - moved, step.num_computed + moved, step.sample)
+        yield step
+
+    def _run(self, step: StepRows, outcome: _Outcome) -> None:
+        """One forward and what its logits give. When it raises, the step is halved until the suspect row stands alone."""
+        try:
+            forward, wanted = self._inputs.build(self._batch, step)
+            logits = self._model.forward(forward, self._kv)
+        except ROW_ERRORS as error:
+            if self._mesh.num_workers > 1 or isinstance(error, TriremeError):
+                raise
+            self._bisect(step, outcome, error)
+            return
+        if logits is not None and self._mesh.reports_result:
+            self._read_logits(logits, wanted, outcome)
+
+    def _bisect(self, step: StepRows, outcome: _Outcome, error: Exception) -> None:
+        """Tries the halves; KV writes are repeated, which changes nothing. Raises when every row fails."""
+        count = step.rows.size
+        if count == 1:
+            outcome.faults.append(RowFault(int(step.rows[0]), f"the model failed on this row: {error}"))
+            return
+        before = len(outcome.faults)
+        halves = np.arange(count) < count // 2
+        self._run(step.where(halves), outcome)
+        self._run(step.where(~halves), outcome)
+        if len(outcome.faults) - before == count:
+            raise error
+
+    def _read_logits(self, logits: Tensor, wanted: Wanted, outcome: _Outcome) -> None:
+        values = logits.float().cpu().numpy()
+        num_sampling = wanted.sampling.size
+        at = num_sampling
+        for row, first, count in wanted.prompt:
+            try:
+                k = self._batch.row_params(row).prompt_logprobs
+                targets = self._batch.row_tokens(row)[first + 1 : first + 1 + count]
+                outcome.prompt_logprobs.append(logprob_row(row, values[at : at + count], targets, k))
+            except ROW_ERRORS as error:
+                outcome.faults.append(RowFault(row, f"prompt log-probabilities failed: {error}"))
+            at += count
+        sampled = self._sampler.sample(values[:num_sampling], wanted.sampling, self._batch)
+        outcome.sampled.extend(sampled)
+
+
+def _result(plan: StepPlan, outcome: _Outcome, elapsed_s: float) -> StepResult:
+    """Faulted rows give nothing but their first fault."""
+    sampled, faults = outcome.sampled, [*outcome.faults, *outcome.sampled.faults]
+    if not faults:
+        return StepResult(
+            plan.step, sampled.rows, sampled.tokens, sampled.logprobs, outcome.prompt_logprobs, [], elapsed_s
+        )
+    first: dict[int, RowFault] = {}
+    for fault in faults:
+        first.setdefault(fault.row, fault)
+    sound = [(row, token) for row, token in zip(sampled.rows, sampled.tokens, strict=True) if row not in first]
+    return StepResult(
+        plan.step,
+        [row for row, _ in sound],
+        [token for _, token in sound],
+        [entry for entry in sampled.logprobs if entry.rid not in first],
+        [entry for entry in outcome.prompt_logprobs if entry.rid not in first],
+        list(first.values()),
+        elapsed_s,
+    )
