@@ -17,7 +17,6 @@ from trireme.errors import ModelError
 from trireme.gguf import GgufFile, read_gguf
 from trireme.packaged import ModelFiles, find_model, read_json
 
-
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
