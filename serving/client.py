@@ -12,21 +12,18 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from serving.choose import Chooser
 from serving.replay import Replay
 from transport.messages import (
     Abort,
-    Boot,
     Call,
     CallReply,
     End,
     EngineDown,
     EngineFacts,
-    EngineToFront,
     First,
-    FromCoordinator,
     LogprobRow,
     Pong,
     Refused,
@@ -38,8 +35,7 @@ from transport.messages import (
     Welcome,
     Wire,
 )
-from transport.sockets import AsyncConnection, Left
-from trireme.config import EngineConfig
+from transport.sockets import Left
 from trireme.errors import EngineDeadError, EngineError, NotFoundError, OverloadedError, RequestError
 
 log = logging.getLogger(__name__)
@@ -62,13 +58,16 @@ class Link(Protocol):
 Connect: TypeAlias = Callable[[Callable[[Any], None]], Link]
 """Opens one link inside the running loop; every message of the peer goes to the given callback."""
 
-Event: TypeAlias = (
-    tuple[Literal["first"], int, First]
-    | tuple[Literal["prompt_logprobs", "logprobs"], int, LogprobRow]
-    | tuple[Literal["token"], int, int]
-    | tuple[Literal["end"], int, End]
-)
-"""(kind, index of the choice in its request, value). A choice's logprobs come before the tokens they belong to."""
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of a part of the prompt."""
+
+    rows: LogprobRow
+
+
+Event: TypeAlias = tuple[int, int | First | LogprobRow | PromptLogprobs | End]
+"""(index of the choice in its request, a token id or what else the engine says of it). Log-probabilities come before the
+tokens they belong to, End comes last."""
 
 
 class EngineState(NamedTuple):
@@ -354,11 +353,17 @@ class EngineClient:
             async with asyncio.timeout(ROUTE_TIMEOUT_S):
                 return await answer
         except TimeoutError:
+            self._release_if_given(answer)
             return None
+        except asyncio.CancelledError:
+            self._release_if_given(answer)
+            raise
         finally:
-            self._routes.pop(route.rid, None)
-            if answer.done() and not answer.cancelled() and asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                self._release(answer.result())
+            del self._routes[route.rid]
+
+    def _release_if_given(self, answer: asyncio.Future[Routed]) -> None:
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            self._release(answer.result())
 
     async def _is_there(self, engine: _Engine, routed: Routed) -> bool:
         """Waits a moment for the link to the engine's present life; gives the place back when it does not come."""
@@ -435,19 +440,19 @@ class EngineClient:
         touched: set[Stream] = set()
         for first in message.firsts:
             if (row := rows.get(first.rid)) is not None:
-                row.stream._pending.append(("first", row.index, first))
+                row.stream._pending.append((row.index, first))
                 touched.add(row.stream)
         for entry in message.prompt_logprobs:
             if (row := rows.get(entry.rid)) is not None:
-                row.stream._pending.append(("prompt_logprobs", row.index, entry))
+                row.stream._pending.append((row.index, PromptLogprobs(entry)))
                 touched.add(row.stream)
         for entry in message.logprobs:
             if (row := rows.get(entry.rid)) is not None:
-                row.stream._pending.append(("logprobs", row.index, entry))
+                row.stream._pending.append((row.index, entry))
         for rid, token in zip(message.rids, message.tokens, strict=True):
             if (row := rows.get(rid)) is not None:
                 row.replay.emitted.append(token)
-                row.stream._pending.append(("token", row.index, token))
+                row.stream._pending.append((row.index, token))
                 touched.add(row.stream)
         for end in message.ends:
             self._finish(engine, end.rid, end)
@@ -462,7 +467,7 @@ class EngineClient:
         stream = row.stream
         if stream._rids.pop(row.index, None) is not None:
             stream._num_open -= 1
-            stream._pending.append(("end", row.index, end))
+            stream._pending.append((row.index, end))
             stream._wake()
 
     def _lose(self, engine: _Engine, reason: str) -> None:
@@ -475,16 +480,6 @@ class EngineClient:
             if owner is engine and not reply.done():
                 reply.set_exception(EngineDeadError(text))
         self._note_change()
-
-
-def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:
-    """The client of a front end process: one link per engine, one to the coordinator when there are several engines."""
-
-    def over(name: str, accepts: Any) -> Connect:
-        return lambda on_message: AsyncConnection.open(boot, name, accepts, on_message)
-
-    engines = [over(f"engine-{index}.front", EngineToFront) for index in range(config.parallel.dp)]
-    return EngineClient(engines, over("coordinator", FromCoordinator) if config.parallel.dp > 1 else None)
 
 
 def error_from_end(end: End) -> Exception:
