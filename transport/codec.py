@@ -25,7 +25,8 @@ Frame = bytes | bytearray | memoryview
 
 # Dtypes that may travel, little-endian on the wire. No object, no structured dtype.
 _DTYPES = {
-    name: np.dtype(name) for name in ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
+    name: np.dtype(name)
+    for name in ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
 }
 
 

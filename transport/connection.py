@@ -1,0 +1,242 @@
+"""The connecting side: finds its server, says Hello, notices its death, and starts afresh with the next one, for ever.
+
+For blocking loops; transport/aio.py puts it on asyncio. A dead server's connection is never reused: a new ZMQ connection
+with a new routing id takes its place, so nothing old can arrive on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from transport.address import Keys, check_address, connect_address, guard_client, is_same_host
+from transport.messages import PROTOCOL_VERSION, Boot, Hello, Ping, Pong, Refused, Welcome, Wire
+from transport.poller import Poller
+from transport.wired import GRACE_S, PING_S, SILENCE_S, Identity, Left, Wired
+from trireme.errors import TransportError
+
+log = logging.getLogger("trireme.transport")
+
+RETRY_MIN_S, RETRY_MAX_S = 0.005, 0.25
+
+
+class Connection(Wired):
+    """Connecting side, for blocking loops. Connects in the background, says Hello, reconnects for ever. A Source for Poller."""
+
+    def __init__(
+        self,
+        boot: Boot,
+        socket_name: str,
+        accepts: Any,
+        *,
+        silence_s: float | None = SILENCE_S,
+    ) -> None:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        super().__init__(socket, accepts | Welcome | Refused | Ping | Pong, Identity.from_boot(boot))
+        self.welcome: Welcome | None = None  # of the present server; None while down
+        self.refusal = ""  # why the last Hello was refused; empty after a Welcome
+        self.server_progress = 0  # of the last Pong
+        self.socket_name = socket_name
+        self._boot = boot
+        self._silence_s = silence_s
+        self._address: str | None = None
+        self._num_sent = self._num_received = 0
+        self._last_heard = 0.0
+        self._said_hello = False
+        self._retry_s = RETRY_MIN_S
+        self._next_hello = 0.0
+        self._next_ping = 0.0
+        self._pidfd = -1
+        self._death_due = 0.0
+        self._events: deque[Any] = deque()
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a server that is not there
+        socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
+        keys = Keys.from_boot(boot)
+        if keys:
+            guard_client(socket, keys)
+        self._connect()
+
+    @classmethod
+    def open(cls, boot: Boot, socket_name: str, accepts: Any, *, silence_s: float | None = SILENCE_S) -> Connection:
+        """Starts to connect to `socket_name` of this deployment, whether its server is there yet or not.
+
+        `accepts` is the union of what the server may send (the handshake is added). A server that has not answered for
+        `silence_s` counts as gone (None: never).
+        """
+        return cls(boot, socket_name, accepts, silence_s=silence_s)
+
+    @property
+    def is_up(self) -> bool:
+        return self.welcome is not None
+
+    def receive(self, limit: int = 1024) -> Iterator[Any]:
+        """What has arrived, never blocking. Welcome comes first after each (re)connection (compare `epoch` with the last
+        one to see a restart), Left when the server is gone, everything else in between."""
+        self._note_death()
+        for _ in range(limit):
+            while self._events:
+                yield self._events.popleft()
+            try:
+                body = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            message = self._receive_one(body)
+            if message is not None:
+                yield message
+        while self._events:
+            yield self._events.popleft()
+
+    def send(self, message: Wire) -> bool:
+        """Queues `message`; False when not welcomed or the queue is full. Nothing is kept for a later server."""
+        return self.welcome is not None and self._send(message)
+
+    def wait_up(self, timeout_s: float) -> Welcome:
+        """Blocks until welcomed; consumes nothing. Raises TransportError on time-out or refusal (with the server's reason)."""
+        poller = Poller()
+        poller.add(self, lambda: self._events.extend(list(self.receive())))
+        deadline = time.monotonic() + timeout_s
+        while self.welcome is None:
+            self.raise_if_refused()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TransportError(f"{self.socket_name} did not answer within {timeout_s:g} s")
+            poller.wait(left_s)
+        return self.welcome
+
+    def raise_if_refused(self) -> None:
+        """Raises TransportError when the last Hello was refused."""
+        if self.refusal:
+            raise TransportError(f"{self.socket_name} refused {self.identity.name}: {self.refusal}")
+
+    def has_input(self) -> bool:
+        """True when receive() would yield something. For event loops, whose wake-up ZMQ gives only once."""
+        return bool(self._events) or bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def tick(self, now: float) -> float:
+        """Hello while down, heartbeats while up. Called by Poller; never sleeps."""
+        away = self._was_away(now)
+        self._note_death()
+        if self._death_due and now >= self._death_due:
+            self._go_down(f"process of {self.socket_name} died")
+        if self.welcome is None:
+            return self._tick_down(now)
+        if away:
+            self._last_heard = now
+        elif self._silence_s is not None and now - self._last_heard > self._silence_s:
+            self._go_down(f"{self.socket_name} was silent for {now - self._last_heard:.0f} s")
+            return now
+        if now >= self._next_ping:
+            self._next_ping = now + PING_S
+            if not self._send(Ping(time.time_ns())):
+                self._go_down(f"{self.socket_name} closed its connection")
+                return now
+        return min(self._next_ping, self._death_due or self._next_ping)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Closes; what is queued is still sent, for at most `linger_s`, while the process lives."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        super().close(linger_s)
+
+    def _connect(self) -> None:
+        """A new ZMQ connection, with a new routing id, to where the server listens now."""
+        if self._address is not None:
+            self._socket.disconnect(self._address)
+        self._address = connect_address(self._boot, self.socket_name)
+        if self._address is not None:
+            check_address(self._address, Keys.from_boot(self._boot))
+            self._socket.connect(self._address)
+        self._num_sent = self._num_received = 0
+        self._said_hello = False
+
+    def _tick_down(self, now: float) -> float:
+        if now < self._next_hello:
+            return self._next_hello
+        if connect_address(self._boot, self.socket_name) != self._address:
+            self._connect()
+        me = self.identity
+        hello = Hello(PROTOCOL_VERSION, me.config_hash, me.role, me.name, me.epoch, me.pid)
+        if self._send(hello):
+            self._said_hello = True
+            self._retry_s = RETRY_MIN_S
+            self._next_hello = now + PING_S  # once more if no answer comes: the server may have died meanwhile
+        else:
+            self._retry_s = min(self._retry_s * 1.5, RETRY_MAX_S)
+            self._next_hello = now + self._retry_s
+        return self._next_hello
+
+    def _send(self, message: Wire) -> bool:
+        frames = self._encoder.encode(message)
+        try:
+            self._send_frames(frames, self._num_sent)
+        except zmq.Again:
+            return False
+        self._num_sent += 1
+        return True
+
+    def _receive_one(self, body: bytes) -> Any | None:
+        sequence, frames = self._receive_frames(body)
+        message = self._decode(frames, self.socket_name)
+        self._last_heard = time.monotonic()
+        if self.welcome is not None:
+            self._note_gap(self.socket_name, self._num_received, sequence)
+        self._num_received = sequence + 1
+        match message:
+            case Welcome():
+                return self._go_up(message) if self.welcome is None and self._said_hello else None
+            case Refused():
+                self._on_refused(message.reason)
+                return None
+            case Ping():
+                self._send(Pong(message.sent_ns))
+                return None
+            case Pong():
+                self.server_progress = message.progress
+                return None
+        return message if self.welcome is not None else None
+
+    def _go_up(self, welcome: Welcome) -> Welcome | None:
+        objection = self.identity.objection_to(welcome)
+        if objection:
+            self._on_refused(objection)
+            return None
+        self.welcome = welcome
+        self.refusal = ""
+        self._next_ping = 0.0
+        if self._address is not None and is_same_host(self._address):
+            self._pidfd = self._watch(welcome.pid)
+        return welcome
+
+    def _on_refused(self, reason: str) -> None:
+        if self.welcome is not None:
+            self._go_down(f"{self.socket_name} refused to go on: {reason}")
+            return
+        self._counts.refused += 1
+        if reason != self.refusal:
+            log.warning("connection refused by=%s: %s", self.socket_name, reason)
+        self.refusal = reason
+        self._connect()
+        self._next_hello = time.monotonic() + PING_S
+
+    def _go_down(self, reason: str) -> None:
+        self.welcome = None
+        self._unwatch(self._pidfd)
+        self._pidfd = -1
+        self._death_due = 0.0
+        self._next_hello = 0.0
+        self._events.append(Left(reason))
+        self._connect()
+
+    def _note_death(self) -> None:
+        if self._pidfd >= 0 and self._deaths.poll(0):
+            self._unwatch(self._pidfd)
+            self._pidfd = -1
+            self._death_due = time.monotonic() + GRACE_S

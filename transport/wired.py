@@ -1,0 +1,175 @@
+"""What both sides of a connection share: identity, framing, sequence numbers, watching the other process.
+
+Base of Server and Connection, and used by nobody else. Must never block.
+
+On the wire a message is [sequence number u32 + msgpack body][array]...; numbers count from 0 per connection, so that a
+lost message is seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from transport.codec import MAX_FRAME_BYTES, Decoder, Encoder, Frame
+from transport.messages import PROTOCOL_VERSION, Boot, Hello, Role, Welcome
+from trireme.errors import ProtocolError
+
+log = logging.getLogger("trireme.transport")
+
+QUEUE_LIMIT = 4096  # messages queued per peer and direction
+PING_S = 1.0
+SILENCE_S = 15.0
+GRACE_S = 0.03  # a dead process's last words may still be on their way when its pidfd fires
+SEQUENCE_BYTES = 4
+SEQUENCE_MASK = 0xFFFF_FFFF
+
+
+@dataclass(frozen=True)
+class Left:
+    """Not on the wire: the other side is gone (dead, silent, replaced, refused or too slow). Nothing sent to it will arrive."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process is in a handshake."""
+
+    role: Role
+    name: str
+    epoch: int
+    config_hash: bytes
+    pid: int = field(default_factory=os.getpid)
+
+    @classmethod
+    def from_boot(cls, boot: Boot) -> Identity:
+        return cls(boot.role, boot.name, boot.epoch, boot.config_hash)
+
+    def objection_to(self, other: Hello | Welcome) -> str:
+        """Why this process must not talk to `other`; empty when it may."""
+        if other.protocol != PROTOCOL_VERSION:
+            return (
+                f"{other.name} speaks protocol version {other.protocol}, {self.name} speaks {PROTOCOL_VERSION}: "
+                "both must run the same release"
+            )
+        if other.config_hash != self.config_hash and not (other.role == "admin" and not other.config_hash):
+            return f"{other.name} was started with another configuration than {self.name} (hashes differ)"
+        return ""
+
+
+class Counts:
+    """Plain counters of one socket, for statistics and tests."""
+
+    def __init__(self) -> None:
+        self.received = self.sent = self.malformed = self.refused = self.gaps = self.dropped_peers = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+
+class Wired:
+    """What both sides share: framing, pidfds, context manager. One thread only."""
+
+    def __init__(self, socket: zmq.Socket[bytes], accepts: Any, identity: Identity) -> None:
+        self.identity = identity
+        self._counts = Counts()
+        self._encoder = Encoder()
+        self._decoder = Decoder(accepts)
+        self._deaths = select.epoll()
+        self._last_tick = time.monotonic()
+        self._logged_malformed = 0.0
+        self._socket = socket
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = QUEUE_LIMIT
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + SEQUENCE_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+
+    def counts(self) -> dict[str, int]:
+        """received, sent, malformed, refused, gaps (messages lost), dropped_peers, since start."""
+        return self._counts.as_dict()
+
+    def poll_targets(self) -> tuple[Any, ...]:
+        return (self._socket, self._deaths.fileno())
+
+    def acknowledge(self) -> bool:
+        """True when a process at the other end died: its end is announced by tick, after a grace."""
+        return bool(self._deaths.poll(0))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Closes; what is queued is still sent, for at most `linger_s`, while the process lives."""
+        if not self._socket.closed:
+            self._socket.close(linger=int(linger_s * 1000))
+            self._deaths.close()
+
+    def _send_frames(self, frames: list[Frame], sequence: int) -> None:
+        """Raises zmq.Again when the queue is full. Only the first part of a message can fail."""
+        flags = zmq.NOBLOCK if len(frames) == 1 else zmq.NOBLOCK | zmq.SNDMORE
+        head = (sequence & SEQUENCE_MASK).to_bytes(SEQUENCE_BYTES, "little")
+        self._socket.send(head + frames[0], flags)
+        for array in frames[1:-1]:
+            self._socket.send(array, zmq.SNDMORE, copy=False)
+        if len(frames) > 1:
+            self._socket.send(frames[-1], 0, copy=False)
+        self._counts.sent += 1
+
+    def _receive_frames(self, body: bytes) -> tuple[int, list[Frame]]:
+        """Completes a message whose first frame is `body`: its sequence number and its frames."""
+        frames: list[Frame] = [memoryview(body)[SEQUENCE_BYTES:]]
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frames.append(self._socket.recv(copy=False).buffer)
+        self._counts.received += 1
+        return int.from_bytes(body[:SEQUENCE_BYTES], "little"), frames
+
+    def _decode(self, frames: list[Frame], sender: str) -> Any | None:
+        """The message, or None after counting and logging a malformed one (at most one line a second)."""
+        try:
+            return self._decoder.decode(frames)
+        except ProtocolError as error:
+            self._counts.malformed += 1
+            now = time.monotonic()
+            if now - self._logged_malformed >= 1.0:
+                self._logged_malformed = now
+                log.warning("dropped a malformed message from=%s count=%d: %s", sender, self._counts.malformed, error)
+            return None
+
+    def _watch(self, pid: int) -> int:
+        """A pidfd in the epoll set, or -1 when `pid` cannot be watched (another host or namespace, already gone)."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return -1
+        self._deaths.register(pidfd, select.EPOLLIN)
+        return pidfd
+
+    def _unwatch(self, pidfd: int) -> None:
+        if pidfd >= 0:
+            self._deaths.unregister(pidfd)
+            os.close(pidfd)
+
+    def _was_away(self, now: float) -> bool:
+        """True when the owner has not ticked for so long that silence may be its own fault."""
+        away = now - self._last_tick > 2.5 * PING_S
+        self._last_tick = now
+        return away
+
+    def _note_gap(self, sender: str, expected: int, sequence: int) -> None:
+        lost = (sequence - expected) & SEQUENCE_MASK
+        if lost:
+            self._counts.gaps += lost
+            log.warning("messages lost from=%s expected=%d got=%d", sender, expected, sequence)
