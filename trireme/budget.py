@@ -1,33 +1,60 @@
-"""Memory arithmetic: sizes as text, bytes of weights and KV blocks, how many blocks an engine gets. Pure and torch-free.
+"""Memory arithmetic: bytes of weights and of KV blocks, how many blocks an engine gets. Pure and torch-free.
 
-Called by settings (sizes), resolve (will it fit), and the engine core once its workers have loaded.
+Called by resolve (will it fit) before anything is loaded, and by the engine core once its workers have loaded.
 """
 
 from __future__ import annotations
 
-import re
+import math
+from collections.abc import Sequence
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+from trireme.arch import ArchSpec
+from trireme.config import Decision, EngineConfig
+from trireme.errors import ConfigError
+from trireme.mesh import Mesh, split_heads
+from trireme.sizes import MIB, format_bytes, parse_bytes
 
-_UNITS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "kb": 1000, "m": MIB, "mib": MIB, "mb": 1000**2}
-_UNITS |= {"g": GIB, "gib": GIB, "gb": 1000**3, "t": 1 << 40, "tib": 1 << 40, "tb": 1000**4}
-
-
-def parse_bytes(text: str) -> int:
-    """`512MiB`, `4GiB`, `1.5g`, `1000000` as bytes. Raises ValueError that says what was expected."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise ValueError("a size is a number and a unit (KiB, MiB, GiB, TiB)")
-    size = int(float(match[1]) * unit)
-    if size <= 0:
-        raise ValueError("a size must be above 0")
-    return size
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def format_bytes(size: float) -> str:
-    """`1.5 GiB`: three digits and the largest fitting unit."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
-    return f"{size:.0f} B"
+def num_params(arch: ArchSpec) -> int:
+    """Parameters of all matrices; norms and biases are lost in the rounding."""
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    layer = arch.hidden * (2 * q + 2 * kv) + 3 * arch.hidden * arch.ffn
+    embeddings = arch.vocab_size * arch.hidden * (1 if arch.tie_embeddings else 2)
+    return arch.num_layers * layer + embeddings
+
+
+def kv_token_bytes(arch: ArchSpec, kv_dtype: str, mesh: Mesh) -> int:
+    """Bytes that one token's keys and values take on the worker that holds the most of them."""
+    heads = max(split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, rank).kv.size for rank in range(mesh.tp))
+    layers = mesh._replace(pp_rank=0).layers(arch.num_layers).size
+    return 2 * layers * heads * arch.head_dim * DTYPE_BYTES[kv_dtype]
+
+
+def num_kv_blocks(config: EngineConfig, workers: Sequence[tuple[int, int]]) -> tuple[int, Decision]:
+    """Blocks of one engine from the (block_bytes, free_bytes) that its workers reported; the poorest one decides.
+
+    Raises ConfigError when not even one request of the greatest length would fit.
+    """
+    cache, max_len = config.cache, config.model.max_len or 1
+    if cache.num_blocks is not None:
+        blocks, because = cache.num_blocks, "--num-blocks"
+    else:
+        budgets = [free if cache.kv_memory is None else parse_bytes(cache.kv_memory) for _, free in workers]
+        blocks = min(budget // block for budget, (block, _) in zip(budgets, workers, strict=True))
+        because = f"{format_bytes(min(budgets))} per worker at {format_bytes(max(b for b, _ in workers))} a block"
+    if blocks * cache.block_size < max_len:
+        raise too_little_kv(max_len, blocks * cache.block_size, max(b for b, _ in workers) / cache.block_size)
+    return blocks, Decision("kv", f"{blocks} blocks, {blocks * cache.block_size} tokens", because)
+
+
+def too_little_kv(max_len: int, fits: int, token_bytes: float) -> ConfigError:
+    """The refusal of a length that the KV memory cannot hold, with the numbers that would have worked."""
+    cures = [f"--max-len {fits:<12} largest that fits"] if fits else []
+    cures.append(f"--kv-memory {math.ceil(max_len * token_bytes / MIB):>6}MiB   fits {max_len}")
+    return ConfigError(
+        f"one request of {max_len} tokens needs {format_bytes(max_len * token_bytes)} of KV cache per worker; "
+        f"there is room for {fits} tokens ({format_bytes(fits * token_bytes)})",
+        hint="\n".join(cures),
+    )

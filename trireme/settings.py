@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import inspect
 
-from trireme.budget import parse_bytes
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+from trireme.sizes import parse_bytes
 
 PREFIX = "TRIREME_"
 CONFIG_ENV = PREFIX + "CONFIG"

@@ -1,0 +1,229 @@
+"""Turns a requested EngineConfig into a resolved one: every "auto" and None decided, with a Decision that says why.
+
+`prepare` looks at the model and the machine and is called by the launcher and by LLM(); `resolve` is pure and all the
+rest is arithmetic. What is decided here is never decided again elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from trireme.arch import ArchSpec, read_arch
+from trireme.budget import DTYPE_BYTES, kv_token_bytes, num_params, too_little_kv
+from trireme.config import Decision, EngineConfig
+from trireme.device import DeviceFacts, read_device
+from trireme.errors import ConfigError
+from trireme.mesh import Mesh, split_evenly, split_heads
+from trireme.packaged import ModelFiles, find_model
+from trireme.sizes import GIB, MIB, format_bytes, parse_bytes
+
+KV_SHARE = 0.4  # of the memory left beside the weights, for KV blocks on a machine that others use too
+KV_LARGEST = 4 * GIB  # per engine, unless asked for
+MOST_FREE_BLOCKS = 1 << 16
+FFN_UNIT = 32  # columns of one quantization block
+
+
+class ModelFacts(NamedTuple):
+    """What resolving needs of a model. `weight_bytes` is the size of its files."""
+
+    arch: ArchSpec
+    name: str
+    weight_bytes: int
+
+
+class Prepared(NamedTuple):
+    """A resolved configuration, why it is so, and what it was made from."""
+
+    config: EngineConfig
+    decisions: list[Decision]
+    model: ModelFacts
+    device: DeviceFacts
+
+
+def prepare(config: EngineConfig, *, device: DeviceFacts | None = None) -> Prepared:
+    """Finds the model, reads its header and the machine, and resolves. Raises ConfigError or ModelError."""
+    files = find_model(config.model.model)
+    facts = ModelFacts(read_arch(files), files.name, _file_bytes(files))
+    device = device or read_device()
+    resolved, decisions = resolve(config, facts, device)
+    return Prepared(resolved, decisions, facts, device)
+
+
+def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> tuple[EngineConfig, list[Decision]]:
+    """The resolved configuration and its Decisions. Raises ConfigError with the numbers that would have worked."""
+    work = _Resolver(config, model, device)
+    work.mesh()
+    work.types()
+    work.memory()
+    work.length()
+    work.queue()
+    work.places()
+    return work.config, work.decisions
+
+
+def _file_bytes(files: ModelFiles) -> int:
+    if files.kind == "safetensors":
+        return sum(path.stat().st_size for path in files.path.glob("*.safetensors"))
+    return files.path.stat().st_size if files.kind == "gguf" else 0
+
+
+class _Resolver:
+    """The configuration as it becomes definite, group by group; later groups build on earlier ones."""
+
+    def __init__(self, config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> None:
+        self.config = config
+        self.arch, self.name, self.weight_bytes = model
+        self.device = device
+        self.decisions: list[Decision] = []
+        parallel = config.parallel
+        self.shape = Mesh(parallel.dp, parallel.pp, parallel.tp)
+        self.num_workers = parallel.dp * parallel.pp * parallel.tp
+        self.has_layers = self.arch.family != "stub" and parallel.worker != "fake"
+
+    def decide(self, group: str, because: str, shown: str = "", **value: Any) -> None:
+        """Sets one field of a group and records why."""
+        ((field, chosen),) = value.items()
+        part = msgspec.structs.replace(getattr(self.config, group), **value)
+        self.config = msgspec.structs.replace(self.config, **{group: part})
+        self.decisions.append(Decision(field.replace("_", "-"), shown or str(chosen), because))
+
+    def mesh(self) -> None:
+        """Refuses a tp or pp that the model cannot be cut into; says how an uneven one is cut."""
+        tp, pp = self.shape.tp, self.shape.pp
+        if self.num_workers > 1 and self.device.cores < self.num_workers and self.device.num_gpus == 0:
+            because = f"{self.num_workers} workers on {self.device.cores} cores take turns"
+            self.decisions.append(Decision("cores", str(self.device.cores), because))
+        if not self.has_layers:
+            return
+        arch = self.arch
+        heads = [split_heads(arch.num_heads, arch.num_kv_heads, tp, rank) for rank in range(tp)]
+        split_evenly(arch.ffn, tp, 0, unit=FFN_UNIT if arch.ffn % FFN_UNIT == 0 else 1)
+        if pp > arch.num_layers:
+            raise ConfigError(
+                f"--pp is {pp}; the model has {arch.num_layers} layers", hint=f"--pp {arch.num_layers} or less"
+            )
+        if tp > 1:
+            sizes = " + ".join(str(head.kv.size) for head in heads)
+            how = "each KV head is kept by several workers" if heads[0].replicated else f"KV heads split {sizes}"
+            self.decisions.append(Decision("tp", str(tp), how))
+        if pp > 1:
+            sizes = " + ".join(
+                str(self.shape._replace(pp_rank=rank).layers(arch.num_layers).size) for rank in range(pp)
+            )
+            self.decisions.append(Decision("pp", str(pp), f"layers split {sizes}"))
+
+    def types(self) -> None:
+        model, cache, stored = self.config.model, self.config.cache, self.arch.weights_dtype
+        if model.served_name is None:
+            self.decide("model", "the model's own name", served_name=self.name)
+        if model.dtype == "auto" and stored in DTYPE_BYTES:
+            self.decide("model", "as stored", dtype=stored)
+        elif model.dtype == "auto":
+            self.decisions.append(Decision("dtype", stored, "blocks stay as stored, dense tensors too"))
+        if cache.kv_dtype == "auto":
+            dtype = self.config.model.dtype
+            chosen = dtype if dtype in DTYPE_BYTES else "float16"
+            because = (
+                "as the weights"
+                if dtype in DTYPE_BYTES
+                else "half the memory of float32, ample for 4 to 16 bit weights"
+            )
+            self.decide("cache", because, kv_dtype=chosen)
+
+    def memory(self) -> None:
+        """Chooses kv_memory on machines whose memory is known before loading (CPU)."""
+        cache = self.config.cache
+        if self.weight_bytes > self.device.memory_total:
+            raise ConfigError(
+                f"the weights take {format_bytes(self.weight_bytes)}; this machine has "
+                f"{format_bytes(self.device.memory_total)} of memory",
+                hint="use a smaller or more strongly quantized model",
+            )
+        if cache.kv_memory is not None or cache.num_blocks is not None:
+            return
+        if not self.has_layers:
+            rows = self.wanted_len() * self.config.scheduler.max_num_seqs
+            blocks = min(-(-rows // cache.block_size), MOST_FREE_BLOCKS)
+            self.decide("cache", "blocks of a model without layers cost nothing", num_blocks=blocks)
+            return
+        left = max(self.device.memory_free - self.weight_bytes * self.shape.dp, 0)
+        share = int(left * KV_SHARE) // self.num_workers
+        useful = self.token_bytes() * self.config.scheduler.max_num_seqs * self.wanted_len()
+        needed = self.token_bytes() * (self.config.model.max_len or 0)
+        size = max(min(share, KV_LARGEST // self.shape.num_workers, useful), min(needed, left // self.num_workers))
+        size = max(size // MIB, 1) * MIB
+        tokens = size // self.token_bytes()
+        because = f"of {format_bytes(left)} left beside the weights; holds {tokens} tokens"
+        self.decide("cache", because, format_bytes(size), kv_memory=f"{size // MIB}MiB")
+
+    def length(self) -> None:
+        """Chooses max_len, or checks it against the model and the KV memory."""
+        asked, longest = self.config.model.max_len, self.arch.max_position
+        if asked is not None and self.has_layers and asked > longest:
+            raise ConfigError(
+                f"--max-len is {asked}; the model's positions end at {longest}", hint=f"--max-len {longest}"
+            )
+        fits = self.kv_tokens()
+        if asked is not None:
+            if fits is not None and asked > fits:
+                raise too_little_kv(asked, fits, self.token_bytes())
+            return
+        if fits is None or fits >= longest:
+            self.decide("model", "the model's own limit", max_len=longest)
+        elif fits > 0:
+            self.decide("model", f"what the KV memory holds; the model could {longest}", max_len=fits)
+        else:
+            raise too_little_kv(longest, 0, self.token_bytes())
+
+    def queue(self) -> None:
+        scheduler, max_len = self.config.scheduler, self.config.model.max_len or 1
+        if scheduler.chunk == 0 and scheduler.max_num_tokens < max_len:
+            self.decide("scheduler", "prompts are not cut, so one step must hold the longest", max_num_tokens=max_len)
+            scheduler = self.config.scheduler
+        if scheduler.max_waiting is None:
+            self.decide("scheduler", "4 x max-num-seqs", max_waiting=4 * scheduler.max_num_seqs)
+        if scheduler.max_waiting_tokens is None:
+            most = 8 * max(scheduler.max_num_tokens, max_len)
+            self.decide("scheduler", "8 x the larger of max-num-tokens and max-len", max_waiting_tokens=most)
+
+    def places(self) -> None:
+        """Where workers run and with how many threads."""
+        parallel, per_engine = self.config.parallel, self.shape.num_workers
+        if parallel.executor == "auto":
+            if per_engine == 1:
+                self.decide("parallel", "one worker: it runs inside the engine process", executor="inproc")
+            else:
+                self.decide("parallel", f"{per_engine} workers: a process each", executor="procs")
+        elif parallel.executor == "inproc" and per_engine > 1:
+            raise ConfigError(f"--executor inproc runs one worker; tp x pp is {per_engine}", hint="--executor procs")
+        if parallel.threads is None:
+            threads = max(1, self.device.cores // self.num_workers)
+            because = f"{self.device.cores} cores over {self.num_workers} worker{'s' * (self.num_workers > 1)}"
+            self.decide("parallel", because, threads=threads)
+
+    def token_bytes(self) -> int:
+        """KV bytes per token on the fullest worker; 1 for models without KV."""
+        if not self.has_layers:
+            return 1
+        return kv_token_bytes(self.arch, self.config.cache.kv_dtype, self.shape)
+
+    def wanted_len(self) -> int:
+        return self.config.model.max_len or self.arch.max_position
+
+    def kv_tokens(self) -> int | None:
+        """Tokens that the KV blocks of one engine hold, or None while that is unknown."""
+        cache = self.config.cache
+        if cache.num_blocks is not None:
+            return cache.num_blocks * cache.block_size
+        if cache.kv_memory is None or not self.has_layers:
+            return None
+        return parse_bytes(cache.kv_memory) // (self.token_bytes() * cache.block_size) * cache.block_size
+
+
+def describe(arch: ArchSpec) -> str:
+    """One line about a model: `llama, 135 M parameters, 30 layers`."""
+    count = num_params(arch)
+    size = f"{count / 1e9:.3g} G" if count >= 1e9 else f"{count / 1e6:.3g} M"
+    return f"{arch.family}, {size} parameters, {arch.num_layers} layers"

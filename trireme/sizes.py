@@ -1,0 +1,30 @@
+"""Sizes in bytes as text, both ways. Used by settings, budgets and everything that prints a size."""
+
+from __future__ import annotations
+
+import re
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+_UNITS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "kb": 1000, "m": MIB, "mib": MIB, "mb": 1000**2}
+_UNITS |= {"g": GIB, "gib": GIB, "gb": 1000**3, "t": 1 << 40, "tib": 1 << 40, "tb": 1000**4}
+
+
+def parse_bytes(text: str) -> int:
+    """`512MiB`, `4GiB`, `1.5g`, `1000000` as bytes. Raises ValueError that says what was expected."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError("a size is a number and a unit (KiB, MiB, GiB, TiB)")
+    size = int(float(match[1]) * unit)
+    if size <= 0:
+        raise ValueError("a size must be above 0")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """`1.5 GiB`: three digits and the largest fitting unit."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
+    return f"{size:.0f} B"
