@@ -8,6 +8,7 @@ Per token, results do not depend on which other tokens are in the step, on chunk
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -17,10 +18,7 @@ from models.forward import ForwardBatch, KVLayer
 
 _native: Any = None
 try:
-    from models import _native as _extension
-
-    if hasattr(_extension, "rms_norm"):
-        _native = _extension
+    _native = importlib.import_module("models._native")
 except ImportError:
     pass
 

@@ -1,0 +1,145 @@
+// Kernels of norms, rotary embedding with cache write, and gated activation, for one instruction set. Included by ops_*.cpp.
+// Sums run in an order that depends on the width alone.
+#pragma once
+
+#include "ops.h"
+#include "simd16.h"
+
+namespace trireme::TRIREME_VARIANT {
+
+// ---------------------------------------------------------------- norms
+
+// Sum of squares over four chains of lanes.
+TRIREME_INLINE float sum_squares(const float* x, int width) {
+  Vec sums[4] = {zero(), zero(), zero(), zero()};
+  int i = 0;
+  for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
+    for (int j = 0; j < 4; ++j) {
+      const Vec value = load(x + i + j * kLanes);
+      sums[j] = fma(value, value, sums[j]);
+    }
+  }
+  for (; i + kLanes <= width; i += kLanes) {
+    const Vec value = load(x + i);
+    sums[0] = fma(value, value, sums[0]);
+  }
+  if (i < width) {
+    const Vec value = load_first(x + i, width - i);
+    sums[1] = fma(value, value, sums[1]);
+  }
+  return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+TRIREME_INLINE void norm_row(const float* x, const float* weight, float* out, int width, float eps) {
+  const float inverse = 1.0f / std::sqrt(sum_squares(x, width) / static_cast<float>(width) + eps);
+  const Vec factor = set1(inverse);
+  int i = 0;
+  for (; i + kLanes <= width; i += kLanes) store(out + i, mul(load(weight + i), mul(load(x + i), factor)));
+  for (; i < width; ++i) out[i] = weight[i] * (x[i] * inverse);
+}
+
+TRIREME_INLINE void add_row(float* residual, const float* x, int width) {
+  int i = 0;
+  for (; i + kLanes <= width; i += kLanes) store(residual + i, add(load(residual + i), load(x + i)));
+  for (; i < width; ++i) residual[i] += x[i];
+}
+
+static void norm_rows(const NormArgs& a, int first, int last) {
+  for (int row = first; row < last; ++row) {
+    const float* x = a.x + row * a.x_stride;
+    if (a.residual != nullptr) {
+      float* residual = a.residual + row * a.residual_stride;
+      add_row(residual, x, a.width);
+      x = residual;
+    }
+    norm_row(x, a.weight, a.out + row * a.out_stride, a.width, a.eps);
+  }
+}
+
+// ---------------------------------------------------------------- rotary embedding and cache write
+
+// out may be x. Products are rounded before they are added, as the reference does.
+TRIREME_INLINE void rotate(const float* x, const float* cos, const float* sin, int half, float* out) {
+  for (int i = 0; i < half; i += kLanes) {
+    const int n = half - i < kLanes ? half - i : kLanes;
+    const bool full = n == kLanes;
+    const Vec c = full ? load(cos + i) : load_first(cos + i, n);
+    const Vec s = full ? load(sin + i) : load_first(sin + i, n);
+    const Vec a = full ? load(x + i) : load_first(x + i, n);
+    const Vec b = full ? load(x + half + i) : load_first(x + half + i, n);
+    const Vec first = sub(mul(a, c), mul(b, s));
+    const Vec second = add(mul(b, c), mul(a, s));
+    if (full) {
+      store(out + i, first);
+      store(out + half + i, second);
+    } else {
+      store_first(out + i, first, n);
+      store_first(out + half + i, second, n);
+    }
+  }
+}
+
+template <class T>
+TRIREME_INLINE void store_row(const float* x, T* out, int n, int64_t stride) {
+  for (int i = 0; i < n; ++i) narrow(x[i], out + i * stride);
+}
+
+template <class T>
+static void cache_token(const RopeArgs& a, int token, const float* cos, float* key) {
+  const KvView& kv = a.kv;
+  const int64_t block = a.slots[token] / kv.block_size, offset = a.slots[token] % kv.block_size;
+  const int64_t head_size = static_cast<int64_t>(kv.dim) * kv.block_size;
+  for (int head = 0; head < kv.heads; ++head) {
+    const float* k = a.k + token * a.k_stride + static_cast<int64_t>(head) * kv.dim;
+    if (a.k_norm != nullptr) {
+      norm_row(k, a.k_norm, key, kv.dim, a.eps);
+      k = key;
+    }
+    if (a.rot < kv.dim && k != key) std::memcpy(key + a.rot, k + a.rot, static_cast<size_t>(kv.dim - a.rot) * 4);
+    rotate(k, cos, cos + a.rot / 2, a.rot / 2, key);
+    const int64_t base = (block * kv.heads + head) * head_size;
+    store_row(key, static_cast<T*>(kv.k) + base + offset, kv.dim, kv.block_size);
+    const float* v = a.v + token * a.v_stride + static_cast<int64_t>(head) * kv.dim;
+    store_row(v, static_cast<T*>(kv.v) + base + offset * kv.dim, kv.dim, 1);
+  }
+}
+
+inline constexpr int kMaxHeadDim = 1024;
+
+static void rope_tokens(const RopeArgs& a, int first, int last) {
+  float key[kMaxHeadDim];
+  for (int token = first; token < last; ++token) {
+    const float* cos = a.cos_sin + static_cast<int64_t>(a.positions[token]) * a.rot;
+    for (int head = 0; head < a.q_heads; ++head) {
+      float* q = a.q + token * a.q_stride + static_cast<int64_t>(head) * a.kv.dim;
+      if (a.q_norm != nullptr) norm_row(q, a.q_norm, q, a.kv.dim, a.eps);
+      rotate(q, cos, cos + a.rot / 2, a.rot / 2, q);
+    }
+    if (a.slots[token] < 0) continue;
+    switch (a.kv.type) {
+      case KvType::f32: cache_token<float>(a, token, cos, key); break;
+      case KvType::f16: cache_token<Half>(a, token, cos, key); break;
+      case KvType::bf16: cache_token<BFloat>(a, token, cos, key); break;
+    }
+  }
+}
+
+// ---------------------------------------------------------------- activation
+
+TRIREME_INLINE Vec swiglu_lanes(Vec gate, Vec up) {
+  return mul(div(gate, add(set1(1.0f), exp(sub(zero(), gate)))), up);
+}
+
+static void swiglu_span(const SwigluArgs& a, int row, int first, int last) {
+  const float* gate = a.gate_up + row * a.gate_up_stride;
+  const float* up = gate + a.width;
+  float* out = a.out + row * a.out_stride;
+  int i = first;
+  for (; i + kLanes <= last; i += kLanes) store(out + i, swiglu_lanes(load(gate + i), load(up + i)));
+  if (i < last) {
+    const int n = last - i;
+    store_first(out + i, swiglu_lanes(load_first(gate + i, n), load_first(up + i, n)), n);
+  }
+}
+
+}  // namespace trireme::TRIREME_VARIANT
