@@ -35,6 +35,8 @@ ISA_FLAGS = {
     "_avx512": [
         *("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"),
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"),
+        "-Wno-maybe-uninitialized",  # gcc 12 reports its own intrinsics
+        "-Wno-uninitialized",
     ],
 }
 CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", "--expt-relaxed-constexpr", "-lineinfo"]

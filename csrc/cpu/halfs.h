@@ -1,0 +1,35 @@
+// Scalar conversions between fp32 and the 16-bit formats, for packing, gathering and the portable kernels.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace trireme {
+
+static inline float float_from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline uint32_t bits_from_float(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+static inline float float_from_bf16(uint16_t half) { return float_from_bits(static_cast<uint32_t>(half) << 16); }
+
+static inline float float_from_fp16(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t exponent = (half >> 10) & 0x1f;
+  const uint32_t fraction = half & 0x3ffu;
+  if (exponent == 0) {  // zero or subnormal: fraction * 2^-24
+    const float magnitude = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+    return float_from_bits(bits_from_float(magnitude) | sign);
+  }
+  if (exponent == 31) return float_from_bits(sign | 0x7f800000u | (fraction << 13));
+  return float_from_bits(sign | ((exponent + 112) << 23) | (fraction << 13));
+}
+
+}  // namespace trireme
