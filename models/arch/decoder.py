@@ -1,0 +1,248 @@
+"""The decoder body of the Llama family (Llama, Mistral, Qwen2, Qwen3): one stage of it on one rank.
+
+Built by models.load; run by the worker once per step, from one thread. What differs between families is in ArchSpec.
+Nothing here allocates per layer: activations live in buffers that grow to the largest step seen.
+
+Legend: T tokens, H hidden, Q query heads x head_dim of this rank, K KV heads x head_dim, F ffn width of this rank, S, V as
+in models.forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from models import ops
+from models.forward import ForwardBatch, Group, KVLayer
+from models.layers.embedding import Embedding
+from models.layers.linear import Linear
+from models.layers.rope import cos_sin_table
+from models.weights import RawMatrix, WeightSource
+from trireme.arch import ArchSpec
+from trireme.mesh import HeadSpans, Mesh, Span, split_evenly, split_heads
+
+
+def weight_names(arch: ArchSpec) -> Iterator[str]:
+    """Every weight of the whole model, all stages, by Hugging Face name."""
+    yield "model.embed_tokens.weight"
+    yield "model.norm.weight"
+    if not arch.tie_embeddings:
+        yield "lm_head.weight"
+    biased = {"self_attn.q_proj": arch.qkv_bias, "self_attn.k_proj": arch.qkv_bias, "self_attn.v_proj": arch.qkv_bias}
+    biased |= {"self_attn.o_proj": arch.o_bias}
+    biased |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), arch.mlp_bias)
+    for layer in range(arch.num_layers):
+        at = f"model.layers.{layer}."
+        yield at + "input_layernorm.weight"
+        yield at + "post_attention_layernorm.weight"
+        for name, has_bias in biased.items():
+            yield f"{at}{name}.weight"
+            if has_bias:
+                yield f"{at}{name}.bias"
+        if arch.qk_norm:
+            yield at + "self_attn.q_norm.weight"
+            yield at + "self_attn.k_norm.weight"
+
+
+class _Builder:
+    """Cuts this rank's share out of the source, layer by layer."""
+
+    def __init__(self, arch: ArchSpec, mesh: Mesh, source: WeightSource, dense: str | None) -> None:
+        self.arch = arch
+        self.mesh = mesh
+        self.source = source
+        self.dense = dense
+        self.heads: HeadSpans = split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, mesh.tp_rank)
+        unit = 32 if arch.ffn % 32 == 0 else 1
+        self.ffn: Span = split_evenly(arch.ffn, mesh.tp, mesh.tp_rank, unit=unit)
+        self.vocab: Span = split_evenly(arch.vocab_size, mesh.tp, mesh.tp_rank)
+        dim = arch.head_dim
+        self.q = Span(self.heads.q.start * dim, self.heads.q.stop * dim)
+        self.kv = Span(self.heads.kv.start * dim, self.heads.kv.stop * dim)
+
+    def across(self, at: str, parts: list[tuple[str, int, Span]], *, bias: bool) -> Linear:
+        """Matrices split by output rows; `parts` are (name, rows of the whole, rows of this rank)."""
+        matrices = [self._matrix(f"{at}{name}.weight", n, self.arch.hidden).rows(rows) for name, n, rows in parts]
+        biases = [self.source.vector(f"{at}{name}.bias", n)[rows.start : rows.stop] for name, n, rows in parts if bias]
+        return Linear([matrix.computable(self.dense) for matrix in matrices], biases)
+
+    def along(self, name: str, k: int, columns: Span, *, bias: bool) -> Linear:
+        """A matrix split by input columns, whose products are summed over ranks; the first rank adds the bias."""
+        matrix = self._matrix(name + ".weight", self.arch.hidden, k).columns(columns).computable(self.dense)
+        biases = [self.source.vector(name + ".bias", self.arch.hidden)] if bias and self.mesh.tp_rank == 0 else None
+        return Linear([matrix], biases)
+
+    def vocab_matrix(self, name: str) -> Linear:
+        matrix = self._matrix(name, self.arch.vocab_size, self.arch.hidden).rows(self.vocab)
+        return Linear([matrix.computable(self.dense)])
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return self.source.vector(name, size)
+
+    def _matrix(self, name: str, n: int, k: int) -> RawMatrix:
+        return self.source.matrix(name, n, k)
+
+
+class _Layer:
+    """Weights of one layer; the computation is Decoder.forward."""
+
+    __slots__ = (
+        "attn_norm",
+        "down",
+        "ffn_norm",
+        "gate_up",
+        "k_norm",
+        "o",
+        "q_norm",
+        "qkv",
+        "window",
+    )
+
+    def __init__(self, build: _Builder, index: int) -> None:
+        arch, at = build.arch, f"model.layers.{index}."
+        dim = arch.head_dim
+        q_rows, kv_rows = arch.num_heads * dim, arch.num_kv_heads * dim
+        self.attn_norm = build.vector(at + "input_layernorm.weight", arch.hidden)
+        self.ffn_norm = build.vector(at + "post_attention_layernorm.weight", arch.hidden)
+        self.q_norm = build.vector(at + "self_attn.q_norm.weight", dim) if arch.qk_norm else None
+        self.k_norm = build.vector(at + "self_attn.k_norm.weight", dim) if arch.qk_norm else None
+        self.qkv = build.across(
+            at + "self_attn.",
+            [("q_proj", q_rows, build.q), ("k_proj", kv_rows, build.kv), ("v_proj", kv_rows, build.kv)],
+            bias=arch.qkv_bias,
+        )
+        self.o = build.along(at + "self_attn.o_proj", q_rows, build.q, bias=arch.o_bias)
+        self.gate_up = build.across(
+            at + "mlp.", [("gate_proj", arch.ffn, build.ffn), ("up_proj", arch.ffn, build.ffn)], bias=arch.mlp_bias
+        )
+        self.down = build.along(at + "mlp.down_proj", arch.ffn, build.ffn, bias=arch.mlp_bias)
+        self.window = None if index in arch.full_attention_layers else arch.sliding_window
+
+    @property
+    def nbytes(self) -> int:
+        return sum(linear.nbytes for linear in (self.qkv, self.o, self.gate_up, self.down))
+
+
+class Decoder:
+    """One stage on one rank; satisfies models.forward.Model. `weight_bytes` counts packed matrices and tables."""
+
+    def __init__(
+        self,
+        arch: ArchSpec,
+        mesh: Mesh,
+        group: Group,
+        source: WeightSource,
+        *,
+        dense: str | None = None,
+        progress: Callable[[str, int, int], None],
+        max_len: int | None = None,
+    ) -> None:
+        self.arch = arch
+        self.vocab_size = arch.vocab_size
+        self.head_dim = arch.head_dim
+        self._mesh = mesh
+        self._group = group
+        build = _Builder(arch, mesh, source, dense)
+        stage = mesh.layers(arch.num_layers)
+        self.num_kv_layers = stage.size
+        self.kv_heads = build.heads.kv.size
+        total = stage.size + (1 if mesh.is_first_stage or mesh.is_last_stage else 0)
+        progress("weights", 0, total)
+        self._layers: list[_Layer] = []
+        for done, index in enumerate(range(stage.start, stage.stop), start=1):
+            self._layers.append(_Layer(build, index))
+            progress("weights", done, total)
+        self._build_ends(build)
+        progress("weights", total, total)
+        divisors = (
+            build.vector("rope_freqs.weight", arch.rope.dim // 2) if "rope_freqs.weight" in source.names() else None
+        )
+        positions = min(max_len or arch.max_position, arch.max_position)
+        self._cos_sin = cos_sin_table(arch.rope, positions, divisors)
+        self._scale = arch.head_dim**-0.5
+        self._widths = (arch.hidden, arch.hidden, build.q.size + 2 * build.kv.size, build.q.size, 2 * build.ffn.size)
+        self._buffers = self._allocate(0)
+
+    def _build_ends(self, build: _Builder) -> None:
+        """Embedding on the first stage, norm and head on the last; one matrix serves both where they are tied."""
+        arch, mesh = self.arch, self._mesh
+        tied = "model.embed_tokens.weight"
+        self._head: Linear | None = None
+        self._embedding: Embedding | None = None
+        if mesh.is_last_stage:
+            self._head = build.vocab_matrix(tied if arch.tie_embeddings else "lm_head.weight")
+            self._norm = build.vector("model.norm.weight", arch.hidden)
+            self._vocab_sizes = [split_evenly(arch.vocab_size, mesh.tp, rank).size for rank in range(mesh.tp)]
+        if mesh.is_first_stage:
+            shared = self._head if arch.tie_embeddings else None
+            matrix = shared or build.vocab_matrix(tied)
+            self._embedding = Embedding(matrix.weights[0], build.vocab, self._group)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights and tables on this rank."""
+        ends = {id(end): end.nbytes for end in (self._head,) if end is not None}
+        shared = self._head is not None and self.arch.tie_embeddings
+        embedding = 0 if self._embedding is None or shared else self._embedding.nbytes
+        return sum(layer.nbytes for layer in self._layers) + sum(ends.values()) + embedding + self._cos_sin.nbytes
+
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor | None:
+        """Logits [S, V] float32 on the last stage, None elsewhere. Views of internal buffers are never returned."""
+        num_tokens = batch.token_ids.shape[0]
+        hidden, normed, qkv, attended, gate_up, product = self._views(num_tokens)
+        if self._embedding is not None:
+            self._embedding(batch.token_ids, hidden)
+        else:
+            hidden.copy_(self._group.recv_prev((num_tokens, self.arch.hidden), torch.float32))
+        eps, cos_sin, scale, group = self.arch.norm_eps, self._cos_sin, self._scale, self._group
+        alone = group.size == 1
+        rms_norm, attention, swiglu = ops.rms_norm, ops.rope_cache_attention, ops.swiglu
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            rms_norm(hidden, layer.attn_norm, eps, normed)
+            layer.qkv(normed, qkv)
+            attention(
+                qkv,
+                layer_kv,
+                batch,
+                cos_sin,
+                scale,
+                window=layer.window,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=eps,
+                out=attended,
+            )
+            if alone:
+                layer.o(attended, hidden, True)
+                rms_norm(hidden, layer.ffn_norm, eps, normed)
+            else:
+                ops.add_rms_norm(group.all_reduce(layer.o(attended, normed)), hidden, layer.ffn_norm, eps, normed)
+            layer.gate_up(normed, gate_up)
+            swiglu(gate_up, product)
+            if alone:
+                layer.down(product, hidden, True)
+            else:
+                hidden += group.all_reduce(layer.down(product, normed))
+        if self._head is None:
+            group.send_next(hidden)
+            return None
+        return self._logits(hidden, batch.logits_index)
+
+    def _logits(self, hidden: Tensor, index: Tensor) -> Tensor:
+        assert self._head is not None
+        rows = hidden if index.shape[0] == hidden.shape[0] else hidden.index_select(0, index)
+        logits = torch.empty(rows.shape[0], self._head.n)
+        if rows.shape[0]:
+            self._head(ops.rms_norm(rows, self._norm, self.arch.norm_eps), logits)
+        return logits if self._group.size == 1 else self._group.all_gather(logits, self._vocab_sizes)
+
+    def _views(self, num_tokens: int) -> list[Tensor]:
+        if self._buffers[0].shape[0] < num_tokens:
+            self._buffers = self._allocate(max(num_tokens, 2 * self._buffers[0].shape[0]))
+        return [buffer[:num_tokens] for buffer in self._buffers]
+
+    def _allocate(self, num_tokens: int) -> list[Tensor]:
+        hidden, normed, qkv, q, gate_up = self._widths
+        return [torch.empty(num_tokens, width) for width in (hidden, normed, qkv, q, gate_up, gate_up // 2)]

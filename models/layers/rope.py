@@ -1,0 +1,72 @@
+"""Rotary frequencies of every supported scaling rule, and the table of cosines and sines that the kernels read.
+
+Built once per model by models/arch; frequencies are float32 and computed as Hugging Face transformers computes them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trireme.arch import RopeSpec, yarn_scale
+
+
+def inverse_frequencies(spec: RopeSpec) -> Tensor:
+    """[dim / 2] float32: radians per position of each rotated pair."""
+    plain = 1.0 / (spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim))
+    if spec.kind == "linear":
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(plain, spec)
+    if spec.kind == "yarn":
+        return _yarn(plain, spec)
+    return plain
+
+
+def attention_scale(spec: RopeSpec) -> float:
+    """Factor on cosines and sines; 1 except for YaRN."""
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    return yarn_scale(spec.factor) if spec.kind == "yarn" else 1.0
+
+
+def cos_sin_table(spec: RopeSpec, num_positions: int, divisors: Tensor | None = None) -> Tensor:
+    """[num_positions, dim] float32: dim / 2 cosines, then dim / 2 sines of each position. `divisors` [dim / 2] further
+    divide the frequencies (the tensor rope_freqs of GGUF files, which carries the Llama 3 rule)."""
+    frequencies = inverse_frequencies(spec)
+    if divisors is not None:
+        frequencies = frequencies / divisors
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    scale = attention_scale(spec)
+    return table if scale == 1.0 else table * scale
+
+
+def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
+    """Long waves are slowed by `factor`, short ones kept, those between blended (Llama 3.1's rule)."""
+    trained, low, high = spec.original_max_position, spec.low_freq_factor, spec.high_freq_factor
+    wave = 2 * math.pi / plain
+    slowed = torch.where(wave > trained / low, plain / spec.factor, plain)
+    blend = (trained / wave - low) / (high - low)
+    blended = (1 - blend) * slowed / spec.factor + blend * slowed
+    between = ~(wave < trained / high) & ~(wave > trained / low)
+    return torch.where(between, blended, slowed)
+
+
+def _yarn(plain: Tensor, spec: RopeSpec) -> Tensor:
+    """NTK by parts (arXiv 2309.00071, section 3.2): a ramp over the pairs, from kept to divided by `factor`."""
+    low = math.floor(_pair_of_rotations(spec.beta_fast, spec))
+    high = math.ceil(_pair_of_rotations(spec.beta_slow, spec))
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    width = (high - low) or 0.001
+    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    kept = 1 - ramp
+    return plain / spec.factor * (1 - kept) + plain * kept
+
+
+def _pair_of_rotations(rotations: float, spec: RopeSpec) -> float:
+    """Index of the pair that turns `rotations` times within the trained length."""
+    waves = spec.original_max_position / (rotations * 2 * math.pi)
+    return spec.dim * math.log(waves) / (2 * math.log(spec.theta))

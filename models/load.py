@@ -1,0 +1,60 @@
+"""Builds this rank's stage of a model from its files. Called by workers; shows progress through a callback.
+
+Names are checked before any weight is read: a missing or an unused weight is a ModelError that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from models.arch.decoder import Decoder, weight_names
+from models.arch.stub import StubModel
+from models.forward import Group, Model
+from models.registry import family_named
+from models.weights import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
+from trireme.arch import ArchSpec
+from trireme.mesh import Mesh
+from trireme.packaged import ModelFiles
+
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(phase: str, done: int, total: int) -> None:
+    """Progress callback that shows nothing."""
+
+
+def load_model(
+    files: ModelFiles,
+    arch: ArchSpec,
+    mesh: Mesh,
+    group: Group,
+    dtype: str = "auto",
+    progress: Progress = no_progress,
+    *,
+    max_len: int | None = None,
+) -> Model:
+    """This rank's stage. `dtype` is the type of dense weights (auto: as stored); quantized blocks stay as they are.
+
+    `max_len` bounds the positions that will ever be computed (default: the model's). `progress("weights", done, total)`
+    counts layers, the embedding and the head. Raises ModelError for files that do not fit together.
+    """
+    if arch.family == "stub":
+        return StubModel(arch, mesh, group)
+    source = open_weights(files, arch)
+    check_names(source, weight_names(arch), ignorable_names(arch))
+    return Decoder(arch, mesh, group, source, dense=dense_kind(dtype), progress=progress, max_len=max_len)
+
+
+def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:
+    """The weights of a model, mapped, nothing read yet."""
+    family = family_named(arch.family)
+    if files.kind == "gguf":
+        return GgufSource(files.path, interleaved_head_dim=arch.head_dim if family.gguf_pairs else 0)
+    return SafetensorsSource(files.path)
+
+
+def ignorable_names(arch: ArchSpec) -> list[str]:
+    """Names that may be in a file without being used: frequencies that can be derived, and a head that is tied."""
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(arch.num_layers)]
+    names += ["model.rotary_emb.inv_freq", "rope_freqs.weight"]
+    return [*names, "lm_head.weight"] if arch.tie_embeddings else names
