@@ -18,11 +18,11 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
 from trireme.mesh import Mesh
 from trireme.params import RowParams
-from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult, WorkerInit, WorkerLoaded
 
 
 class FakeOptions(msgspec.Struct, frozen=True):

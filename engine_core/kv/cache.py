@@ -1,0 +1,101 @@
+"""KV memory as requests see it: prefix lookup, blocks for more tokens, sealing of full blocks, release.
+
+Called by the scheduler in ask-then-act pairs: the questions change nothing, the actions after a yes cannot fail.
+Never looks at queues or policies.
+"""
+
+from __future__ import annotations
+
+from engine_core.kv.blocks import BlockPool
+from engine_core.request import Request
+from trireme.hashing import ROOT, block_hash, first_extra
+
+
+class KVCache:
+    """Block tables over one pool. With `prefix_cache` off nothing is hashed and nothing is shared."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self.num_queried = 0  # tokens looked up at admissions
+        self.num_hit = 0  # tokens found
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be taken now."""
+        return self.pool.num_available
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match(self, request: Request) -> list[int]:
+        """Blocks with the longest known prefix of a request, as a question. At least one token is left to compute, and
+        none whose prompt log-probabilities are still owed."""
+        if not self.prefix_cache:
+            return []
+        usable = min(len(request.tokens) - 1, request.num_scored if request.wants_scores else len(request.tokens))
+        hits: list[int] = []
+        for content in self._hashes(request, usable // self.block_size):
+            block = self.pool.find(content)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def num_idle(self, blocks: list[int]) -> int:
+        """How many of `blocks` nobody holds: sharing them makes them unavailable."""
+        counts = self.pool.counts
+        return sum(1 for block in blocks if counts[block] == 0)
+
+    def adopt(self, request: Request, hits: list[int]) -> None:
+        """Starts the block table of a request that has none with matched blocks."""
+        for block in hits:
+            self.pool.share(block)
+        request.blocks = list(hits)
+        request.num_sealed = len(hits)
+        request.num_computed = request.capacity = len(hits) * self.block_size
+        self.num_queried += len(request.tokens)
+        self.num_hit += request.num_computed
+
+    def extend(self, request: Request, num_blocks: int) -> list[int]:
+        """Appends fresh blocks to a table and returns them; `num_available` must allow it."""
+        fresh = [self.pool.take() for _ in range(num_blocks)]
+        request.blocks += fresh
+        request.capacity += num_blocks * self.block_size
+        return fresh
+
+    def seal(self, request: Request) -> None:
+        """Makes the blocks that are full by now findable: any later step may read them, since plans run in order."""
+        if not self.prefix_cache:
+            return
+        num_full = request.num_computed // self.block_size
+        hashes = self._hashes(request, num_full)
+        for i in range(request.num_sealed, num_full):
+            self.pool.seal(request.blocks[i], hashes[i])
+        request.num_sealed = num_full
+
+    def distrust(self, request: Request, first_token: int) -> None:
+        """Unseals the blocks from `first_token` on: the step that should have filled them failed for this row."""
+        for block in request.blocks[first_token // self.block_size :]:
+            self.pool.forget(block)
+
+    def release(self, blocks: list[int]) -> None:
+        """Gives up a table, tail first, so that prefixes live longest."""
+        for block in reversed(blocks):
+            self.pool.release(block)
+
+    def work_lost(self, request: Request) -> int:
+        """Computed tokens that preemption would throw away: those in blocks that no other row holds."""
+        counts = self.pool.counts
+        num_shared = sum(1 for block in request.blocks if counts[block] > 1)
+        return max(0, request.num_computed - num_shared * self.block_size)
+
+    def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """The hash chain over the first `num_blocks` blocks, extended as needed and kept on the request."""
+        hashes, size = request.hashes, self.block_size
+        while len(hashes) < num_blocks:
+            i = len(hashes)
+            parent, extra = (hashes[-1], ()) if i else (ROOT, first_extra(request.salt))
+            hashes.append(block_hash(parent, request.tokens[i * size : (i + 1) * size].tobytes(), extra))
+        return hashes if len(hashes) == num_blocks else hashes[:num_blocks]

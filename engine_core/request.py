@@ -1,0 +1,134 @@
+"""A request row inside the engine: its tokens, its blocks, its place in the life cycle.
+
+Created by core on Submit, changed by scheduler and outputs only. Holds no socket, clock or tensor.
+
+    WAITING ----> RUNNING <----> PREEMPTED
+       |             |               |
+       +-------------+---------------+-----> ENDED
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum
+
+import numpy as np
+
+from transport.messages import Submit
+from trireme.errors import EngineError
+
+
+class State(Enum):
+    """Where a row is in its life. Members compare by identity."""
+
+    WAITING = "waiting"  # queued, never ran: owns nothing
+    RUNNING = "running"  # owns a slot of the persistent batch and blocks
+    PREEMPTED = "preempted"  # queued again at its old place: owns nothing, keeps its tokens
+    ENDED = "ended"  # its End has been written; blocks of a step in flight may still be fenced
+
+
+TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
+    {
+        (State.WAITING, State.RUNNING),
+        (State.WAITING, State.ENDED),
+        (State.RUNNING, State.PREEMPTED),
+        (State.RUNNING, State.ENDED),
+        (State.PREEMPTED, State.RUNNING),
+        (State.PREEMPTED, State.ENDED),
+    }
+)
+
+
+class Request:
+    """One row. `num_computed` counts tokens whose KV is there once every plan made so far has run."""
+
+    __slots__ = (
+        "arrival",
+        "arrival_s",
+        "blocks",
+        "capacity",
+        "first_run_s",
+        "first_token_s",
+        "front",
+        "hashes",
+        "last_step",
+        "limit",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt",
+        "num_scored",
+        "num_sealed",
+        "params",
+        "priority",
+        "rid",
+        "row",
+        "salt",
+        "sample_step",
+        "state",
+        "stops",
+        "tokens",
+        "unsent",
+    )
+
+    def __init__(self, front: str, submit: Submit, arrival: int, now: float, max_len: int) -> None:
+        self.front = front
+        self.rid = submit.rid
+        self.params = submit.params
+        self.salt = submit.salt
+        self.priority = submit.priority
+        self.arrival = arrival  # rank in the order of submits; keeps its place through preemptions
+        self.arrival_s = now
+        self.tokens = array("i", np.ascontiguousarray(submit.prompt, np.int32).tobytes())
+        self.num_prompt = len(self.tokens) - submit.num_replayed  # the user's part
+        self.limit = min(self.num_prompt + submit.params.max_tokens, max_len)  # tokens at which the row ends
+        self.stops = frozenset((*submit.params.eos_token_ids, *submit.params.stop_token_ids))
+        self.state = State.WAITING
+        self.row = -1
+        self.blocks: list[int] = []
+        self.capacity = 0  # tokens that fit into `blocks`
+        self.num_computed = 0
+        self.hashes: list[bytes] = []  # chain over the full blocks hashed so far
+        self.num_sealed = 0  # leading blocks that the prefix cache knows
+        self.unsent = -1  # token sampled since the workers last saw this row
+        self.last_step = 0  # newest plan with this row
+        self.sample_step = 0  # newest plan that samples it
+        self.num_scored = 0  # prompt positions whose log-probabilities went out
+        self.num_cached = -1  # prompt tokens found in the prefix cache at first admission
+        self.num_preemptions = 0
+        self.first_run_s = -1.0
+        self.first_token_s = -1.0
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far, replayed ones included."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens whose KV no plan computes yet."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def wants_scores(self) -> bool:
+        """Asks for prompt log-probabilities that have not all been sent."""
+        return self.params.prompt_logprobs >= 0 and self.num_scored < self.num_prompt - 1
+
+    def move(self, state: State) -> None:
+        """The one way to change state. Raises EngineError naming both states when the table does not allow it."""
+        if (self.state, state) not in TRANSITIONS:
+            raise EngineError(f"row {self.front}/{self.rid} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def token_array(self) -> np.ndarray:
+        """A copy of all known tokens as int32."""
+        return np.array(self.tokens, np.int32)
+
+    def forget_kv(self) -> None:
+        """Back to nothing computed; the caller has taken the blocks and the slot."""
+        self.blocks = []
+        self.capacity = self.num_computed = self.num_sealed = 0
+        self.row = self.unsent = -1
+
+    def __repr__(self) -> str:
+        return f"<{self.front}/{self.rid} {self.state.value} {self.num_computed}/{len(self.tokens)}>"

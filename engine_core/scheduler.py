@@ -1,0 +1,266 @@
+"""The scheduler: which rows compute how many tokens in the next step, who gets blocks, who has to give them back.
+
+Called by core. A pure state machine: no socket, no tensor, and the clock is an argument. Every request simply asks for the
+tokens it lacks, so prefill, chunks, decode and recomputation are one case; the passes of `schedule` only set who is asked first.
+
+      tokens of a row   [ in the prefix cache | computed | this step | later steps ]
+                        0                     num_computed           len(tokens)
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+
+import msgspec
+
+from engine_core.kv.cache import KVCache
+from engine_core.plan import Draft
+from engine_core.policy import Policy, WaitingQueue
+from engine_core.request import Request, State
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds a scheduler, all resolved to numbers. Also told to front ends (EngineFacts)."""
+
+    max_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_tokens: int
+    chunk: int  # most tokens of one row per step; 0: never cut what fits one step
+    max_waiting: int
+    max_waiting_tokens: int
+    queue_timeout: float = 0.0
+    prefix_cache: bool = True
+
+
+class Scheduler:
+    """Queue, running rows, and steps in flight (at most `depth`, answered in order)."""
+
+    def __init__(self, limits: Limits, policy: Policy, depth: int = 1) -> None:
+        self.limits = limits
+        self.policy = policy
+        self.depth = depth
+        self.cache = KVCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
+        self.waiting = WaitingQueue(policy)
+        self.running: list[Request] = []  # in policy order
+        self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.in_flight: deque[Draft] = deque()
+        self.step = 0  # newest step planned
+        self.completed = 0  # newest step answered
+        self.num_preemptions = 0
+        self._freed: list[int] = []  # row slots that workers do not know to be free yet
+        self._has_ended = False
+
+    @property
+    def num_running(self) -> int:
+        return self.limits.max_num_seqs - len(self.free_rows)
+
+    def add(self, request: Request) -> None:
+        """Queues a request that fits `limits`."""
+        self.waiting.push(request)
+
+    def end(self, request: Request) -> None:
+        """Takes a request out at any moment. Blocks of a step in flight stay fenced until that step is answered."""
+        if request.state is State.RUNNING:
+            self._give_up(request)
+            self._has_ended = True
+        else:
+            self.waiting.discard(request)
+        request.move(State.ENDED)
+
+    def drop_ended(self) -> None:
+        """Forgets rows that ended since the last step; one pass however many they are."""
+        if self._has_ended:
+            self.running = [row for row in self.running if row.state is State.RUNNING]
+            self._has_ended = False
+
+    def recompute_sharers(self, blocks: list[int]) -> None:
+        """Preempts every running row that reads one of `blocks`, whose content is not to be trusted, and voids its share of
+        the steps in flight."""
+        bad = set(blocks)
+        for request in [row for row in self.running if not bad.isdisjoint(row.blocks)]:
+            for draft in self.in_flight:
+                draft.requests = [None if row is request else row for row in draft.requests]
+            self._preempt(request)
+            request.last_step = request.sample_step = self.completed
+
+    def complete(self) -> Draft:
+        """The oldest step in flight is over: lifts its fence and returns it."""
+        draft = self.in_flight.popleft()
+        self.completed = draft.step
+        self.cache.release(draft.fenced)
+        draft.fenced = []
+        return draft
+
+    def schedule(self, now: float) -> Draft | None:
+        """Plans the next step, or None when nothing can run now."""
+        self.drop_ended()
+        if len(self.in_flight) >= self.depth or not (self.running or self.waiting):
+            return None
+        draft = Draft(self.step + 1, now)
+        preempted = self._make_room()
+        prefills = self._decode(draft)
+        for request in prefills:
+            self._prefill(draft, request)
+        if not preempted and self.waiting:
+            self._admit(draft, prefills, now)
+        if not draft.requests:
+            return self._unblock(now)
+        draft.freed, self._freed = self._freed, []
+        self.step = draft.step
+        self.in_flight.append(draft)
+        return draft
+
+    # ------------------------------------------------------------ passes of one step
+
+    def _decode(self, draft: Draft) -> list[Request]:
+        """Plans one token for every row that has just sampled one; returns the rows that lack more than that.
+
+        This loop sees every running row in every step, so it is written out flat.
+        """
+        cache, block_size, completed = self.cache, self.limits.block_size, self.completed
+        sealing, step = cache.prefix_cache, draft.step
+        requests, rows, computed, tokens = draft.requests, draft.rows, draft.num_computed, draft.tokens
+        prefills: list[Request] = []
+        room = min(self.limits.max_num_tokens, -(-len(self.running) // self.depth))
+        for request in self.running:
+            token = request.unsent
+            if token < 0:
+                if request.sample_step <= completed:
+                    prefills.append(request)
+                continue
+            if room == 0:
+                continue
+            at = request.num_computed
+            if at == request.capacity:
+                if not cache.num_available:
+                    continue
+                draft.grown.append((request.row, cache.extend(request, 1)))
+            room -= 1
+            request.unsent = -1
+            request.num_computed = at + 1
+            request.last_step = request.sample_step = step
+            requests.append(request)
+            rows.append(request.row)
+            computed.append(at)
+            tokens.append(token)
+            if sealing and (at + 1) % block_size == 0:
+                cache.seal(request)
+        draft.num_tokens = [1] * len(rows)
+        draft.sample = [True] * len(rows)
+        draft.total_tokens = len(rows)
+        return prefills
+
+    def _prefill(self, draft: Draft, request: Request) -> None:
+        """Plans the next chunk of a running row, as far as budget and blocks go."""
+        num_tokens = self._chunk(draft, request.num_left)
+        spare = request.capacity - request.num_computed + self.cache.num_available * self.limits.block_size
+        num_tokens = min(num_tokens, spare)
+        if num_tokens <= 0:
+            return
+        missing = self.cache.blocks_for(request.num_computed + num_tokens) - len(request.blocks)
+        if missing > 0:
+            draft.grown.append((request.row, self.cache.extend(request, missing)))
+        self._plan(draft, request, num_tokens)
+
+    def _admit(self, draft: Draft, prefills: list[Request], now: float) -> None:
+        """Starts queued requests in order while slots, budget and blocks last. The head is never overtaken.
+
+        A request needs blocks for all its known tokens, beyond what half-filled rows still lack: so only decoding can ever
+        run out of blocks. One that was preempted must find more than that, or it would be thrown out again at once.
+        """
+        cache = self.cache
+        owed = sum(cache.blocks_for(len(row.tokens)) - len(row.blocks) for row in prefills)
+        while self.free_rows and (request := self.waiting.peek()) is not None:
+            spare = cache.num_available - owed
+            if spare < 1 or self._chunk(draft, 1) < 1:
+                return
+            hits = cache.match(request)
+            num_left = len(request.tokens) - len(hits) * self.limits.block_size
+            num_tokens = self._chunk(draft, num_left)
+            needed = cache.blocks_for(len(request.tokens)) - len(hits)
+            margin = 0
+            if request.state is State.PREEMPTED and self.running:
+                margin = needed // 4 + len(self.running)
+            if num_tokens < 1 or spare - cache.num_idle(hits) < needed + margin:
+                return
+            self._start(request, hits, now)
+            cache.extend(request, cache.blocks_for(request.num_computed + num_tokens) - len(hits))
+            self._plan(draft, request, num_tokens)
+            draft.place(request)
+            owed += cache.blocks_for(len(request.tokens)) - len(request.blocks)
+
+    def _start(self, request: Request, hits: list[int], now: float) -> None:
+        """Queue to running: a slot and the matched prefix."""
+        self.waiting.discard(request)
+        request.move(State.RUNNING)
+        request.row = self.free_rows.pop()
+        self.cache.adopt(request, hits)
+        if request.num_cached < 0:
+            request.num_cached = min(request.num_computed, request.num_prompt)
+            request.first_run_s = now
+        insort(self.running, request, key=self.policy.key)
+
+    def _plan(self, draft: Draft, request: Request, num_tokens: int) -> None:
+        """Adds a row to the draft; its full blocks can be shared from this step on."""
+        is_last = num_tokens == request.num_left
+        draft.add(request, num_tokens, sample=is_last and request.num_output < request.params.max_tokens)
+        self.cache.seal(request)
+
+    def _chunk(self, draft: Draft, num_left: int) -> int:
+        """How many of `num_left` tokens of one row may join the draft."""
+        limits = self.limits
+        budget = limits.max_num_tokens - draft.total_tokens
+        if limits.chunk:
+            return min(num_left, limits.chunk, budget)
+        if budget < num_left <= limits.max_num_tokens:
+            return 0
+        return min(num_left, budget)
+
+    # ------------------------------------------------------------ blocks running out
+
+    def _make_room(self) -> bool:
+        """Preempts until every row that is about to decode into a new block can have one. True if anybody was preempted."""
+        cache = self.cache
+        if cache.num_available >= len(self.running):
+            return False
+        preempted = False
+        while True:
+            needing = [row for row in self.running if row.unsent >= 0 and row.num_computed == row.capacity]
+            if len(needing) <= cache.num_available:
+                return preempted
+            candidates = [row for row in self.running if row.last_step <= self.completed]
+            if len(candidates) < 2 and (self.in_flight or not candidates):
+                return preempted  # a step in flight will give blocks back; the rows left over sit this one out
+            self._preempt(self.policy.victim(candidates, cache.work_lost))
+            preempted = True
+
+    def _unblock(self, now: float) -> Draft | None:
+        """Nothing could be planned. With no step in flight somebody must yield, or the engine would stand still."""
+        if self.in_flight or not self.running:
+            return None
+        self._preempt(self.policy.victim(self.running, self.cache.work_lost))
+        return self.schedule(now)
+
+    def _preempt(self, request: Request) -> None:
+        """Running to queue, at its old place, to be recomputed."""
+        self._give_up(request)
+        self.running.remove(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        request.move(State.PREEMPTED)
+        self.waiting.push(request)
+
+    def _give_up(self, request: Request) -> None:
+        """Takes slot and blocks from a running row; blocks of a step in flight are fenced."""
+        if request.last_step > self.completed:
+            newest = self.in_flight[request.last_step - self.completed - 1]
+            newest.fenced += request.blocks
+        else:
+            self.cache.release(request.blocks)
+        self._freed.append(request.row)
+        self.free_rows.append(request.row)
+        request.forget_kv()

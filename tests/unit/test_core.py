@@ -1,0 +1,301 @@
+"""The engine core as a whole: rows in, tokens and exactly one end out, whatever happens on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine_core.core import EngineCore
+from tests.unit.engine_driver import FRONT, Driver, make_limits
+from transport.messages import StepResult, Submit
+from trireme.errors import EngineError
+from trireme.params import RowParams
+from workers.fake import FakeOptions
+
+
+def test_one_row_runs_to_its_length() -> None:
+    driver = Driver()
+    row = driver.submit(5, max_tokens=6)
+    driver.run()
+    assert row.tokens == driver.solo(row)
+    assert len(row.tokens) == 6
+    assert row.end.reason == "length"
+    assert [first.num_cached for first in row.firsts] == [0]
+
+
+def test_eos_ends_a_row_but_not_below_min_tokens() -> None:
+    fake = FakeOptions(eos_every=3)
+    driver = Driver(fake=fake)
+    early = driver.submit(5, max_tokens=40, eos_token_ids=(257,))
+    late = driver.submit(5, max_tokens=40, eos_token_ids=(257,), min_tokens=10)
+    never = driver.submit(5, max_tokens=40)
+    driver.run()
+    assert early.end.reason == "stop"
+    assert early.end.stop_token == early.tokens[-1] == 257
+    assert 257 not in early.tokens[:-1]
+    assert late.end.reason == "stop"
+    assert len(late.tokens) > 10
+    assert late.tokens[: len(early.tokens)] == early.tokens
+    assert never.end.reason == "length"
+    assert 257 in never.tokens
+
+
+def test_max_len_ends_a_row() -> None:
+    driver = Driver(make_limits(max_len=16))
+    row = driver.submit(10, max_tokens=100)
+    driver.run()
+    assert len(row.tokens) == 6
+    assert row.end.reason == "length"
+
+
+def test_max_tokens_zero_ends_after_prefill_with_the_prompt_scored() -> None:
+    driver = Driver(make_limits(chunk=4))
+    row = driver.submit(10, max_tokens=0, prompt_logprobs=2)
+    driver.run()
+    assert row.tokens == []
+    assert row.end.reason == "length"
+    assert len(row.firsts) == 1
+    scored = np.concatenate([scores.token_ids[:, 0] for scores in row.prompt_logprobs])
+    assert scored.tolist() == row.prompt[1:]
+
+
+def test_prompt_logprobs_come_once_although_the_row_is_preempted_and_the_prefix_is_cached() -> None:
+    def scores_of(driver: Driver) -> np.ndarray:
+        warm = driver.submit(9, max_tokens=1)
+        driver.run()
+        assert warm.end.reason == "length"
+        row = driver.submit(9, max_tokens=12, prompt_logprobs=1)
+        other = driver.submit(8, max_tokens=12)
+        driver.run()
+        driver.check_tokens(row)
+        driver.check_tokens(other)
+        assert np.concatenate([scores.token_ids[:, 0] for scores in row.prompt_logprobs]).tolist() == row.prompt[1:]
+        return np.concatenate([scores.logprobs for scores in row.prompt_logprobs])
+
+    tight, roomy = Driver(make_limits(num_blocks=7, max_len=28, chunk=3)), Driver()
+    np.testing.assert_array_equal(scores_of(tight), scores_of(roomy))
+    assert tight.core.scheduler.num_preemptions > 0
+
+
+def test_sample_logprobs_reach_their_row() -> None:
+    driver = Driver()
+    plain = driver.submit(5, max_tokens=4)
+    row = driver.submit(6, max_tokens=4, logprobs=3)
+    driver.run()
+    assert plain.logprobs == []
+    assert [scores.token_ids[0, 0] for scores in row.logprobs] == row.tokens
+    assert all(scores.token_ids.shape == (1, 4) for scores in row.logprobs)
+
+
+def test_replayed_tokens_count_as_output() -> None:
+    driver = Driver()
+    whole = driver.submit(6, max_tokens=10)
+    driver.run()
+    moved = driver.submit(whole.prompt + whole.tokens[:4], max_tokens=10, num_replayed=4)
+    driver.run()
+    assert moved.tokens == whole.tokens[4:]
+    nothing_left = driver.submit(whole.prompt + whole.tokens, max_tokens=10, num_replayed=10)
+    assert nothing_left.end.reason == "length"
+    driver.run()
+    assert nothing_left.tokens == []
+
+
+def test_abort_at_any_moment_ends_once_and_frees_everything() -> None:
+    for aborted_after in range(12):
+        driver = Driver(make_limits(chunk=3), depth=2)
+        keep, drop = driver.submit(9), driver.submit(10)
+        for _ in range(aborted_after):
+            driver.plan()
+            if len(driver.answers) == 2:
+                driver.answer()
+        driver.abort(drop)
+        driver.abort(drop)
+        driver.run()
+        driver.check_tokens(keep)
+        if drop.end.reason == "abort":
+            assert len(drop.tokens) < 8
+
+
+def test_a_dead_front_end_loses_its_rows_and_no_other() -> None:
+    driver = Driver()
+    mine = driver.submit(5, front="front-1")
+    gone = [driver.submit(5 + i) for i in range(12)]
+    driver.step()
+    driver.core.front_gone(FRONT)
+    driver.run()
+    assert all(not row.ends for row in gone)
+    driver.check_tokens(mine)
+    assert driver.core.counters.abort == 12
+
+
+def test_row_fault_ends_that_row_only_and_its_blocks_are_not_trusted() -> None:
+    driver = Driver(fake=FakeOptions(row_fault_token=300))
+    common = [(3 * i) % 200 for i in range(16)]
+    bad = driver.submit([*common, 300, 1])
+    mate = driver.submit([*common, 5, 6])
+    other = driver.submit(7)
+    driver.run()
+    assert bad.end.reason == "error"
+    assert bad.end.error_code == "engine_error"
+    assert "scripted fault" in bad.end.error
+    driver.check_tokens(mate)
+    driver.check_tokens(other)
+    again = driver.submit([*common, 5, 6])
+    driver.run()
+    assert again.tokens == mate.tokens
+
+
+def test_rows_that_share_blocks_with_a_fault_are_recomputed_with_several_plans_in_flight() -> None:
+    driver = Driver(make_limits(chunk=8), depth=2, fake=FakeOptions(row_fault_token=300))
+    common = [(3 * i) % 200 for i in range(8)]
+    bad = driver.submit([300, *common, *common], max_tokens=4)
+    mate = driver.submit([300, *common, 9], max_tokens=4)  # has the same bad token: it faults by itself, later or never
+    clean = driver.submit([*common, 9], max_tokens=4)
+    driver.run()
+    assert bad.end.reason == mate.end.reason == "error"
+    driver.check_tokens(clean)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"prompt": np.array([], np.int32)}, "prompt"),
+        ({"prompt": np.array(3, np.int32)}, "prompt"),
+        ({"prompt": np.array([[1, 2]], np.int32)}, "prompt"),
+        ({"prompt": np.array([1, 2], np.int64)}, "int32"),
+        ({"prompt": np.array([1, 320], np.int32)}, "320"),
+        ({"prompt": np.array([1, -1], np.int32)}, "-1"),
+        ({"prompt": np.zeros(64, np.int32)}, "64"),
+        ({"num_replayed": 3}, "num_replayed"),
+        ({"num_replayed": -1}, "num_replayed"),
+        ({"salt": b"x" * 129}, "salt"),
+        ({"deadline_s": float("nan")}, "deadline_s"),
+        ({"params": RowParams(max_tokens=-1)}, "max_tokens"),
+        ({"params": RowParams(max_tokens=1, min_tokens=2**40)}, "min_tokens"),
+        ({"params": RowParams(max_tokens=1, temperature=float("nan"))}, "temperature"),
+        ({"params": RowParams(max_tokens=1, logit_bias=((320, 1.0),))}, "logit_bias"),
+        ({"params": RowParams(max_tokens=1, allowed_token_ids=(-1,))}, "allowed_token_ids"),
+        ({"params": RowParams(max_tokens=1, bad_token_ids=((1, 999),))}, "bad_token_ids"),
+        ({"params": RowParams(max_tokens=1, logprobs=10**6)}, "logprobs"),
+        ({"params": RowParams(max_tokens=1, seed=2**63)}, "seed"),
+    ],
+)
+def test_a_bad_submit_fails_alone(changes: dict[str, object], word: str) -> None:
+    driver = Driver()
+    good = driver.submit(5)
+    fields: dict[str, object] = {"prompt": np.array([1, 2], np.int32), "params": RowParams(max_tokens=4), **changes}
+    driver.core.submit("front-9", Submit(1, **fields), 0.0)  # type: ignore[arg-type]
+    (end,) = driver.core.take_outputs()["front-9"].ends
+    assert end.reason == "error"
+    assert end.error_code == "invalid_value"
+    assert word in end.error
+    driver.run()
+    driver.check_tokens(good)
+
+
+def test_a_duplicate_rid_is_ignored() -> None:
+    driver = Driver()
+    row = driver.submit(5)
+    front, rid = driver.rid_of(row)
+    driver.core.submit(front, Submit(rid, np.array([1], np.int32), RowParams(max_tokens=3)), 0.0)
+    driver.run()
+    driver.check_tokens(row)
+    assert driver.core.counters.duplicates == 1
+
+
+def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
+    driver = Driver(make_limits(max_waiting=3, max_waiting_tokens=30))
+    rows = [driver.submit(4) for _ in range(4)]
+    assert rows[3].end.error_code == "overloaded"
+    driver.run()
+    lone = driver.submit(40)  # above the token bound, but nothing else is queued
+    second = driver.submit(1)
+    assert not lone.ends
+    assert second.end.error_code == "overloaded"
+    driver.run()
+    assert lone.end.reason == "length"
+    assert driver.core.counters.refused == 2
+
+
+def test_waiting_has_a_deadline_and_running_has_none() -> None:
+    driver = Driver(make_limits(max_num_seqs=1, queue_timeout=10.0))
+    first, second, third = driver.submit(4, max_tokens=20), driver.submit(4), driver.submit(4, deadline_s=3.0)
+    driver.step()
+    assert driver.core.next_deadline() is not None
+    driver.core.tick(5.0)
+    driver.collect()
+    assert third.end.error_code == "overloaded"
+    assert not second.ends
+    driver.core.tick(11.0)
+    driver.collect()
+    assert second.end.error_code == "overloaded"
+    driver.run()
+    assert first.end.reason == "length"
+
+
+def test_draining_refuses_new_rows_and_finishes_old_ones() -> None:
+    driver = Driver()
+    old = driver.submit(5)
+    driver.core.draining = True
+    new = driver.submit(5)
+    driver.run()
+    assert old.end.reason == "length"
+    assert new.end.error_code == "overloaded"
+
+
+def test_an_answer_that_does_not_fit_the_plan_is_an_engine_error() -> None:
+    driver = Driver()
+    driver.submit(5)
+    driver.submit(6)
+    with pytest.raises(EngineError, match="step 9"):
+        driver.core.on_result(StepResult(9, [], []), 0.0)
+    driver.plan()
+    answer = driver.answers.popleft()
+    short = StepResult(answer.step, answer.rows[:1], answer.tokens[:1])
+    with pytest.raises(EngineError, match="missing"):
+        driver.core.on_result(short, 0.0)
+
+
+def test_load_tells_tickets_and_never_loses_count() -> None:
+    driver = Driver()
+    driver.submit(4)
+    driver.submit(400)  # refused, but its ticket is acknowledged
+    load = driver.core.stats(2.0)
+    assert load.admitted == {FRONT: 2}
+    assert (load.num_waiting, load.num_running, load.waiting_tokens, load.finished) == (1, 0, 4, 1)
+    assert load.oldest_wait_s == 2.0
+    driver.plan()
+    load = driver.core.stats(2.0)
+    assert (load.num_waiting, load.num_running, load.running_tokens, load.blocks_used) == (0, 1, 4, 1)
+    driver.run()
+    load = driver.core.stats(3.0)
+    assert (load.num_waiting, load.num_running, load.blocks_used, load.finished) == (0, 0, 0, 2)
+    assert load.progress == driver.core.counters.steps
+
+
+def test_totals_balance_when_quiet() -> None:
+    driver = Driver(make_limits(max_waiting=5), fake=FakeOptions(eos_every=5, row_fault_token=300))
+    rows = [driver.submit(3 + i, eos_token_ids=(257,)) for i in range(5)]
+    rows += [driver.submit(3), driver.submit([300])]
+    driver.step()
+    driver.abort(rows[0])
+    driver.run()
+    totals = driver.core.counters
+    assert totals.submitted == 7
+    assert totals.submitted == totals.stop + totals.length + totals.abort + totals.error
+    assert all(row.ends for row in rows)
+
+
+def test_core_is_torch_free() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, engine_core.core, workers.fake; assert 'torch' not in sys.modules and 'zmq' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_policy_is_named() -> None:
+    from trireme.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="fcfs"):
+        EngineCore(make_limits(), policy="fastest")
