@@ -2,66 +2,190 @@
 
 A child module defines `main(channel: BootChannel) -> None` and nothing more; `spawn("engine_core.main", boot)` runs it in
 a new process through transport/child.py. Neither side can outlive its duty: a child is killed when its parent ends.
+
+The channel is a SOCK_SEQPACKET pair whose one end is the child's stdin: one packet is one message, its end is death.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from pathlib import Path
 from typing import Any, NoReturn
 
-from transport.messages import Boot, Drain, Failed, Progress, Ready
+from transport.codec import Decoder, encode
+from transport.messages import Beat, Boot, Drain, Failed, FromChild, Progress, Ready, ToChild, Wire
+from transport.poller import NEVER, Waker
+from transport.rundir import remove_run_dir
+from trireme.errors import ProtocolError, TransportError, TriremeError
+
+log = logging.getLogger("trireme.transport")
+
+PACKET_BYTES = 192 << 10  # under the system's default socket buffer
+MAX_TEXT = 32 << 10
+BEAT_S = 1.0
+PROGRESS_S = 0.05
+EXIT_GRACE_S = 2.0
+CHILD_SCRIPT = str(Path(__file__).with_name("child.py"))
 
 
 class Child:
-    """Parent's end. A Source for Poller: readable when there are reports or the child died."""
+    """Parent's end. A Source for Poller: readable when there are reports or the child died. One thread only."""
 
-    name: str
-    boot: Boot
-    pid: int
-    is_ready: bool  # a Ready was received
-
-    def receive(self) -> list[Progress | Ready | Failed]:
-        """Reports since the last call, never blocking. When the child is dead the list ends with a Failed: its own, or
-        one that says how it died (signal, exit code). `is_dead` is then True. A clean exit (code 0) gives no Failed."""
-        raise NotImplementedError
-
-    @property
-    def is_dead(self) -> bool:
-        raise NotImplementedError
+    def __init__(self, boot: Boot, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+        self.name = boot.name
+        self.boot = boot
+        self.pid = process.pid
+        self.is_ready = False  # a Ready was received
+        self.is_dead = False
+        self.last_beat = 0.0  # time.monotonic() of the last Beat; 0 while there was none
+        self.progress = 0  # of the last Beat
+        self._process = process
+        self._channel = channel
+        self._decoder = Decoder(FromChild)
+        self._failed = False
+        self._epoll = select.epoll()
+        self._epoll.register(channel.fileno(), select.EPOLLIN)
 
     @property
     def exit_code(self) -> int | None:
         """Exit code, negative signal number, or None while alive."""
-        raise NotImplementedError
+        return self._process.poll()
+
+    def receive(self) -> list[Progress | Ready | Failed]:
+        """Reports since the last call, never blocking. When the child is dead the list ends with a Failed: its own, or
+        one that says how it died (signal, exit code). `is_dead` is then True. A clean exit (code 0) gives no Failed."""
+        reports: list[Progress | Ready | Failed] = []
+        while not self.is_dead:
+            try:
+                packet = self._channel.recv(PACKET_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                packet = b""
+            if not packet:
+                self._bury(reports)
+                break
+            try:
+                self._take(self._decoder.decode([packet]), reports)
+            except ProtocolError as error:
+                log.warning("dropped a malformed report from=%s: %s", self.name, error)
+        return reports
 
     def drain(self, deadline_s: float) -> None:
-        """Asks the child to finish what it has and leave."""
-        raise NotImplementedError
+        """Asks the child to finish what it has and leave within `deadline_s`."""
+        self._send(Drain(deadline_s))
 
     def kill(self) -> None:
-        """SIGKILL, and reaps."""
-        raise NotImplementedError
+        """SIGKILL, and reaps. Its own children die with it."""
+        self._process.kill()
+        self._process.wait()
 
     def wait(self, timeout_s: float) -> bool:
         """True when the child has ended within `timeout_s`."""
-        raise NotImplementedError
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
-    def poll_target(self) -> Any:
-        raise NotImplementedError
+    def poll_targets(self) -> tuple[int]:
+        return (self._epoll.fileno(),)
+
+    def acknowledge(self) -> bool:
+        return False
 
     def tick(self, now: float) -> float:
-        raise NotImplementedError
+        return NEVER
 
     def close(self) -> None:
-        """Closes the channel (which kills a child that still lives)."""
-        raise NotImplementedError
+        """Closes the channel, kills a child that still lives, and reaps it."""
+        self.kill()
+        self._epoll.close()
+        self._channel.close()
+
+    def _take(self, report: Any, reports: list[Progress | Ready | Failed]) -> None:
+        match report:
+            case Beat():
+                self.last_beat = time.monotonic()
+                self.progress = report.progress
+                return
+            case Ready():
+                self.is_ready = True
+            case Failed():
+                self._failed = True
+        reports.append(report)
+
+    def _bury(self, reports: list[Progress | Ready | Failed]) -> None:
+        """The channel has ended: so must the process (one that is exiting anyway keeps its exit code)."""
+        self._epoll.unregister(self._channel.fileno())
+        self.kill()
+        self.is_dead = True
+        code = self._process.returncode
+        if code and not self._failed:
+            error = f"{self.name} {describe_exit(code)}"
+            hint = "the system may have run out of memory: see dmesg" if code == -signal.SIGKILL else ""
+            reports.append(Failed(self.name, error, hint, exit_code=code if code > 0 else 1))
+
+    def _send(self, message: Wire) -> None:
+        try:
+            self._channel.send(encode(message)[0])
+        except OSError as error:
+            log.debug("could not send to=%s: %s", self.name, error)
+
+
+def describe_exit(code: int) -> str:
+    """`was killed by SIGSEGV`, `ended with exit code 3`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 def spawn(module: str, boot: Boot, *, pass_fds: tuple[int, ...] = ()) -> Child:
     """Starts `python transport/child.py module name`; fds in `pass_fds` keep their numbers. stdout of the child is our stderr.
 
-    Call from the main thread where possible: only then the kernel itself ties the child's life to ours.
+    Call from the main thread where possible: only then the kernel itself ties the child's life to ours (it watches the
+    thread that started the child); else the child's own watcher does.
     """
-    raise NotImplementedError
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", CHILD_SCRIPT, module, boot.name, str(int(_death_signal(boot)))],
+                stdin=theirs.fileno(),
+                stdout=2,
+                pass_fds=pass_fds,
+                process_group=0,  # the terminal's Ctrl-C reaches the supervisor only
+            )
+        except OSError as error:
+            ours.close()
+            raise TransportError(f"cannot start {boot.name}: {error}") from error
+    ours.setblocking(False)
+    child = Child(boot, process, ours)
+    child._send(boot)
+    return child
+
+
+def _death_signal(boot: Boot) -> int:
+    """Engines and workers are killed by the kernel. A light child is only woken (should it be stopped): its watcher
+    removes the run directory before it kills itself."""
+    if threading.current_thread() is not threading.main_thread():
+        return 0
+    return signal.SIGKILL if boot.role in ("engine", "worker") else signal.SIGCONT
 
 
 class BootChannel:
@@ -70,11 +194,26 @@ class BootChannel:
     SIGINT and SIGTERM are ignored in a child: its parent decides, through Drain and SIGKILL.
     """
 
-    boot: Boot
+    def __init__(self, boot: Boot, channel: socket.socket) -> None:
+        self.boot = boot
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._drains: deque[Drain] = deque()
+        self._waker = Waker()
+        self._last_progress = 0.0
+        self._next_beat = 0.0
+        threading.Thread(target=self._watch_parent, name="boot", daemon=True).start()
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Reports start-up progress (at most 20 a second reach the parent; the last one of a phase always does)."""
-        raise NotImplementedError
+        self.forward(Progress(self.boot.name, phase, done, total))
+
+    def forward(self, report: Progress) -> None:
+        """Passes a grandchild's progress on, under the same limit."""
+        now = time.monotonic()
+        if report.done >= report.total or now - self._last_progress >= PROGRESS_S:
+            self._last_progress = now
+            self._send(report)
 
     def ready(
         self,
@@ -82,31 +221,120 @@ class BootChannel:
         phases: dict[str, float] | None = None,
         decisions: list[tuple[str, str, str]] | None = None,
     ) -> None:
-        raise NotImplementedError
+        """Reports that this process can do its work."""
+        self._send(Ready(self.boot.name, facts or {}, phases or {}, decisions or []))
 
     def beat(self, progress: int) -> None:
         """Called by the main loop on every turn (cheap; sends once a second). A child that has beaten once and then falls
         silent for longer than the parent allows is killed and restarted."""
-        raise NotImplementedError
-
-    def forward(self, report: Progress) -> None:
-        """Passes a grandchild's progress on."""
-        raise NotImplementedError
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._send(Beat(progress), socket.MSG_DONTWAIT)
 
     def fail(self, error: BaseException | Failed) -> NoReturn:
         """Reports the error (or a grandchild's Failed as it is) and ends this process at once."""
-        raise NotImplementedError
+        failed = error if isinstance(error, Failed) else failed_from_error(self.boot.name, error)
+        self._send(failed)
+        end_process(failed.exit_code)
 
     def receive(self) -> list[Drain]:
         """Drain requests since the last call, never blocking."""
-        raise NotImplementedError
+        drains = []
+        while self._drains:
+            drains.append(self._drains.popleft())
+        return drains
 
     def fileno(self) -> int:
-        """For asyncio's add_reader."""
-        raise NotImplementedError
+        """For asyncio's add_reader; call acknowledge() in the reader, then receive()."""
+        return self._waker.fileno()
 
-    def poll_target(self) -> int:
-        raise NotImplementedError
+    def poll_targets(self) -> tuple[int]:
+        return (self._waker.fileno(),)
+
+    def acknowledge(self) -> bool:
+        return self._waker.acknowledge()
 
     def tick(self, now: float) -> float:
-        raise NotImplementedError
+        return NEVER
+
+    def _send(self, message: Wire, flags: int = 0) -> None:
+        try:
+            with self._lock:
+                self._channel.send(encode(message)[0], flags)
+        except OSError:
+            pass  # the parent is gone or stopped; the watcher knows
+
+    def _watch_parent(self) -> None:
+        """Own thread. Whatever this process is doing, it ends when its parent does."""
+        decoder = Decoder(ToChild)
+        while True:
+            try:
+                packet = self._channel.recv(PACKET_BYTES)
+            except OSError:
+                packet = b""
+            if not packet:
+                break
+            try:
+                message = decoder.decode([packet])
+            except ProtocolError as error:
+                log.warning("dropped a malformed order: %s", error)
+                continue
+            if isinstance(message, Drain):
+                self._drains.append(message)
+                self._waker.set()
+        if self.boot.role in ("front", "coordinator"):
+            remove_run_dir(self.boot.run_dir)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def attach() -> BootChannel:
+    """Takes the boot channel from stdin and waits for Boot. Called once, by run_child."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    channel = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    packet = channel.recv(PACKET_BYTES)
+    if not packet:
+        os._exit(0)  # the parent died before it said who we are
+    boot = Decoder(ToChild).decode([packet])
+    if not isinstance(boot, Boot):
+        raise ProtocolError(f"a child's first message must be Boot, not {type(boot).__name__}")
+    return BootChannel(boot, channel)
+
+
+def run_child(module: str) -> NoReturn:
+    """Runs `module.main(channel)` in this process; reports whatever it raises as Failed, and ends the process."""
+    channel = attach()
+    try:
+        importlib.import_module(module).main(channel)
+    except SystemExit as error:
+        end_process(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
+    except BaseException as error:
+        channel.fail(error)
+    end_process(0)
+
+
+def failed_from_error(source: str, error: BaseException) -> Failed:
+    """The Failed that stands for `error`."""
+    trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
+    if isinstance(error, TriremeError):
+        return Failed(source, error.message[:MAX_TEXT], error.hint[:MAX_TEXT], trace, error.exit_code)
+    return Failed(source, f"{type(error).__name__}: {error}"[:MAX_TEXT], "", trace, 1)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends without waiting for threads, after queued messages were sent (at most EXIT_GRACE_S)."""
+    timer = threading.Timer(EXIT_GRACE_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    zmq = sys.modules.get("zmq")
+    if zmq is not None and threading.current_thread() is threading.main_thread():
+        zmq.Context.instance().destroy(linger=int(EXIT_GRACE_S * 500))
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)

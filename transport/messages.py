@@ -362,6 +362,12 @@ class Failed(Wire, frozen=True):
     exit_code: int = 1
 
 
+class Beat(Wire, frozen=True):
+    """A child's main loop turned. Only a child that has sent one is expected to send more."""
+
+    progress: int
+
+
 class Drain(Wire, frozen=True):
     deadline_s: float
 
@@ -373,4 +379,4 @@ CoreToWorker = Welcome | Refused | WorkerInit | SetupKV | StepPlan | Call | Ping
 ToCoordinator = Hello | Load | Route | Released | Call | Ping
 FromCoordinator = Welcome | Refused | Routed | View | CallReply | Pong
 ToChild = Boot | Drain
-FromChild = Progress | Ready | Failed
+FromChild = Progress | Ready | Failed | Beat

@@ -1,0 +1,29 @@
+"""Entry script of every child process: `python -P transport/child.py MODULE NAME DEATH_SIGNAL`, stdin is the boot channel.
+
+Started by boot.spawn only. Ties this process to its parent before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+
+
+def main() -> None:
+    module, name, death_signal = sys.argv[1:4]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if int(death_signal):
+        libc.prctl(PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+    libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+    from transport.boot import run_child
+
+    run_child(module)
+
+
+if __name__ == "__main__":
+    main()
