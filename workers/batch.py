@@ -23,8 +23,18 @@ ROW_ERRORS = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError
 class Batch:
     """Tables of `num_rows` slots. Tokens and block ids past a row's counts are meaningless."""
 
-    def __init__(self, num_rows: int, max_len: int, block_size: int, vocab_size: int, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_len: int,
+        block_size: int,
+        vocab_size: int,
+        num_kv_blocks: int,
+        *,
+        poison: bool = False,
+    ) -> None:
         self.max_len = max_len
+        self._num_kv_blocks = num_kv_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._poison = poison
@@ -70,6 +80,10 @@ class Batch:
         """All known tokens of a row, without a copy."""
         return self.tokens[row, : self.num_tokens[row]]
 
+    def num_rows(self) -> int:
+        """Rows that hold a request."""
+        return sum(params is not None for params in self.params)
+
     def row_params(self, row: int) -> RowParams:
         params = self.params[row]
         if params is None:
@@ -109,6 +123,8 @@ class Batch:
         stop = start + len(blocks)
         if stop > self.blocks.shape[1]:
             raise EngineError(f"row {row} was given {stop} blocks; {self.blocks.shape[1]} hold {self.max_len} tokens")
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self._num_kv_blocks):
+            raise EngineError(f"row {row} was given blocks outside 0..{self._num_kv_blocks - 1}: {blocks}")
         self.blocks[row, start:stop] = blocks
         self.num_blocks[row] = stop
 

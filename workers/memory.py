@@ -24,7 +24,7 @@ class MemoryFacts:
 
     total: int
     available: int
-    own: int  # resident memory of this process
+    own: int  # held by this process; pages of mapped files, which the kernel can drop, do not count
 
 
 def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryFacts:
@@ -34,7 +34,8 @@ def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     for limit, used in _group_limits(proc, cgroup):
         total = min(total, limit)
         available = min(available, max(0, limit - used))
-    return MemoryFacts(total, available, _read_table(proc / "self/status").get("VmRSS", 0))
+    status = _read_table(proc / "self/status")
+    return MemoryFacts(total, available, status.get("RssAnon", 0) + status.get("RssShmem", 0))
 
 
 def _read_table(path: Path) -> dict[str, int]:

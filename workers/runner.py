@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.forward import KVLayer, Model
 from transport.messages import LogprobRow, RowFault, StepPlan, StepResult
-from trireme.errors import TriremeError
+from trireme.errors import EngineError
 from trireme.mesh import Mesh
 from workers.batch import ROW_ERRORS, Batch
 from workers.inputs import InputBuilder, StepRows, Wanted
@@ -24,6 +24,8 @@ from workers.kv_tensors import copy_blocks
 from workers.logprobs import logprob_row
 from workers.memory import LOGITS_BYTES
 from workers.sampler import Sampled, Sampler
+
+_MODEL_FAILED = "the model failed on this row"
 
 
 @dataclass(slots=True)
@@ -48,6 +50,11 @@ class Runner:
         self._max_logits = max(1, LOGITS_BYTES // (4 * model.vocab_size))
         self.num_steps = 0
 
+    @property
+    def num_rows(self) -> int:
+        """Rows in the persistent batch."""
+        return self._batch.num_rows()
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step. None on workers that do not report.
@@ -63,7 +70,7 @@ class Runner:
         step = self._rows_of(plan)
         if step.rows.size:
             for piece in self._pieces(step):
-                self._run(piece, outcome)
+                self._try(piece, outcome)
         self.num_steps += 1
         if not self._mesh.reports_result:
             return None
@@ -97,31 +104,31 @@ class Runner:
             step = StepRows(step.rows, step.num_tokens - moved, step.num_computed + moved, step.sample)
         yield step
 
+    def _try(self, step: StepRows, outcome: _Outcome) -> None:
+        """Runs one forward. Raises EngineError when several rows were tried one by one and every one failed."""
+        before = len(outcome.faults)
+        self._run(step, outcome)
+        failed = outcome.faults[before:]
+        if len(failed) == step.rows.size > 1 and all(fault.error.startswith(_MODEL_FAILED) for fault in failed):
+            raise EngineError(f"the model failed on each of {len(failed)} rows; first: {failed[0].error}")
+
     def _run(self, step: StepRows, outcome: _Outcome) -> None:
-        """One forward and what its logits give. When it raises, the step is halved until the suspect row stands alone."""
+        """One forward and what its logits give. When it raises, the step is halved until the suspect row stands alone;
+        KV is then written again, which changes nothing."""
         try:
             forward, wanted = self._inputs.build(self._batch, step)
             logits = self._model.forward(forward, self._kv)
         except ROW_ERRORS as error:
-            if self._mesh.num_workers > 1 or isinstance(error, TriremeError):
+            if self._mesh.num_workers > 1:
                 raise
-            self._bisect(step, outcome, error)
+            if step.rows.size == 1:
+                outcome.faults.append(RowFault(int(step.rows[0]), f"{_MODEL_FAILED}: {error}"))
+                return
+            for half in _halves(step):
+                self._run(half, outcome)
             return
         if logits is not None and self._mesh.reports_result:
             self._read_logits(logits, wanted, outcome)
-
-    def _bisect(self, step: StepRows, outcome: _Outcome, error: Exception) -> None:
-        """Tries the halves; KV writes are repeated, which changes nothing. Raises when every row fails."""
-        count = step.rows.size
-        if count == 1:
-            outcome.faults.append(RowFault(int(step.rows[0]), f"the model failed on this row: {error}"))
-            return
-        before = len(outcome.faults)
-        halves = np.arange(count) < count // 2
-        self._run(step.where(halves), outcome)
-        self._run(step.where(~halves), outcome)
-        if len(outcome.faults) - before == count:
-            raise error
 
     def _read_logits(self, logits: Tensor, wanted: Wanted, outcome: _Outcome) -> None:
         values = logits.float().cpu().numpy()
@@ -139,13 +146,35 @@ class Runner:
         outcome.sampled.extend(sampled)
 
 
+def _halves(step: StepRows) -> list[StepRows]:
+    first = np.arange(step.rows.size) < step.rows.size // 2
+    return [step.where(first), step.where(~first)]
+
+
+def _merged(entries: list[LogprobRow]) -> list[LogprobRow]:
+    """One entry per row: a step cut in pieces gives several, in order of position."""
+    by_row: dict[int, list[LogprobRow]] = {}
+    for entry in entries:
+        by_row.setdefault(entry.rid, []).append(entry)
+    return [
+        parts[0]
+        if len(parts) == 1
+        else LogprobRow(
+            row,
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.ranks for part in parts]),
+        )
+        for row, parts in by_row.items()
+    ]
+
+
 def _result(plan: StepPlan, outcome: _Outcome, elapsed_s: float) -> StepResult:
     """Faulted rows give nothing but their first fault."""
     sampled, faults = outcome.sampled, [*outcome.faults, *outcome.sampled.faults]
+    prompt_logprobs = _merged(outcome.prompt_logprobs)
     if not faults:
-        return StepResult(
-            plan.step, sampled.rows, sampled.tokens, sampled.logprobs, outcome.prompt_logprobs, [], elapsed_s
-        )
+        return StepResult(plan.step, sampled.rows, sampled.tokens, sampled.logprobs, prompt_logprobs, [], elapsed_s)
     first: dict[int, RowFault] = {}
     for fault in faults:
         first.setdefault(fault.row, fault)
@@ -155,7 +184,7 @@ def _result(plan: StepPlan, outcome: _Outcome, elapsed_s: float) -> StepResult:
         [row for row, _ in sound],
         [token for _, token in sound],
         [entry for entry in sampled.logprobs if entry.rid not in first],
-        [entry for entry in outcome.prompt_logprobs if entry.rid not in first],
+        [entry for entry in prompt_logprobs if entry.rid not in first],
         list(first.values()),
         elapsed_s,
     )

@@ -1,0 +1,159 @@
+"""Worker: one device's share of one engine: loads its slice of the model, owns its KV, carries out StepPlans.
+
+Used by workers.main (own process) and by the engine's in-process executor, which imports this module by name. All calls
+come from one thread. workers.fake.FakeWorker has the same methods and no tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import torch
+
+from models.forward import Group, KVLayer, Model, SoloGroup
+from models.load import load_model
+from models.native import load_native
+from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
+from trireme.arch import ArchSpec, read_arch
+from trireme.config import Decision, EngineConfig
+from trireme.errors import ConfigError, EngineError
+from trireme.mesh import Mesh
+from trireme.packaged import find_model
+from workers.batch import Batch
+from workers.inputs import InputBuilder
+from workers.kv_tensors import allocate_kv, block_bytes, choose_kv_dtype, poison_blocks
+from workers.memory import activation_bytes, kv_share, read_memory, usable_cores
+from workers.runner import Runner
+
+
+class Worker:
+    """One worker of one engine. Order of calls: load, setup_kv, then execute any number of times, close."""
+
+    def __init__(self, init: WorkerInit, progress: Callable[[str, int, int], None]) -> None:
+        self.config = msgspec.msgpack.decode(init.config, type=EngineConfig)
+        parallel = self.config.parallel
+        self.mesh = Mesh(parallel.dp, parallel.pp, parallel.tp, init.dp_rank).at_worker(init.worker)
+        self._arena = init.arena
+        self._native = _native_kernels()
+        self._progress = progress
+        self._loaded: tuple[ArchSpec, Model, torch.dtype] | None = None
+        self._kv: list[KVLayer] = []
+        self._runner: Runner | None = None
+
+    def load(self) -> WorkerLoaded:
+        """Loads this worker's slice of the weights. Raises ModelError or ConfigError with the cause."""
+        started, before = time.perf_counter(), read_memory()
+        num_threads, decision = self._set_threads()
+        files = find_model(self.config.model.model)
+        arch = read_arch(files)
+        group = self._make_group()
+        model = load_model(files, arch, self.mesh, group, self.config.model.dtype, self._progress)
+        if self._native is not None and num_threads > 1:
+            torch.set_num_threads(1)  # the pool of the native kernels computes; torch's own threads would only spin
+        kv_dtype, kv_decision = choose_kv_dtype(self.config.cache.kv_dtype, arch)
+        self._loaded = arch, model, kv_dtype
+        facts, parallel = read_memory(), self.config.parallel
+        step_bytes = activation_bytes(arch, self.config.scheduler)
+        return WorkerLoaded(
+            worker=self.mesh.worker,
+            vocab_size=model.vocab_size,
+            block_bytes=block_bytes(model, self.config.cache.block_size, kv_dtype),
+            free_bytes=kv_share(facts, step_bytes, parallel.dp * self.mesh.num_workers, self.mesh.num_workers),
+            weight_bytes=max(0, facts.own - before.own),
+            phases={"load": time.perf_counter() - started},
+            decisions=[_as_tuple(choice) for choice in (decision, *_kernel_decisions(self._native), kv_decision)],
+        )
+
+    def setup_kv(self, num_blocks: int) -> None:
+        """Allocates `num_blocks` blocks and the persistent batch; the worker can run steps afterwards."""
+        arch, model, kv_dtype = self._need_model()
+        config = self.config
+        block_size, max_rows = config.cache.block_size, config.scheduler.max_num_seqs
+        max_len = config.model.max_len or arch.max_position
+        self._kv = allocate_kv(model, num_blocks, block_size, kv_dtype)
+        batch = Batch(max_rows, max_len, block_size, model.vocab_size, num_blocks)
+        inputs = InputBuilder(config.scheduler.max_num_tokens, max_rows, -(-max_len // block_size))
+        self._runner = Runner(model, self._kv, batch, inputs, self.mesh)
+        gc.collect()
+        gc.freeze()  # weights and tables live as long as the process: keep the collector from walking them
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Runs one step; see Runner.execute."""
+        if self._runner is None:
+            raise EngineError("a step arrived before setup_kv")
+        return self._runner.execute(plan)
+
+    def call(self, method: str, args: dict[str, Any]) -> Any:
+        """Rare requests, by name: `info`, and `poison` (fills KV blocks with NaN; tests). Others raise EngineError."""
+        if method == "info":
+            return self._info()
+        if method == "poison":
+            poison_blocks(self._kv, [int(block) for block in args["blocks"]])
+            return None
+        raise EngineError(f"a worker has no method {method!r}; it has info, poison")
+
+    def close(self) -> None:
+        """Forgets model and KV, and leaves the group."""
+        self._runner = None
+        self._loaded = None
+        self._kv = []
+
+    def _need_model(self) -> tuple[ArchSpec, Model, torch.dtype]:
+        if self._loaded is None:
+            raise EngineError("setup_kv was called before load")
+        return self._loaded
+
+    def _info(self) -> dict[str, Any]:
+        steps = self._runner.num_steps if self._runner else 0
+        rows = self._runner.num_rows if self._runner else 0
+        facts = read_memory()
+        return {"worker": self.mesh.worker, "steps": steps, "rows": rows, "pid": os.getpid(), "own_bytes": facts.own}
+
+    def _make_group(self) -> Group:
+        if self.mesh.num_workers == 1:
+            return SoloGroup()
+        from workers.collectives import make_group
+
+        return make_group(self.mesh, self._arena)
+
+    def _set_threads(self) -> tuple[int, Decision]:
+        """Sizes torch's threads and the native pool: no more threads on the machine than cores."""
+        parallel = self.config.parallel
+        cores, num_workers = usable_cores(), parallel.dp * parallel.pp * parallel.tp
+        if parallel.threads is not None:
+            count, because = parallel.threads, "--threads was given"
+        else:
+            count, because = max(1, cores // num_workers), f"{cores} usable cores over {num_workers} workers"
+        torch.set_num_threads(count)
+        if self._native is not None:
+            self._native.set_num_threads(count)
+        return count, Decision("threads", str(count), because)
+
+
+def _native_kernels() -> ModuleType | None:
+    """The compiled extension, or None where it is not built: stub models run without it."""
+    try:
+        return load_native()
+    except ConfigError:
+        return None
+
+
+def _kernel_decisions(native: ModuleType | None) -> list[Decision]:
+    if native is None:
+        because = "the extension models._native is not built (make native)"
+        return [Decision("kernels", "torch", because), Decision("attention", "torch reference", because)]
+    isa = str(native.isa())
+    kernels = Decision("kernels", isa, "the best instruction set of this machine")
+    if not hasattr(native, "paged_attention"):
+        return [kernels, Decision("attention", "torch reference", "the extension holds no attention kernels")]
+    return [kernels, Decision("attention", f"native paged ({isa})", "float32 activations on the CPU")]
+
+
+def _as_tuple(decision: Decision) -> tuple[str, str, str]:
+    return decision.what, decision.value, decision.because
