@@ -134,15 +134,16 @@ class Stream:
         return len(self._pending)
 
     async def next(self) -> list[Event]:
-        """All events since the last call, at least one; an empty list when everything has ended."""
+        """All events since the last call; an empty list when everything has ended, or after `nudge`."""
         if not self._pending:
             if self._num_open == 0:
                 return []
-            self._waiter = asyncio.get_running_loop().create_future()
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._waiter
+                await waiter
             finally:
-                self._waiter = None
+                if self._waiter is waiter:
+                    self._waiter = None
         events, self._pending = self._pending, []
         return events
 
@@ -161,6 +162,10 @@ class Stream:
         self._num_open = 0
         if rids:
             self._client._abort(rids)
+        self._wake()
+
+    def nudge(self) -> None:
+        """Makes a waiting `next` return."""
         self._wake()
 
     def _wake(self) -> None:

@@ -112,7 +112,7 @@ class Generation:
         if self._error is not None:
             raise self._error
         events = await self._stream.next()
-        if not events:
+        if not events and self._stream.is_done:
             return None
         out: list[TextDelta] = []
         choices = self._choices
@@ -150,6 +150,11 @@ class Generation:
         """Aborts what still runs. Safe to call at any time."""
         if self._stream is not None:
             self._stream.close()
+
+    def nudge(self) -> None:
+        """Makes `next` return, with an empty batch if there is nothing else."""
+        if self._stream is not None:
+            self._stream.nudge()
 
     @property
     def num_pending(self) -> int:
