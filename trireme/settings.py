@@ -64,6 +64,12 @@ class Setting(NamedTuple):
             return ("a whole number" if self.kind == "whole" else "a number") + self._range()
         return "text"
 
+    @property
+    def metavar(self) -> str:
+        """What follows the flag in a help text."""
+        words = {"whole": "N", "real": "X", "switch": "", "list": "A,B", "choice": "|".join(self.choices)}
+        return words.get(self.kind, "TEXT")
+
     def _range(self) -> str:
         if self.low is not None and self.high is not None:
             return f" {self.low:g}..{self.high:g}"
@@ -110,7 +116,7 @@ def load(
     values: dict[str, dict[str, Any]] = {}
     sources: dict[str, str] = {}
     for setting, spelling, raw in (item for layer in layers for item in layer):
-        values.setdefault(setting.group, {})[setting.name] = _value(setting, spelling, raw)
+        values.setdefault(setting.group, {})[setting.name] = value_of(setting, spelling, raw)
         sources[setting.key] = spelling
     return Loaded(msgspec.convert(values, EngineConfig), sources)
 
@@ -217,7 +223,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
-def _value(setting: Setting, spelling: str, raw: Any) -> Any:
+def value_of(setting: Setting, spelling: str, raw: Any) -> Any:
     """Text or a YAML/Python value as the setting's type, within its bounds."""
     if raw is None or (isinstance(raw, str) and raw == "" and setting.optional):
         if setting.optional:
@@ -270,7 +276,7 @@ def _bounded(setting: Setting, number: float) -> float:
 
 
 def _refused(setting: Setting, spelling: str, raw: Any) -> ConfigError:
-    return ConfigError(f"{spelling} is {raw!r}; it must be {setting.limits}", hint=f"{setting.flag}: {setting.help}")
+    return ConfigError(f"{spelling} is {raw!r}; it must be {setting.limits} ({setting.help})")
 
 
 def _check_size(spelling: str, text: str) -> None:

@@ -1,0 +1,129 @@
+"""What a person sees while Trireme starts and works: progress bars, the ready panel, tables. The only user of rich.
+
+It goes to stderr unless told otherwise: stdout is for data. On a terminal lines move; elsewhere each thing is one plain line
+and nothing is animated. NO_COLOR is honoured (by rich).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from trireme.config import Decision
+from trireme.sizes import MIB, format_bytes
+
+PLAIN_EVERY_S = 5.0
+
+
+class _Amount(ProgressColumn):
+    """`3/30`, or bytes for large totals."""
+
+    def render(self, task: Task) -> Text:
+        return Text(_amount(task.completed, task.total or 0), style="progress.download")
+
+
+def _amount(done: float, total: float) -> str:
+    if total >= MIB:
+        return f"{format_bytes(done)} of {format_bytes(total)}"
+    return f"{done:.0f}/{total:.0f}" if total else ""
+
+
+class Console:
+    """One per command. `progress` may be called from any thread; `close` ends the animation and leaves the last state."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        out = stream or sys.stderr
+        self._rich = RichConsole(file=out, highlight=False, soft_wrap=True, width=None if out.isatty() else 200)
+        self._bars: Progress | None = None
+        self._tasks: dict[tuple[str, str], TaskID] = {}
+        self._begun: dict[tuple[str, str], float] = {}
+        self._told: dict[tuple[str, str], float] = {}
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._rich.is_terminal
+
+    def say(self, text: str, *, style: str = "") -> None:
+        """One line, above the bars if there are any."""
+        self._rich.print(Text(text, style=style))
+
+    def title(self, left: str, right: str = "") -> None:
+        if self.is_terminal and right:
+            gap = max(self._rich.width - len(left) - len(right), 2)
+            self._rich.print(Text(left, style="bold"), Text(" " * (gap - 2) + right, style="dim"))
+        else:
+            self.say(f"{left}  {right}".rstrip(), style="bold")
+
+    # ------------------------------------------------------------ progress
+
+    def progress(self, source: str, phase: str, done: int, total: int) -> None:
+        """Where one phase of one part stands. A phase is over when done == total."""
+        key = (source, phase)
+        now = time.monotonic()
+        self._begun.setdefault(key, now)
+        if self.is_terminal:
+            self._move_bar(key, done, total)
+        elif done >= total and self._told.get(key) != -1.0:
+            self._told[key] = -1.0
+            self.say(f"  {source:<12} {phase:<14} {_amount(total, total)}  {now - self._begun[key]:.1f} s")
+        elif done < total and now - self._told.setdefault(key, now) >= PLAIN_EVERY_S:
+            self._told[key] = now
+            self.say(f"  {source:<12} {phase:<14} {_amount(done, total)} ...")
+
+    def _move_bar(self, key: tuple[str, str], done: int, total: int) -> None:
+        if self._bars is None:
+            self._bars = Progress(
+                TextColumn("  {task.fields[source]:<12} {task.description:<14}"),
+                BarColumn(30),
+                _Amount(),
+                TimeElapsedColumn(),
+                console=self._rich,
+                transient=False,
+            )
+            self._bars.start()
+        if key not in self._tasks:
+            self._tasks[key] = self._bars.add_task(key[1], total=total or None, source=key[0])
+        self._bars.update(self._tasks[key], completed=done, total=total or None)
+
+    def close(self) -> None:
+        """Ends the bars where they are."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+            self._tasks.clear()
+
+    # ------------------------------------------------------------ panels and tables
+
+    def decisions(self, decisions: Sequence[Decision]) -> None:
+        """What was decided and why, a line each."""
+        grid = Table.grid(padding=(0, 2))
+        for decision in decisions:
+            grid.add_row(
+                Text("  " + decision.what, style="cyan"), Text(decision.value), Text(decision.because, style="dim")
+            )
+        self._rich.print(grid, soft_wrap=False)
+
+    def ready(self, seconds: float, address: str, curl: str, also: str) -> None:
+        """The panel that ends a successful start."""
+        self.close()
+        line = Text(f"ready in {seconds:.1f} s", style="bold green").append("   ").append(address, style="bold")
+        self._rich.print()
+        self._rich.print(line)
+        self._rich.print(Text("  " + curl.replace("\n", "\n  ")))
+        self._rich.print(Text("  " + also, style="dim"))
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Right-aligned figures under headings; the first column is text."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        self._rich.print(table, soft_wrap=False)

@@ -1,0 +1,324 @@
+"""The commands of `trireme`, their flags and their help, as one table; the parser and docs/cli.md are derived from it.
+
+Engine settings come from trireme/settings.py; only flags of a single command are written here. Imports nothing heavy:
+`--help` must answer in a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from trireme.errors import ConfigError
+from trireme.settings import Loaded, Setting, load, nearest, table, value_of
+
+CONFIG = Setting("", "config", "text", None, "YAML file of settings; flags and environment win over it", optional=True)
+JSON = Setting("", "json", "switch", False, "print the result as JSON")
+URL = Setting(
+    "", "url", "text", None, "address of a running server; default: start one, and stop it after", optional=True
+)
+MAX_TOKENS = Setting("", "max_tokens", "whole", None, "most tokens of an answer", optional=True, low=1)
+TEMPERATURE = Setting("", "temperature", "real", 0.7, "0 takes the likeliest token", low=0, high=100)
+SEED = Setting("", "seed", "whole", None, "number that makes sampling repeatable", optional=True, low=-(2**63))
+SYSTEM = Setting("", "system", "text", None, "system message before the talk", optional=True)
+INPUT_LEN = Setting("", "input_len", "whole", 128, "prompt length, tokens", low=1)
+OUTPUT_LEN = Setting("", "output_len", "whole", 128, "tokens generated per request", low=1)
+REPEATS = Setting("", "repeats", "whole", 3, "measured runs, each with fresh prompts", low=1)
+
+COMMON_ENGINE = ("max_len", "kv_memory", "dp", "tp", "pp", "threads", "log_level")
+
+
+class Command(NamedTuple):
+    """One command. `module` has `run(invocation) -> exit status`; `options` are the flags that only this command has;
+    `common` names what `--help` shows of the engine settings (none: the command takes no settings)."""
+
+    name: str
+    summary: str
+    module: str
+    positionals: tuple[Setting, ...]
+    options: tuple[Setting, ...]
+    examples: tuple[str, ...]
+    common: tuple[str, ...] = ()
+
+
+class Invocation(NamedTuple):
+    """A parsed command line. `options` has every positional and option of the command, with defaults filled in."""
+
+    command: Command
+    options: dict[str, Any]
+    loaded: Loaded
+
+
+_MODEL = next(s for s in table() if s.name == "model")
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        "serve",
+        "serve a model over HTTP with the OpenAI API",
+        "launch.serve",
+        (_MODEL,),
+        (
+            CONFIG,
+            Setting("", "print_config", "switch", False, "write the resolved settings as YAML and leave"),
+        ),
+        (
+            "trireme serve smollm2",
+            "trireme serve FILE.gguf --port 8001 --max-len 4096",
+            "trireme serve DIR --dp 2 --tp 2",
+        ),
+        ("host", "port", "api_key", "api_servers", *COMMON_ENGINE),
+    ),
+    Command(
+        "chat",
+        "talk to a model in the terminal",
+        "launch.chat",
+        (_MODEL,),
+        (SYSTEM, TEMPERATURE, MAX_TOKENS, SEED, URL, CONFIG),
+        ("trireme chat smollm2", "trireme chat FILE.gguf --temperature 0", "trireme chat --url http://127.0.0.1:8000"),
+        COMMON_ENGINE,
+    ),
+    Command(
+        "complete",
+        "continue a text and print what comes",
+        "launch.complete",
+        (
+            _MODEL,
+            Setting("", "prompt", "text", "-", "text to continue; - reads standard input"),
+        ),
+        (TEMPERATURE, MAX_TOKENS, SEED, JSON, URL, CONFIG),
+        (
+            "trireme complete smollm2 'The capital of France is' --max-tokens 8",
+            "trireme complete smollm2 - < draft.txt",
+            "trireme complete smollm2 'Once' --json",
+        ),
+        COMMON_ENGINE,
+    ),
+    Command(
+        "bench latency",
+        "time one request at a time: first token, each next token",
+        "launch.bench_offline",
+        (_MODEL,),
+        (INPUT_LEN, OUTPUT_LEN, REPEATS, JSON, CONFIG),
+        (
+            "trireme bench latency smollm2",
+            "trireme bench latency smollm2 --input-len 2048 --output-len 1",
+            "trireme bench latency smollm2 --json",
+        ),
+        COMMON_ENGINE,
+    ),
+    Command(
+        "bench throughput",
+        "time many requests in flight at once, without HTTP",
+        "launch.bench_offline",
+        (_MODEL,),
+        (
+            Setting("", "num_requests", "whole", 64, "requests, all in flight", low=1),
+            INPUT_LEN._replace(default=272, help="mean prompt length, tokens; lengths are spread evenly around it"),
+            OUTPUT_LEN,
+            REPEATS,
+            JSON,
+            CONFIG,
+        ),
+        (
+            "trireme bench throughput smollm2",
+            "trireme bench throughput smollm2 --num-requests 16 --input-len 512",
+            "trireme bench throughput smollm2 --tp 2 --json",
+        ),
+        COMMON_ENGINE,
+    ),
+    Command(
+        "bench serve",
+        "load an HTTP server with closed loops and measure what clients see",
+        "launch.bench_serve",
+        (_MODEL,),
+        (
+            Setting("", "concurrency", "list", ("1", "8", "32"), "clients at once; several values give several rows"),
+            Setting("", "num_requests", "whole", None, "requests per row; default: 3 per client", optional=True, low=1),
+            INPUT_LEN,
+            OUTPUT_LEN,
+            REPEATS._replace(default=1),
+            URL,
+            Setting("", "peer", "text", None, "a second server to load in turn with the same requests", optional=True),
+            JSON,
+            CONFIG,
+        ),
+        (
+            "trireme bench serve smollm2",
+            "trireme bench serve --url http://127.0.0.1:8000 --concurrency 1,4,16",
+            "trireme bench serve smollm2 --peer http://127.0.0.1:8080 --json",
+        ),
+        COMMON_ENGINE,
+    ),
+    Command(
+        "doctor",
+        "say what this machine and this installation are fit for",
+        "launch.doctor",
+        (),
+        (JSON,),
+        ("trireme doctor", "trireme doctor --json"),
+    ),
+    Command(
+        "version",
+        "print the version",
+        "launch.doctor",
+        (),
+        (JSON,),
+        ("trireme version", "trireme version --json"),
+    ),
+)
+
+# ---------------------------------------------------------------- parsing
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint=f"{self.prog} --help")
+
+
+def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
+    """The command named by the first words, and the rest. Raises ConfigError with the nearest name."""
+    by_name = {command.name: command for command in COMMANDS}
+    for count in (2, 1):
+        name = " ".join(words[:count])
+        if len(words) >= count and name in by_name:
+            return by_name[name], list(words[count:])
+    if words[0] == "bench":
+        given = words[1] if len(words) > 1 else ""
+        kinds = [name.split()[1] for name in by_name if name.startswith("bench ")]
+        raise ConfigError(f"bench {given} is unknown{nearest(given, kinds)}", hint="bench " + "|".join(kinds))
+    firsts = dict.fromkeys(name.split()[0] for name in by_name)
+    raise ConfigError(f"there is no command {words[0]}{nearest(words[0], firsts)}", hint="trireme --help")
+
+
+def parse(command: Command, words: Sequence[str], **sources: Any) -> Invocation:
+    """Parses the words after the command. `sources` (environ) go to settings.load. Raises ConfigError."""
+    parser = _Parser(f"trireme {command.name}", add_help=False, allow_abbrev=False, exit_on_error=False)
+    for positional in command.positionals:
+        parser.add_argument(positional.name, nargs="?", default=argparse.SUPPRESS)
+    flags = flags_of(command)
+    for setting in flags:
+        _add_flag(parser, setting)
+    try:
+        known, extra = parser.parse_known_args(list(words))
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error), hint=f"trireme {command.name} --help") from error
+    if extra:
+        raise _unknown(extra, flags, command)
+    given = vars(known)
+    own = {s.name: s for s in (*command.positionals, *command.options)}
+    options = {name: s.default for name, s in own.items()}
+    settings = {name: raw for name, raw in given.items() if name not in own or own[name].group}
+    options |= {name: value_of(own[name], own[name].flag, raw) for name, raw in given.items() if name in own}
+    if not command.common:
+        return Invocation(command, options, load(environ={}))
+    return Invocation(command, options, load(settings, file=options.get("config"), **sources))
+
+
+def flags_of(command: Command) -> list[Setting]:
+    """Its own options, then the engine settings it takes (but those given by position)."""
+    places = {positional.name for positional in command.positionals}
+    engine = table() if command.common else ()
+    return [*command.options, *(s for s in engine if s.name not in places)]
+
+
+def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
+    if setting.kind == "switch":
+        parser.add_argument(
+            setting.flag, dest=setting.name, action="store_const", const=True, default=argparse.SUPPRESS
+        )
+        off = "--no-" + setting.flag[2:]
+        parser.add_argument(off, dest=setting.name, action="store_const", const=False, default=argparse.SUPPRESS)
+    elif setting.kind == "list":
+        parser.add_argument(
+            setting.flag,
+            dest=setting.name,
+            action="extend",
+            type=lambda text: text.split(","),
+            default=argparse.SUPPRESS,
+        )
+    else:
+        parser.add_argument(setting.flag, dest=setting.name, default=argparse.SUPPRESS)
+
+
+def _unknown(extra: list[str], flags: Iterable[Setting], command: Command) -> ConfigError:
+    word = next((w for w in extra if w.startswith("-")), "")
+    if not word:
+        return ConfigError(
+            f"trireme {command.name} does not know what to do with {extra[0]!r}", hint=f"trireme {command.name} --help"
+        )
+    flag = word.split("=")[0]
+    known = [s.flag for s in flags] + ["--help"]
+    return ConfigError(
+        f"trireme {command.name} has no flag {flag}{nearest(flag, known)}", hint=f"trireme {command.name} --help all"
+    )
+
+
+# ---------------------------------------------------------------- help
+
+_WIDTH = 100
+
+
+def overview() -> str:
+    """Help of `trireme` itself."""
+    width = max(len(c.name) for c in COMMANDS) + 2
+    lines = [
+        "usage: trireme COMMAND [MODEL] [flags]",
+        "",
+        "examples:",
+        "  trireme chat smollm2                        talk to a model here",
+        "  trireme serve FILE.gguf --port 8001         serve it over HTTP with the OpenAI API",
+        "  trireme bench serve smollm2                 measure what clients will see",
+        "",
+        "commands:",
+        *(f"  {c.name:<{width}}{c.summary}" for c in COMMANDS),
+        "",
+        "trireme COMMAND --help shows the flags of a command. MODEL is a packaged name (smollm2), a GGUF file,",
+        "or a directory of safetensors.",
+    ]
+    return "\n".join(lines)
+
+
+def help_of(command: Command, *, everything: bool = False) -> str:
+    """Help of one command: examples first, then the common flags or all of them."""
+    places = " ".join(f"[{p.name.upper()}]" for p in command.positionals)
+    lines = [f"usage: trireme {command.name} {places} [flags]".replace("  ", " "), "", command.summary, "", "examples:"]
+    lines += [f"  {example}" for example in command.examples]
+    lines += ["", "flags:"]
+    shown = flags_of(command)
+    if not everything:
+        shown = [s for s in shown if not s.group or s.name in command.common]
+        shown.sort(key=lambda s: (*command.common, s.name).index(s.name))
+    group = ""
+    for setting in shown:
+        if everything and setting.group != group:
+            group = setting.group
+            lines += ["", f"{group}:"]
+        lines += _flag_lines(setting)
+    if command.common:
+        last = (
+            "Every flag but those of the command itself is also TRIREME_NAME in the environment and a key of --config."
+        )
+        more = "" if everything else f"trireme {command.name} --help all shows every flag. "
+        lines += ["", *textwrap.wrap(more + last, _WIDTH)]
+    return "\n".join(lines)
+
+
+def flag_text(setting: Setting) -> str:
+    """The flag with what follows it: `--port N`."""
+    return f"{setting.flag} {setting.metavar}".rstrip()
+
+
+def _flag_lines(setting: Setting) -> list[str]:
+    left = f"  {flag_text(setting)}"
+    default = "" if setting.default in (None, (), False) else f" [{_default_text(setting.default)}]"
+    text = textwrap.wrap(setting.help + default, _WIDTH - 28)
+    first = [f"{left:<28}{text.pop(0)}"] if len(left) < 28 else [left]
+    return first + [" " * 28 + line for line in text]
+
+
+def _default_text(value: Any) -> str:
+    if value is True:
+        return "on"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
