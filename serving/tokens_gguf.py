@@ -88,7 +88,8 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
             hint="--tokenizer DIR names a directory with tokenizer.json",
         )
     merges = []
-    for line in file.texts("tokenizer.ggml.merges"):
+    has_merges = "tokenizer.ggml.merges" in file.metadata
+    for line in file.texts("tokenizer.ggml.merges") if has_merges else ():
         left, space, right = line[1:].partition(" ")  # a piece may itself begin with a space
         if not space or not right:
             raise ModelError(f"{file.path}: the merge {line!r} is not two pieces")
