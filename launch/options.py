@@ -1,4 +1,4 @@
-"""The commands of `trireme`, their flags and their help, as one table; the parser and docs/cli.md are derived from it.
+"""The commands of `trireme`, their flags and their help, as one table; launch/parse.py and docs/cli.md are derived from it.
 
 Engine settings come from trireme/settings.py; only flags of a single command are written here. Imports nothing heavy:
 `--help` must answer in a quarter of a second.
@@ -6,13 +6,12 @@ Engine settings come from trireme/settings.py; only flags of a single command ar
 
 from __future__ import annotations
 
-import argparse
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from trireme.errors import ConfigError
-from trireme.settings import Loaded, Setting, load, nearest, table, value_of
+from trireme.settings import Loaded, Setting, nearest, table
 
 CONFIG = Setting("", "config", "text", None, "YAML file of settings; flags and environment win over it", optional=True)
 JSON = Setting("", "json", "switch", False, "print the result as JSON")
@@ -162,19 +161,12 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "version",
         "print the version",
-        "launch.doctor",
+        "launch.version",
         (),
         (JSON,),
         ("trireme version", "trireme version --json"),
     ),
 )
-
-# ---------------------------------------------------------------- parsing
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=f"{self.prog} --help")
 
 
 def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
@@ -192,67 +184,11 @@ def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
     raise ConfigError(f"there is no command {words[0]}{nearest(words[0], firsts)}", hint="trireme --help")
 
 
-def parse(command: Command, words: Sequence[str], **sources: Any) -> Invocation:
-    """Parses the words after the command. `sources` (environ) go to settings.load. Raises ConfigError."""
-    parser = _Parser(f"trireme {command.name}", add_help=False, allow_abbrev=False, exit_on_error=False)
-    for positional in command.positionals:
-        parser.add_argument(positional.name, nargs="?", default=argparse.SUPPRESS)
-    flags = flags_of(command)
-    for setting in flags:
-        _add_flag(parser, setting)
-    try:
-        known, extra = parser.parse_known_args(list(words))
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error), hint=f"trireme {command.name} --help") from error
-    if extra:
-        raise _unknown(extra, flags, command)
-    given = vars(known)
-    own = {s.name: s for s in (*command.positionals, *command.options)}
-    options = {name: s.default for name, s in own.items()}
-    settings = {name: raw for name, raw in given.items() if name not in own or own[name].group}
-    options |= {name: value_of(own[name], own[name].flag, raw) for name, raw in given.items() if name in own}
-    if not command.common:
-        return Invocation(command, options, load(environ={}))
-    return Invocation(command, options, load(settings, file=options.get("config"), **sources))
-
-
 def flags_of(command: Command) -> list[Setting]:
     """Its own options, then the engine settings it takes (but those given by position)."""
     places = {positional.name for positional in command.positionals}
     engine = table() if command.common else ()
     return [*command.options, *(s for s in engine if s.name not in places)]
-
-
-def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
-    if setting.kind == "switch":
-        parser.add_argument(
-            setting.flag, dest=setting.name, action="store_const", const=True, default=argparse.SUPPRESS
-        )
-        off = "--no-" + setting.flag[2:]
-        parser.add_argument(off, dest=setting.name, action="store_const", const=False, default=argparse.SUPPRESS)
-    elif setting.kind == "list":
-        parser.add_argument(
-            setting.flag,
-            dest=setting.name,
-            action="extend",
-            type=lambda text: text.split(","),
-            default=argparse.SUPPRESS,
-        )
-    else:
-        parser.add_argument(setting.flag, dest=setting.name, default=argparse.SUPPRESS)
-
-
-def _unknown(extra: list[str], flags: Iterable[Setting], command: Command) -> ConfigError:
-    word = next((w for w in extra if w.startswith("-")), "")
-    if not word:
-        return ConfigError(
-            f"trireme {command.name} does not know what to do with {extra[0]!r}", hint=f"trireme {command.name} --help"
-        )
-    flag = word.split("=")[0]
-    known = [s.flag for s in flags] + ["--help"]
-    return ConfigError(
-        f"trireme {command.name} has no flag {flag}{nearest(flag, known)}", hint=f"trireme {command.name} --help all"
-    )
 
 
 # ---------------------------------------------------------------- help

@@ -6,9 +6,7 @@ reads the environment; children never do, they get the finished EngineConfig at 
 
 from __future__ import annotations
 
-import difflib
 import functools
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -141,12 +139,14 @@ def to_yaml(config: EngineConfig, *, defaults: bool = False) -> str:
 
 def _scalar(value: Any) -> str:
     """JSON, which YAML reads, except that YAML wants characters beyond ASCII whole and not as surrogate pairs."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = msgspec.json.encode(value).decode()
     return "".join(c if " " <= c < "\x7f" else f"\\U{ord(c):08x}" for c in text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the closest known spelling, or nothing."""
+    import difflib  # only a mistake pays for it
+
     close = difflib.get_close_matches(word, list(known), 1, 0.5)
     return f"; did you mean {close[0]}?" if close else ""
 

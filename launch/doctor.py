@@ -1,0 +1,128 @@
+"""`trireme doctor`: what this machine and this installation are fit for, and what to do about the rest.
+
+Looks and never changes anything. torch and the native extension are tried in a process of their own: a launcher never
+imports tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from typing import Literal, NamedTuple
+
+from launch.options import Invocation
+from trireme import __version__
+from trireme.device import DeviceFacts, read_device
+from trireme.errors import ModelError
+from trireme.packaged import PACKAGED, find_model
+from trireme.sizes import GIB, MIB, format_bytes
+
+LIBRARIES = ("torch", "msgspec", "pyzmq", "numpy", "starlette", "uvicorn", "tokenizers", "jinja2", "safetensors")
+MIN_FILES = 4096
+_PROBE = """
+import json, torch
+from models.native import load_native
+print(json.dumps({"torch": torch.__version__, "cuda": torch.cuda.is_available(), "isa": load_native().isa()}))
+"""
+
+
+class Finding(NamedTuple):
+    """One thing looked at. `cure` is what to type when it is not well."""
+
+    what: str
+    state: Literal["ok", "warn", "fail"]
+    found: str
+    cure: str = ""
+
+
+def run(invocation: Invocation) -> int:
+    """Prints the findings; 1 when one of them stops Trireme from working."""
+    findings = examine(read_device())
+    if invocation.options["json"]:
+        print(json.dumps([finding._asdict() for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            print(f"{finding.state:<5} {finding.what:<18} {finding.found}")
+            if finding.cure:
+                print(f"{'':<24} try   {finding.cure}")
+    return 1 if any(finding.state == "fail" for finding in findings) else 0
+
+
+def examine(device: DeviceFacts) -> list[Finding]:
+    return [
+        Finding("trireme", "ok", f"{__version__} on Python {platform.python_version()}, {platform.platform()}"),
+        *_machine(device),
+        *_libraries(),
+        *_native(),
+        *_models(),
+    ]
+
+
+def _machine(device: DeviceFacts) -> list[Finding]:
+    isa = " ".join(device.isa) or "no vector extension that has a kernel"
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    shm = shutil.disk_usage("/dev/shm").free
+    return [
+        Finding("processor", "ok", f"{device.cores} cores, {device.cpu}"),
+        Finding("instruction sets", "ok" if "avx2" in device.isa else "warn", isa),
+        Finding(
+            "memory",
+            "ok" if device.memory_free > GIB else "warn",
+            f"{format_bytes(device.memory_free)} free of {format_bytes(device.memory_total)}",
+        ),
+        Finding("GPUs", "ok", str(device.num_gpus) if device.num_gpus else "none: models run on the processor"),
+        Finding(
+            "open files",
+            "ok" if files >= MIN_FILES else "warn",
+            f"limit {files}",
+            "" if files >= MIN_FILES else f"ulimit -n {MIN_FILES}",
+        ),
+        Finding(
+            "/dev/shm",
+            "ok" if shm > 64 * MIB else "warn",
+            f"{format_bytes(shm)} free",
+            "" if shm > 64 * MIB else "docker run --shm-size 1g, or mount -o remount,size=1g /dev/shm",
+        ),
+    ]
+
+
+def _libraries() -> list[Finding]:
+    found, missing = [], []
+    for name in LIBRARIES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+    findings = [Finding("libraries", "ok", ", ".join(found))]
+    if missing:
+        findings.append(Finding("libraries", "fail", "missing: " + ", ".join(missing), "make setup"))
+    return findings
+
+
+def _native() -> list[Finding]:
+    """Loads torch and the extension as a worker would."""
+    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120)
+    if probe.returncode:
+        cause = (probe.stderr.strip().splitlines() or ["no output"])[-1]
+        return [Finding("native extension", "fail", cause, "make native")]
+    facts = json.loads(probe.stdout)
+    return [
+        Finding("native extension", "ok", f"kernels for {facts['isa']}"),
+        Finding("torch", "ok", f"{facts['torch']}, {'with' if facts['cuda'] else 'without'} CUDA"),
+    ]
+
+
+def _models() -> list[Finding]:
+    findings = []
+    for name in PACKAGED:
+        try:
+            files = find_model(name)
+            findings.append(Finding(f"model {name}", "ok", format_bytes(files.path.stat().st_size)))
+        except ModelError as error:
+            findings.append(Finding(f"model {name}", "warn", "not installed", error.hint))
+    return findings

@@ -1,0 +1,84 @@
+"""Writes docs/cli.md and docs/metrics.md from the tables of the code (`make docs`); tests compare them with these."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from launch.options import COMMANDS, flag_text, overview  # noqa: E402
+from trireme.metrics import METRICS  # noqa: E402
+from trireme.settings import Setting, table  # noqa: E402
+
+_NOTE = "<!-- Written by `make docs` from the code. Do not edit. -->\n"
+
+
+def cli() -> str:
+    """Every command and every setting in its three spellings."""
+    parts = [
+        "# Command line\n",
+        _NOTE,
+        "```\n" + overview() + "\n```\n",
+        "Settings can be given as a flag, in the environment, or in a YAML file named by `--config` or `TRIREME_CONFIG`.",
+        "A flag wins over the environment, the environment over the file, the file over the default. File keys may be",
+        "grouped (`cache: {block_size: 16}`) or flat (`block-size: 16`). `trireme serve --print-config` writes a file",
+        "that reproduces a run. An unknown name is an error that says the nearest one.\n",
+    ]
+    for command in COMMANDS:
+        places = " ".join(f"[{p.name.upper()}]" for p in command.positionals)
+        parts.append(f"## trireme {command.name} {places}".rstrip() + "\n")
+        parts.append(command.summary[0].upper() + command.summary[1:] + ".\n")
+        parts.append("```\n" + "\n".join(command.examples) + "\n```\n")
+        parts.append("| flag | default | meaning |\n|---|---|---|")
+        parts += [f"| `{flag_text(s)}` | {_default(s)} | {_cell(s.help)} |" for s in command.options]
+        if command.common:
+            parts.append("\nand all settings below.")
+        parts.append("")
+    parts.append("## Settings\n")
+    group = ""
+    for setting in table():
+        if setting.group != group:
+            group = setting.group
+            parts.append(
+                f"\n### {group}\n\n| flag | environment, key | default | limits | meaning |\n|---|---|---|---|---|"
+            )
+        flag = "by position" if setting.name == "model" else f"`{setting.flag}`"
+        parts.append(
+            f"| {flag} | `{setting.env}` `{setting.key}` | {_default(setting)} | {_cell(setting.limits)} | {_cell(setting.help)} |"
+        )
+    return "\n".join(parts) + "\n"
+
+
+def metrics() -> str:
+    """The metric table."""
+    rows = [
+        f"| {'**' if m.decisive else ''}`{m.exported}`{'**' if m.decisive else ''} | {m.kind} | {', '.join(m.labels)} | {m.help} |"
+        for m in METRICS
+    ]
+    head = (
+        "# Metrics\n\n" + _NOTE + "\nServed at `/metrics` in the Prometheus text form. The decisive ones are bold.\n\n"
+    )
+    return head + "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def _default(setting: Setting) -> str:
+    if setting.default in (None, ()):
+        return ""
+    if isinstance(setting.default, bool):
+        return "on" if setting.default else "off"
+    return ",".join(setting.default) if isinstance(setting.default, tuple) else str(setting.default)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+DOCS: dict[str, Callable[[], str]] = {"cli.md": cli, "metrics.md": metrics}
+
+if __name__ == "__main__":
+    for name, write in DOCS.items():
+        (ROOT / "docs" / name).write_text(write())
+        print(f"docs/{name}")

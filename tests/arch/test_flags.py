@@ -1,0 +1,93 @@
+"""The command line as a contract: a frozen list of flags, help in a quarter of a second, docs that match the table."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.options import COMMANDS, flags_of, help_of, overview
+from trireme.settings import table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A new flag is a promise: add it here, in its own commit, with a line in docs/decisions/flags.md that says why.
+ENGINE_FLAGS = """
+--served-name --tokenizer --chat-template --dtype --max-len --kv-memory --kv-dtype --block-size --prefix-cache
+--num-blocks --dp --tp --pp --threads --executor --worker --max-num-seqs --max-num-tokens --chunk --max-waiting
+--max-waiting-tokens --queue-timeout --check --host --port --api-servers --api-key --body-limit --default-max-tokens
+--drain-notice --drain-timeout --stream-buffer --balance --transport --log-level --log-format --start-timeout
+--step-timeout
+"""
+COMMAND_FLAGS = {
+    "serve": "--config --print-config",
+    "chat": "--system --temperature --max-tokens --seed --url --config",
+    "complete": "--temperature --max-tokens --seed --json --url --config",
+    "bench latency": "--input-len --output-len --repeats --json --config",
+    "bench throughput": "--num-requests --input-len --output-len --repeats --json --config",
+    "bench serve": "--concurrency --num-requests --input-len --output-len --repeats --url --peer --json --config",
+    "doctor": "--json",
+    "version": "--json",
+}
+
+
+def test_engine_flags_are_the_frozen_ones():
+    assert [s.flag for s in table() if s.name != "model"] == ENGINE_FLAGS.split()
+
+
+def test_command_flags_are_the_frozen_ones():
+    assert {c.name: [s.flag for s in c.options] for c in COMMANDS} == {k: v.split() for k, v in COMMAND_FLAGS.items()}
+
+
+def test_no_command_flag_hides_an_engine_flag():
+    for command in COMMANDS:
+        flags = [s.flag for s in flags_of(command)]
+        assert len(flags) == len(set(flags)), command.name
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.name)
+def test_help_leads_with_examples_and_hides_nothing_behind_all(command):
+    short, full = help_of(command), help_of(command, everything=True)
+    assert short.index("examples:") < short.index("flags:")
+    for example in command.examples:
+        assert f"  {example}" in short
+    for setting in flags_of(command):
+        assert setting.flag in full
+    for name in command.common:
+        assert "--" + name.replace("_", "-") in short
+    assert max(map(len, full.splitlines())) <= 100
+
+
+def test_serve_help_shows_three_examples_and_the_twelve_common_flags():
+    serve = COMMANDS[0]
+    assert len(serve.examples) == 3
+    assert len(serve.common) + 1 == 12  # and --config
+
+
+def test_overview_names_every_command():
+    for command in COMMANDS:
+        assert f"  {command.name} " in overview()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["serve", "--help", "all"], ["--version"]])
+def test_help_comes_in_a_quarter_of_a_second(words):
+    """Processor time, best of several, so that a busy machine does not fail it."""
+    assert min(cpu_seconds([sys.executable, "-m", "launch.cli", *words]) for _ in range(3)) < 0.25
+
+
+def cpu_seconds(command: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_docs_are_those_the_tables_give():
+    """`make docs` writes docs/cli.md and docs/metrics.md; this fails when a table changed and they were not written."""
+    from scripts.make_docs import DOCS
+
+    for name, write in DOCS.items():
+        assert (ROOT / "docs" / name).read_text() == write(), f"docs/{name} is old: make docs"
