@@ -47,7 +47,7 @@ class Runner:
         self._inputs = inputs
         self._mesh = mesh
         self._sampler = Sampler(model.vocab_size)
-        self._max_logits = max(1, LOGITS_BYTES // (4 * model.vocab_size))
+        self.max_logits = max(1, LOGITS_BYTES // (4 * model.vocab_size))  # positions of one forward
         self.num_steps = 0
 
     @property
@@ -94,7 +94,7 @@ class Runner:
         if not wants.any():
             yield step
             return
-        part = max(1, self._max_logits // int(wants.sum()))
+        part = max(1, self.max_logits // int(wants.sum()))
         while (ahead := wants & (step.num_tokens > part)).any():
             front = step.where(ahead)
             front.num_tokens = np.full_like(front.num_tokens, part)

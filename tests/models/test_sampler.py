@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -137,6 +137,7 @@ def random_logits(seed: int, rows: int, vocab: int = VOCAB) -> Logits:
     return (np.random.default_rng(seed).standard_normal((rows, vocab)) * 3).round(2).astype(np.float32)
 
 
+@settings(deadline=None)
 @given(whole_row(), st.integers(0, 1000))
 def test_token_equals_the_reference(row: tuple[list[int], int, RowParams], seed: int) -> None:
     tokens, num_prompt, params = row
@@ -150,6 +151,7 @@ def test_token_equals_the_reference(row: tuple[list[int], int, RowParams], seed:
         assert (result.rows, result.tokens) == ([0], [expected])
 
 
+@settings(deadline=None)
 @given(st.lists(whole_row(), min_size=2, max_size=5), st.integers(0, 1000), st.randoms(use_true_random=False))
 def test_a_row_does_not_feel_its_batch_mates(rows: list[Any], seed: int, rng: Any) -> None:
     """Tokens, logprobs and faults of each row: the same alone and in any company, in any order. Logits stay untouched."""
@@ -253,6 +255,7 @@ def test_logits_that_are_not_finite_fail_their_row_only() -> None:
 # ---------------------------------------------------------------- parts
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([-math.inf, -3.0, 0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=300),
     st.integers(1, 310),
@@ -262,6 +265,7 @@ def test_top_ids_break_ties_towards_lower_ids(values: list[float], k: int) -> No
     assert top_ids(np.array(values, np.float32), k).tolist() == order[:k]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3000), st.sampled_from([0.0, 0.2, 2.0, 20.0]), st.floats(0.01, 0.999))
 def test_nucleus_is_the_smallest_set_that_reaches_top_p(seed: int, size: int, spread: float, top_p: float) -> None:
     """Both methods (plain sort, histogram): the set reaches p, and its least likely member is needed."""
