@@ -83,9 +83,9 @@ class Child:
                 log.warning("dropped a malformed report from=%s: %s", self.name, error)
         return reports
 
-    def drain(self, deadline_s: float) -> None:
-        """Asks the child to finish what it has and leave within `deadline_s`."""
-        self._send(Drain(deadline_s))
+    def drain(self, deadline_s: float, notice_s: float = 0.0) -> None:
+        """Asks the child to take new work for `notice_s`, then to finish what it has within `deadline_s`, and to leave."""
+        self._send(Drain(deadline_s, notice_s))
 
     def kill(self) -> None:
         """SIGKILL, and reaps. Its own children die with it."""

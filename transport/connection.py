@@ -200,7 +200,6 @@ class Connection(Wired):
                 return None
             case Pong():
                 self.server_progress = message.progress
-                return None
         return message if self.welcome is not None else None
 
     def _go_up(self, welcome: Welcome) -> Welcome | None:

@@ -369,7 +369,10 @@ class Beat(Wire, frozen=True):
 
 
 class Drain(Wire, frozen=True):
+    """Finish and leave: take new work for `notice_s` more seconds, then let what runs end within `deadline_s`."""
+
     deadline_s: float
+    notice_s: float = 0.0
 
 
 FrontToEngine = Hello | Submit | Abort | Call | Ping

@@ -1,0 +1,100 @@
+"""The coordinator without its sockets: events in, answers out. Joins members, ledger and router.
+
+Pure (time and randomness are passed in), so that the same code runs in production, in unit tests and under virtual time.
+Called by main.py. Payloads of requests never come here.
+"""
+
+from __future__ import annotations
+
+import random
+
+from coordinator.ledger import Ledger
+from coordinator.members import Members
+from coordinator.router import POLICIES, cost_of
+from transport.messages import Load, Member, Released, Route, Routed, View
+
+
+class Coordinator:
+    """Soft state: everything is rebuilt from the engines' next reports after a restart (with a higher `epoch`)."""
+
+    def __init__(self, num_engines: int, balance: str, rng: random.Random, *, epoch: int = 0) -> None:
+        self.members = Members(num_engines)
+        self.ledger = Ledger(epoch)
+        self.changed = True  # something a View shows; the publisher clears it
+        self._choose = POLICIES[balance](rng)
+        self._view_seq = epoch << 40
+        self.num_routed = self.num_refused = self.num_expired = 0
+
+    def engine_connected(self, engine: int, epoch: int) -> None:
+        """Engine `engine` said Hello. Unknown engines and replaced epochs are ignored."""
+        if engine in self.members and self.members.connected(engine, epoch):
+            self.ledger.forget_engine(engine)
+            self.changed = True
+
+    def engine_reported(self, load: Load) -> None:
+        if load.engine in self.members and self.members.reported(load):
+            self.ledger.admit(load.engine, load.admitted)
+            self.changed = True
+
+    def engine_lost(self, engine: int, epoch: int, reason: str) -> None:
+        if engine in self.members and self.members.lost(engine, epoch, reason):
+            self.ledger.forget_engine(engine)
+            self.changed = True
+
+    def front_lost(self, front: str) -> None:
+        self.ledger.forget_front(front)
+        self.changed = True
+
+    def route(self, front: str, route: Route, now: float) -> Routed:
+        """An engine and a ticket for it, or the reason why there is none."""
+        ready = self.members.ready()
+        if route.pin >= 0:
+            refusal = self._objection_to_pin(route.pin)
+            ready = [route.pin]
+        else:
+            refusal = "" if ready else f"none of {len(self.members)} engines is ready: {self._why_none()}"
+        if refusal:
+            self.num_refused += 1
+            return Routed(route.rid, engine=-1, epoch=-1, ticket=0, error=refusal)
+        engine = self._choose(ready, self.cost) if len(ready) > 1 else ready[0]
+        num_rows = max(1, route.num_choices)
+        ticket = self.ledger.give(front, engine, num_rows, num_rows * max(0, route.num_tokens), now)
+        self.num_routed += 1
+        self.changed = True
+        return Routed(route.rid, engine, self.members[engine].epoch, ticket)
+
+    def released(self, front: str, released: Released) -> None:
+        if released.engine in self.members and self.members[released.engine].epoch == released.epoch:
+            self.ledger.release(front, released.engine, released.count)
+            self.changed = True
+
+    def expire(self, now: float) -> None:
+        """Called about once a second."""
+        expired = self.ledger.expire(now)
+        if expired:
+            self.num_expired += expired
+            self.changed = True
+
+    def cost(self, engine: int) -> float:
+        """Work in tokens that a new request would find at `engine`."""
+        return cost_of(self.members[engine].load, self.ledger.outstanding(engine))
+
+    def view(self) -> View:
+        """Membership and load for the front ends."""
+        self._view_seq += 1
+        return View(
+            self._view_seq,
+            [
+                Member(e.index, e.epoch, e.state, e.load, self.ledger.outstanding(e.index).num_rows)
+                for e in self.members
+            ],
+        )
+
+    def _objection_to_pin(self, pin: int) -> str:
+        if pin not in self.members:
+            return f"there is no engine {pin}; the engines are 0..{len(self.members) - 1}"
+        engine = self.members[pin]
+        return "" if engine.state == "ready" else f"engine {pin} is {engine.state}: {engine.reason}"
+
+    def _why_none(self) -> str:
+        return "; ".join(f"engine {e.index} is {e.state}, {e.reason}" for e in list(self.members)[:4])

@@ -1,0 +1,390 @@
+"""The supervisor: starts coordinator, engines and front ends, watches, restarts and stops them. No request passes through.
+
+Used by `trireme serve` (run, with signals) and by LLM (start and step, without). What happens is told through `notify`;
+it prints nothing itself. Holds the listening socket and the run directory; both end with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from launch.restarts import RestartLimits, Restarts
+from transport.address import make_secret_keys
+from transport.boot import Child, spawn
+from transport.messages import Boot, Failed, Progress, Ready, Role
+from transport.poller import NEVER, Poller, Waker
+from transport.rundir import RunDir
+from trireme.config import EngineConfig
+from trireme.errors import ConfigError
+
+PartState = Literal["new", "starting", "ready", "waiting", "down", "stopped"]
+
+
+class Modules(msgspec.Struct, frozen=True):
+    """Which module each kind of part runs (`main(channel)` in it). Tests pass their own."""
+
+    coordinator: str = "coordinator.main"
+    engine: str = "engine_core.main"
+    front: str = "serving.main"
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of the supervisor's patience, in seconds."""
+
+    restarts: RestartLimits = RestartLimits()
+    stuck_s: float = 15.0  # between two beats of a child that beats
+    cleanup_s: float = 10.0  # for a front end beyond its drain deadline
+    leave_s: float = 5.0  # for engines and coordinator after the front ends have gone
+
+
+class Died(msgspec.Struct, frozen=True):
+    """A part died after the first start. `restart_s`: it is started again after so long; None: it stays down."""
+
+    name: str
+    error: str
+    restart_s: float | None
+    num_recent: int
+    failed: Failed | None = None
+
+
+class AllReady(msgspec.Struct, frozen=True):
+    """Every part has said Ready for the first time. `address` is (host, port), None without front ends."""
+
+    address: tuple[str, int] | None
+    parts: dict[str, Ready]
+    seconds: float
+
+
+class Restarted(msgspec.Struct, frozen=True):
+    """A part that had died is ready again."""
+
+    name: str
+    epoch: int
+
+
+class Stopping(msgspec.Struct, frozen=True):
+    """The drain has begun."""
+
+    reason: str
+    deadline_s: float
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """The last event. `failed` is the root cause, to be printed once, now."""
+
+    exit_code: int
+    failed: Failed | None
+
+
+Event: TypeAlias = Progress | Ready | Died | AllReady | Restarted | Stopping | Stopped
+
+
+class Part:
+    """One child of the deployment over its several lives."""
+
+    def __init__(self, role: Role, index: int, name: str, module: str, limits: RestartLimits) -> None:
+        self.role = role
+        self.index = index
+        self.name = name
+        self.module = module
+        self.epoch = -1
+        self.state: PartState = "new"
+        self.child: Child | None = None
+        self.ready: Ready | None = None
+        self.failed: Failed | None = None  # of its last death
+        self.restarts = Restarts(limits)
+        self.started_at = 0.0
+        self.restart_at = NEVER
+        self.last_progress: Progress | None = None
+
+
+class Supervisor:
+    """All processes of one deployment. One thread only, except request_stop.
+
+    `supervisor.run()` does everything until the end and returns the exit code. Without signals: `start()`, then `step()`
+    until `is_ready` or `is_finished`, later `close()`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        notify: Callable[[Event], None],
+        *,
+        modules: Modules | None = None,
+        num_fronts: int | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        """`num_fronts` replaces config.serving.api_servers (0: no HTTP, no listening socket)."""
+        self.config = config
+        self.timing = timing or Timing()
+        self.is_ready = False  # all parts have been ready once
+        self.is_finished = False
+        self.failed: Failed | None = None
+        self.exit_code = 0
+        self.address: tuple[str, int] | None = None
+        self._notify = notify
+        self._parts = self._make_parts(
+            modules or Modules(), config.serving.api_servers if num_fronts is None else num_fronts
+        )
+        self._config_bytes = msgspec.msgpack.encode(config)
+        self._poller = Poller()
+        self._waker = Waker()
+        self._poller.add(self._waker, lambda: None)
+        self._run_dir: RunDir | None = None
+        self._listener: socket.socket | None = None
+        self._secret_keys: dict[str, bytes] = {}
+        self._started_at = 0.0
+        self._phase: Literal["running", "draining", "leaving"] = "running"
+        self._phase_ends = NEVER
+        self._stop_requests: list[tuple[str, float]] = []
+
+    # ------------------------------------------------------------ for the owner
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """In start order. For reading only."""
+        return self._parts
+
+    def boot_for(self, role: Role, name: str, index: int = 0, epoch: int = 0) -> Boot:
+        """What a process of this deployment must know; also for a client inside the supervisor's own process (LLM)."""
+        if self._run_dir is None:
+            raise ConfigError("the deployment has not been started")
+        return Boot(
+            role=role,
+            name=name,
+            epoch=epoch,
+            config=self._config_bytes,
+            config_hash=hashlib.sha256(self._config_bytes).digest(),
+            run_dir=self._run_dir.path,
+            index=index,
+            listen_fd=self._listener.fileno() if self._listener is not None and role == "front" else -1,
+            secret_keys=self._secret_keys,
+        )
+
+    def start(self) -> None:
+        """Binds the listening socket, then starts every part. Raises ConfigError when the address cannot be had."""
+        self._started_at = time.monotonic()
+        if any(part.role == "front" for part in self._parts):
+            self._listener = listen(self.config.serving.host, self.config.serving.port)
+            host, port = self._listener.getsockname()[:2]
+            self.address = (host, port)
+        self._run_dir = RunDir()
+        if self.config.launch.transport == "tcp":
+            self._secret_keys = make_secret_keys()
+        for part in self._parts:
+            self._launch(part)
+
+    def step(self, timeout_s: float | None = None) -> None:
+        """Waits for the next thing to happen, at most `timeout_s`, and deals with it."""
+        now = time.monotonic()
+        wait_s = max(0.0, self._next_deadline() - now)
+        if timeout_s is not None:
+            wait_s = min(wait_s, timeout_s)
+        self._poller.wait(None if wait_s == NEVER else wait_s)
+        self._check(time.monotonic())
+
+    def request_stop(self, reason: str, notice_s: float = 0.0) -> None:
+        """Begins the drain: front ends take new requests for `notice_s` more. A second call kills. Safe from any thread
+        and from signal handlers."""
+        self._stop_requests.append((reason, notice_s))
+        self._waker.set()
+
+    def run(self) -> int:
+        """Starts, serves until a signal or a fatal failure, stops; returns the exit code. Call from the main thread."""
+        try:
+            with self._signals():
+                self.start()
+                while not self.is_finished:
+                    self.step()
+        finally:
+            self.close()
+        self._notify(Stopped(self.exit_code, self.failed))
+        return self.exit_code
+
+    def close(self) -> None:
+        """Kills what still lives and removes every trace. May be called twice."""
+        self.is_finished = True
+        for part in reversed(self._parts):
+            self._discard(part, "stopped")
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._run_dir is not None:
+            self._run_dir.remove()
+
+    # ------------------------------------------------------------ parts
+
+    def _make_parts(self, modules: Modules, num_fronts: int) -> tuple[Part, ...]:
+        limits = self.timing.restarts
+        dp = self.config.parallel.dp
+        parts = [Part("coordinator", 0, "coordinator", modules.coordinator, limits)] if dp > 1 else []
+        parts += [Part("engine", i, f"engine-{i}", modules.engine, limits) for i in range(dp)]
+        parts += [Part("front", i, f"front-{i}", modules.front, limits) for i in range(num_fronts)]
+        return tuple(parts)
+
+    def _launch(self, part: Part) -> None:
+        """Starts the next life of `part`, in place: same name, same addresses, next epoch."""
+        part.epoch += 1
+        boot = self.boot_for(part.role, part.name, part.index, part.epoch)
+        part.child = spawn(part.module, boot, pass_fds=(boot.listen_fd,) if boot.listen_fd >= 0 else ())
+        part.state, part.started_at, part.restart_at = "starting", time.monotonic(), NEVER
+        self._poller.add(part.child, lambda: self._on_reports(part))
+
+    def _on_reports(self, part: Part) -> None:
+        child = part.child
+        if child is None:
+            return
+        failed: Failed | None = None
+        for report in child.receive():
+            match report:
+                case Progress():
+                    part.last_progress = report
+                    self._notify(report)
+                case Ready():
+                    self._on_ready(part, report)
+                case Failed():
+                    failed = report
+        if child.is_dead:
+            self._on_death(part, failed)
+
+    def _on_ready(self, part: Part, report: Ready) -> None:
+        part.state, part.ready = "ready", report
+        if self.is_ready:
+            self._notify(Restarted(part.name, part.epoch))
+            return
+        self._notify(report)
+        if all(p.state == "ready" for p in self._parts):
+            self.is_ready = True
+            ready = {p.name: p.ready for p in self._parts if p.ready is not None}
+            self._notify(AllReady(self.address, ready, time.monotonic() - self._started_at))
+
+    def _on_death(self, part: Part, failed: Failed | None) -> None:
+        """Before the first readiness a death is fatal, later it is a restart, and in a drain it is what was asked for."""
+        self._discard(part, "stopped")
+        part.failed = failed
+        if self._phase != "running":
+            return
+        failed = failed or Failed(part.name, f"{part.name} ended although nobody asked it to")
+        if not self.is_ready:
+            self._abort(failed)
+            return
+        delay_s = part.restarts.note_death(time.monotonic())
+        if delay_s is None:
+            part.state = "down"
+        else:
+            part.state, part.restart_at = "waiting", time.monotonic() + delay_s
+        self._notify(Died(part.name, failed.error, delay_s, part.restarts.num_recent, failed))
+        if all(p.state == "down" for p in self._parts if p.role == part.role and p.role != "coordinator"):
+            self._abort(failed)
+
+    def _discard(self, part: Part, state: PartState) -> None:
+        if part.child is not None:
+            self._poller.remove(part.child)
+            part.child.close()
+            part.child = None
+        part.state, part.restart_at = state, NEVER
+
+    def _kill(self, part: Part, error: str) -> None:
+        self._discard(part, "stopped")
+        self._on_death(part, Failed(part.name, error))
+
+    def _abort(self, failed: Failed) -> None:
+        self.failed = failed
+        self.exit_code = failed.exit_code or 1
+        self.is_finished = True
+
+    # ------------------------------------------------------------ time
+
+    def _next_deadline(self) -> float:
+        deadlines = [self._phase_ends]
+        for part in self._parts:
+            deadlines.append(part.restart_at)
+            if part.state == "starting":
+                deadlines.append(part.started_at + self.config.launch.start_timeout)
+            if part.child is not None and part.child.last_beat:
+                deadlines.append(part.child.last_beat + self.timing.stuck_s)
+        return min(deadlines)
+
+    def _check(self, now: float) -> None:
+        """Everything that happens by time, and the stop requests."""
+        for part in self._parts:
+            if part.restart_at <= now:
+                self._launch(part)
+            elif part.state == "starting" and now - part.started_at >= self.config.launch.start_timeout:
+                self._kill(part, self._describe_slow_start(part))
+            elif part.child is not None and part.child.last_beat and now - part.child.last_beat >= self.timing.stuck_s:
+                self._on_reports(part)  # beats may be waiting unread when it was we who were stopped
+                if part.child is not None and now - part.child.last_beat >= self.timing.stuck_s:
+                    self._kill(part, f"{part.name} made no turn of its loop for {self.timing.stuck_s:g} s")
+        while self._stop_requests:
+            self._on_stop_request(*self._stop_requests.pop(0))
+        self._advance_stop(now)
+
+    def _describe_slow_start(self, part: Part) -> str:
+        text = f"{part.name} did not become ready within {self.config.launch.start_timeout:g} s"
+        last = part.last_progress
+        return f"{text}; its last step was {last.phase} {last.done}/{last.total}" if last else text
+
+    # ------------------------------------------------------------ stopping
+
+    def _on_stop_request(self, reason: str, notice_s: float) -> None:
+        if self._phase != "running" or not self.is_ready:
+            self.is_finished = True  # impatience, or nothing to drain yet
+            self.exit_code = self.exit_code or (130 if self._phase != "running" else 0)
+            return
+        serving = self.config.serving
+        self._phase = "draining"
+        self._phase_ends = time.monotonic() + notice_s + serving.drain_timeout + self.timing.cleanup_s
+        for part in self._parts:
+            part.restart_at = NEVER
+            if part.role == "front" and part.child is not None:
+                part.child.drain(serving.drain_timeout, notice_s)
+        self._notify(Stopping(reason, notice_s + serving.drain_timeout))
+
+    def _advance_stop(self, now: float) -> None:
+        """draining (front ends finish their streams) -> leaving (engines and coordinator go) -> finished."""
+        if self._phase == "draining":
+            fronts_live = any(part.child is not None for part in self._parts if part.role == "front")
+            if not fronts_live or now >= self._phase_ends:
+                self._phase = "leaving"
+                self._phase_ends = now + self.timing.leave_s
+                for part in self._parts:
+                    if part.child is not None:
+                        part.child.drain(self.timing.leave_s)
+        if self._phase == "leaving" and (now >= self._phase_ends or all(part.child is None for part in self._parts)):
+            self.is_finished = True
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM drains with notice, SIGINT without; whichever comes second kills."""
+
+        def on_signal(number: int, frame: Any) -> None:
+            notice_s = self.config.serving.drain_notice if number == signal.SIGTERM else 0.0
+            self.request_stop(signal.Signals(number).name, notice_s)
+
+        former = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket of the HTTP port. Raises ConfigError when it is taken or not allowed."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}",
+            hint=f"--port {port + 1 if port < 65535 else 0}, or --port 0 for a free one",
+        ) from error
