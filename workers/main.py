@@ -1,0 +1,151 @@
+"""Process shell of one worker, real or fake: takes orders from its engine core over a socket, one at a time, in order.
+
+Started by the engine's multi-process executor as `spawn("workers.main", boot)`; boot.name is `engine-<dp>.worker-<n>` and
+boot.index is n. Sends LoadProgress, WorkerLoaded, WorkerReady, StepResult, CallReply; on any exception a WorkerFault, and
+ends. It never decides anything, and it does not outlive its engine core.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from transport.boot import BootChannel
+from transport.messages import (
+    Boot,
+    Call,
+    CallReply,
+    LoadProgress,
+    SetupKV,
+    StepPlan,
+    StepResult,
+    Welcome,
+    Wire,
+    WorkerFault,
+    WorkerInit,
+    WorkerLoaded,
+    WorkerReady,
+)
+from transport.sockets import Connection, Left, Poller
+from trireme.config import EngineConfig
+from trireme.errors import EngineError, TriremeError
+
+ORDERS = WorkerInit | SetupKV | StepPlan | Call
+MODULES = {"torch": "workers.worker", "fake": "workers.fake"}
+
+
+class AnyWorker(Protocol):
+    """What workers.worker.Worker and workers.fake.FakeWorker have in common."""
+
+    def load(self) -> WorkerLoaded: ...
+
+    def setup_kv(self, num_blocks: int) -> None: ...
+
+    def execute(self, plan: StepPlan) -> StepResult | None: ...
+
+    def call(self, method: str, args: dict[str, Any]) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+def make_worker(init: WorkerInit, progress: Callable[[str, int, int], None]) -> AnyWorker:
+    """The worker kind that config.parallel.worker names. Only the real one imports torch."""
+    kind = msgspec.msgpack.decode(init.config, type=EngineConfig).parallel.worker
+    worker: AnyWorker = importlib.import_module(MODULES[kind]).Worker(init, progress)
+    return worker
+
+
+def socket_name(boot: Boot) -> str:
+    """`engine-0.worker-1` connects to `engine-0.workers`."""
+    return boot.name.partition(".")[0] + ".workers"
+
+
+class Shell:
+    """Carries one order at a time from the connection to the worker, and its answer back."""
+
+    def __init__(self, boot: Boot, connection: Connection) -> None:
+        self._index = boot.index
+        self._connection = connection
+        self._worker: AnyWorker | None = None
+        self.is_over = False
+
+    def on_readable(self) -> None:
+        """Takes what has arrived; the engine core's end is ours."""
+        for message in self._connection.receive():
+            if isinstance(message, Left):
+                self.is_over = True
+            elif not self.is_over:
+                self._obey(message)
+
+    def _obey(self, message: Any) -> None:
+        match message:
+            case StepPlan():
+                result = self._need_worker().execute(message)
+                if result is not None:
+                    self._send(result)
+            case Call():
+                self._send(self._answer(message))
+            case WorkerInit():
+                self._worker = make_worker(message, self._report)
+                self._send(self._worker.load())
+            case SetupKV():
+                self._need_worker().setup_kv(message.num_blocks)
+                self._send(WorkerReady(self._index))
+            case Welcome():
+                pass
+
+    def _answer(self, call: Call) -> CallReply:
+        """A method that is refused or fails on purpose is the caller's matter, not the end of this worker."""
+        try:
+            return CallReply(call.call_id, True, self._need_worker().call(call.method, call.args))
+        except TriremeError as error:
+            return CallReply(call.call_id, False, None, error.message)
+
+    def _report(self, phase: str, done: int, total: int) -> None:
+        self._send(LoadProgress(self._index, phase, done, total))
+
+    def _send(self, message: Wire) -> None:
+        if not self._connection.send(message):
+            self.is_over = True  # the engine core is gone, or so far behind that it will never catch up
+
+    def _need_worker(self) -> AnyWorker:
+        if self._worker is None:
+            raise EngineError("an order arrived before WorkerInit")
+        return self._worker
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def main(channel: BootChannel) -> None:
+    """Runs one worker until its engine core goes away or asks it to drain."""
+    boot = channel.boot
+    connection = Connection.open(boot, socket_name(boot), ORDERS, silence_s=None)
+    shell = Shell(boot, connection)
+    poller = Poller()
+    poller.add(connection, shell.on_readable)
+    poller.add(channel, lambda: setattr(shell, "is_over", shell.is_over or bool(channel.receive())))
+    try:
+        connection.wait_up(timeout_s=60.0)
+        channel.ready()
+        while not shell.is_over:
+            shell.on_readable()
+            poller.wait(None)
+    except Exception as error:  # a process main: the engine core must learn the cause before we end
+        connection.send(_fault(boot.index, error))
+        connection.close()
+        raise
+    shell.close()
+    connection.close()
+
+
+def _fault(index: int, error: Exception) -> WorkerFault:
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, TriremeError):
+        return WorkerFault(index, error.message, error.hint, trace)
+    return WorkerFault(index, f"{type(error).__name__}: {error}", "", trace)
