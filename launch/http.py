@@ -1,0 +1,167 @@
+"""A small HTTP/1.1 client for OpenAI-style servers: JSON answers and SSE streams, over asyncio, nothing imported.
+
+Used by chat, complete and the load benchmark. One connection per request, closed in every case, so that leaving early
+cancels the request at the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from trireme.errors import ConfigError, TriremeError
+
+MAX_HEAD = 64 << 10
+MAX_EVENT = 16 << 20
+
+
+class ServerError(TriremeError):
+    """The server refused or broke off; `status` is its HTTP status, 0 when it could not be reached."""
+
+    def __init__(self, message: str, *, status: int = 0, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+
+class Endpoint(NamedTuple):
+    """Where a server is. `key` is sent as a bearer token."""
+
+    host: str
+    port: int
+    tls: bool
+    base: str
+    key: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}{self.base}"
+
+
+def endpoint(url: str, key: str = "") -> Endpoint:
+    """From `http://host:port[/base]`. Raises ConfigError."""
+    parts = urlsplit(url if "://" in url else "http://" + url)
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"--url is {url!r}; its port is none") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url is {url!r}; it must be like http://127.0.0.1:8000")
+    tls = parts.scheme == "https"
+    base = parts.path.rstrip("/").removesuffix("/v1")
+    return Endpoint(parts.hostname, port or (443 if tls else 80), tls, base, key)
+
+
+async def get_json(to: Endpoint, path: str) -> Any:
+    """The parsed answer of a GET. Raises ServerError."""
+    answer = await _Answer.open(to, "GET", path, b"")
+    try:
+        return _parsed(await answer.body())
+    finally:
+        answer.close()
+
+
+async def stream(to: Endpoint, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+    """Parsed SSE events of a POST until [DONE]; closing the iterator closes the connection. Raises ServerError, also for an
+    error event inside the stream."""
+    answer = await _Answer.open(to, "POST", path, msgspec.json.encode(body))
+    try:
+        async for event in answer.events():
+            if event == b"[DONE]":
+                return
+            value = _parsed(event)
+            if isinstance(value, dict) and value.get("error"):
+                raise _from_envelope(value, answer.status)
+            yield value
+        raise ServerError("the server closed the stream before its end")
+    finally:
+        answer.close()
+
+
+class _Answer:
+    """An answer whose head has been read."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: int, head: bytes) -> None:
+        self.reader, self.writer, self.status = reader, writer, status
+        self.is_chunked = b"transfer-encoding: chunked" in head.lower()
+        self.length = next(
+            (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), None
+        )
+
+    @classmethod
+    async def open(cls, to: Endpoint, method: str, path: str, body: bytes) -> _Answer:
+        """Sends the request and reads the head; a status other than 200 is raised with the server's own words."""
+        try:
+            reader, writer = await asyncio.open_connection(
+                to.host, to.port, ssl=ssl.create_default_context() if to.tls else None, limit=MAX_EVENT
+            )
+        except OSError as error:
+            raise ServerError(f"no server answers at {to.url}: {error.strerror or error}") from error
+        try:
+            writer.write(_request(to, method, path, body))
+            head = await reader.readuntil(b"\r\n\r\n")
+            answer = cls(reader, writer, int(head.split(b" ", 2)[1]), head)
+            if answer.status != 200:
+                raise _from_envelope(_parsed(await answer.body(), strict=False), answer.status)
+            return answer
+        except BaseException as error:
+            writer.close()
+            if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+                raise ServerError(f"{to.url} closed the connection without an answer") from error
+            raise
+
+    async def body(self) -> bytes:
+        if self.is_chunked:
+            return b"".join([piece async for piece in self._pieces()])
+        return await (self.reader.read() if self.length is None else self.reader.readexactly(self.length))
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The data of each SSE event."""
+        held = b""
+        async for piece in self._pieces():
+            held += piece
+            *lines, held = held.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    yield line[5:].strip()
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        try:
+            while self.is_chunked:
+                size = int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16)
+                if size == 0:
+                    return
+                yield (await self.reader.readexactly(size + 2))[:-2]
+            while piece := await self.reader.read(65536):
+                yield piece
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise ServerError("the server broke the connection off in the middle of its answer") from error
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def _request(to: Endpoint, method: str, path: str, body: bytes) -> bytes:
+    lines = [f"{method} {to.base}{path} HTTP/1.1", f"Host: {to.host}:{to.port}", "Connection: close"]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"] if body else []
+    lines += [f"Authorization: Bearer {to.key}"] if to.key else []
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _parsed(raw: bytes, *, strict: bool = True) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        if strict:
+            raise ServerError(f"the server's answer is not JSON: {raw[:80]!r}") from error
+        return raw[:200].decode(errors="replace")
+
+
+def _from_envelope(value: Any, status: int) -> ServerError:
+    error = value.get("error") if isinstance(value, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return ServerError(f"the server answered {status}: {message or value or 'nothing'}", status=status)

@@ -1,0 +1,121 @@
+"""`trireme serve`: resolves the settings, hands them to the supervisor, and shows what happens on the console.
+
+Prints each failure once, last. No request passes through this process.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+
+import msgspec
+
+from launch.cli import print_error
+from launch.console import Console
+from launch.options import Invocation
+from launch.supervise import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
+from transport.messages import Failed, Progress, Ready
+from trireme import __version__, log
+from trireme.config import Decision, EngineConfig
+from trireme.resolve import Prepared, describe, prepare
+from trireme.settings import to_yaml
+from trireme.sizes import format_bytes
+
+_ANY_ADDRESS = ("0.0.0.0", "::", "")
+
+
+def run(invocation: Invocation) -> int:
+    """Serves until a signal or a fatal failure; returns the exit status."""
+    begun = time.monotonic()
+    prepared = prepare(invocation.loaded.config)
+    if invocation.options["print_config"]:
+        print(to_yaml(prepared.config), end="")
+        return 0
+    launch = prepared.config.launch
+    log.configure("launch", level=launch.log_level, form=launch.log_format)
+    view = ServeView(Console(), prepared, begun)
+    view.show_title()
+    supervisor = Supervisor(prepared.config, view.on_event)
+    try:
+        return supervisor.run()
+    finally:
+        view.console.close()
+
+
+class ServeView:
+    """The supervisor's events as lines, bars and the ready panel."""
+
+    def __init__(self, console: Console, prepared: Prepared, begun: float) -> None:
+        self.console = console
+        self.prepared = prepared
+        self.begun = begun
+
+    def show_title(self) -> None:
+        device, model = self.prepared.device, self.prepared.model
+        what = (
+            f"{describe(model.arch)}, {format_bytes(model.weight_bytes)}" if model.weight_bytes else model.arch.family
+        )
+        self.console.title(f"trireme {__version__}  serve {model.name}  ({what})", f"{device.cores} cores {device.cpu}")
+
+    def on_event(self, event: Event) -> None:
+        match event:
+            case Progress():
+                self.console.progress(event.source, event.phase, event.done, event.total)
+            case Ready():
+                pass  # AllReady says it for all of them
+            case AllReady():
+                self._on_all_ready(event)
+            case Died():
+                again = "it stays down" if event.restart_s is None else f"it starts again in {event.restart_s:g} s"
+                self.console.say(f"{event.name} died: {event.error}; {again}", style="yellow")
+            case Restarted():
+                self.console.say(f"{event.name} is back, in its life number {event.epoch + 1}", style="green")
+            case Stopping():
+                again = "once more stops at once"
+                self.console.say(f"{event.reason}: finishing what runs, at most {event.deadline_s:g} s; {again}")
+            case Stopped():
+                self.console.close()
+                if event.failed is not None:
+                    print_failed(event.failed)
+
+    def _on_all_ready(self, event: AllReady) -> None:
+        self.console.close()
+        self.console.decisions(merge_decisions(self.prepared.decisions, event.parts))
+        config = self.prepared.config
+        if config.serving.host not in ("127.0.0.1", "::1", "localhost") and not config.serving.api_key:
+            self.console.say(
+                f"anybody who reaches {config.serving.host} may use this server: --api-key", style="yellow"
+            )
+        if event.address is not None:
+            address = url_of(*event.address)
+            also = f"also   {address}/metrics   {address}/ready   trireme chat --url {address}"
+            self.console.ready(time.monotonic() - self.begun, address, curl_line(address, config), also)
+
+
+def url_of(host: str, port: int) -> str:
+    """An address that a client on this machine can use."""
+    shown = "127.0.0.1" if host in _ANY_ADDRESS else host
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+def curl_line(address: str, config: EngineConfig) -> str:
+    """A command to paste into a shell that gets an answer."""
+    talk = [{"role": "user", "content": "What is a trireme?"}]
+    body = msgspec.json.encode({"model": config.model.served_name, "messages": talk}).decode()
+    key = " \\\n  -H 'Authorization: Bearer '\"$TRIREME_API_KEY\"" if config.serving.api_key else ""
+    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {shlex.quote(body)}"
+
+
+def merge_decisions(first: list[Decision], parts: dict[str, Ready]) -> list[Decision]:
+    """The resolver's decisions, then what the parts decided themselves; what several parts say alike is said once."""
+    merged = dict.fromkeys(first)
+    for part in parts.values():
+        merged.update(dict.fromkeys(Decision(*decision) for decision in part.decisions))
+    return list(merged)
+
+
+def print_failed(failed: Failed) -> None:
+    """A child's own exception: its traceback when the fault is ours, its words and its cure last."""
+    if failed.traceback and failed.exit_code == 1:
+        Console().say(failed.traceback.rstrip(), style="dim")
+    print_error(f"{failed.source}: {failed.error}", failed.hint)
