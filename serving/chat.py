@@ -142,6 +142,12 @@ def _content_text(content: str | list[dict[str, Any]] | None, at: str) -> str | 
     return "\n".join(texts)
 
 
+def content_chars(message: Message) -> int:
+    """About how much text a message holds."""
+    content = message.content
+    return len(content) if isinstance(content, str) else sum(len(str(part.get("text", ""))) for part in content or ())
+
+
 def _settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Template settings that a request may give: a closed list of scalars."""
     settings: dict[str, Any] = {}

@@ -7,6 +7,7 @@ An engine's death ends its own rows only. A request's task is woken at most once
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
@@ -25,7 +26,6 @@ from transport.messages import (
     EngineFacts,
     First,
     LogprobRow,
-    Pong,
     Refused,
     Released,
     Route,
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 ROUTE_TIMEOUT_S = 1.0
 LINK_WAIT_S = 1.0
+PIN_WAIT_S = 10.0  # for a named engine that is being restarted
 
 
 class Link(Protocol):
@@ -49,6 +50,9 @@ class Link(Protocol):
 
     @property
     def is_up(self) -> bool: ...
+
+    @property
+    def server_progress(self) -> int: ...
 
     def send(self, message: Wire) -> bool: ...
 
@@ -100,8 +104,8 @@ class _Engine:
         self.link: Link | None = None
         self.welcome: Welcome | None = None
         self.rows: dict[int, _Row] = {}
-        self.last_step = 0.0  # time of the last message that shows a step, or of the first row after idling
-        self.progress = -1
+        self.last_step = 0.0  # when a step was last seen, or when the first row after idling came
+        self.progress = -1  # the engine's step counter, from its last Pong
         self.reason = "it has not started yet"
         self.cause = ""  # its last words
 
@@ -209,6 +213,15 @@ class EngineClient:
         if self._coordinator is not None:
             self._coordinator.close()
 
+    def end_all(self, reason: str) -> None:
+        """Ends every row with an explicit error, and tells the engines."""
+        for engine in self._engines:
+            rids = list(engine.rows)
+            for rid in rids:
+                self._finish(engine, rid, End(rid=rid, reason="error", error=reason, error_code=OverloadedError.code))
+            if rids and engine.link is not None:
+                engine.link.send(Abort(rids=rids))
+
     async def wait_up(self, timeout_s: float | None = None) -> None:
         """Returns when every engine is connected. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
@@ -239,7 +252,12 @@ class EngineClient:
         )
 
     def states(self) -> list[EngineState]:
+        """How each engine stands now."""
         now = time.monotonic()
+        for engine in self._engines:
+            progress = engine.link.server_progress if engine.link is not None else -1
+            if progress != engine.progress:
+                engine.progress, engine.last_step = progress, now
         return [
             EngineState(
                 engine=engine.index,
@@ -320,6 +338,8 @@ class EngineClient:
 
     async def _place(self, num_tokens: int, num_choices: int, pin: int) -> tuple[_Engine, int]:
         """An engine that is up, and the ticket for it."""
+        if pin >= 0:
+            await self._wait_pinned(self._engines[pin])
         if self._connect_coordinator is None:
             return self._place_alone(pin), 0
         for _ in range(3):
@@ -384,6 +404,12 @@ class EngineClient:
             raise
         return True
 
+    async def _wait_pinned(self, engine: _Engine) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PIN_WAIT_S):
+                while not engine.is_up:
+                    await self._wait_change()
+
     def _release(self, routed: Routed) -> None:
         if routed.engine >= 0 and self._coordinator is not None:
             self._coordinator.send(Released(engine=routed.engine, epoch=routed.epoch, count=1))
@@ -427,9 +453,6 @@ class EngineClient:
             engine.welcome, engine.cause = message, ""
             self._last_facts = message.facts or self._last_facts
             self._note_change()
-        elif isinstance(message, Pong):
-            if message.progress != engine.progress:
-                engine.progress, engine.last_step = message.progress, time.monotonic()
         elif isinstance(message, EngineDown):
             engine.cause = message.error
             self._lose(engine, message.error)

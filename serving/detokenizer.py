@@ -19,7 +19,7 @@ class Pieces(Protocol):
     @property
     def special_ids(self) -> frozenset[int]: ...
 
-    def piece(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         """Bytes that `token` stands for in running text; empty for ids that are no token."""
 
 
@@ -35,7 +35,7 @@ class TokenText(dict[int, "str | bytes"]):
         self.special_ids = tokenizer.special_ids
 
     def __missing__(self, token: int) -> str | bytes:
-        raw = self.tokenizer.piece(token)
+        raw = self.tokenizer.token_bytes(token)
         try:
             found: str | bytes = raw.decode()
         except UnicodeDecodeError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
 from starlette.types import Receive, Scope, Send
@@ -53,7 +53,7 @@ class EventStream:
         self.sending_since: float | None = None
         self.last_sent = time.monotonic()
         self.wants_ping = False
-        self.is_gone = False  # the client left, or was cut off
+        self._is_gone = False
         self.failure: BaseException | None = None
         self._scope = scope
         self._receive = receive
@@ -64,8 +64,12 @@ class EventStream:
         """Ends the generation as soon as the client closes its connection."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.is_gone = True
+        self._is_gone = True
         self.generation.close()
+
+    def has_left(self) -> bool:
+        """True when the client closed its connection, or was cut off."""
+        return self._is_gone
 
     async def first(self) -> list[TextDelta] | None:
         """The first batch that holds anything; [] after FIRST_EVENT_S without one; None when all ended. Raises the request's
@@ -121,7 +125,7 @@ class EventStream:
             return "error"
         if self.failure is not None:
             return "error"
-        if self.is_gone:
+        if self.has_left():
             return "cancelled"
         end = form.usage_event(generation.usage()) if include_usage else b""
         await self._finish(end + b"data: [DONE]\n\n")
@@ -145,27 +149,29 @@ class EventStream:
 
     # ------------------------------------------------------------ called by the ticker
 
-    def tick(self, now: float, *, buffer_bytes: int) -> None:
-        """Asks for a ping on a silent stream; cuts off a reader that lags too far or too long."""
+    def tick(self, now: float, *, buffer_bytes: int) -> bool:
+        """Asks for a ping on a silent stream; cuts off a reader that lags too far or too long, and says so with False."""
         if self.sending_since is None:
             if now - self.last_sent > PING_S:
                 self.wants_ping = True
                 self.last_sent = now
                 self.generation.nudge()
-            return
+            return True
         lag = self.generation.num_pending * BYTES_PER_EVENT
         stalled_s = now - self.sending_since
-        if lag > buffer_bytes or stalled_s > STALL_S:
-            self.cut(f"the client does not read: {lag} bytes behind, stalled for {stalled_s:.0f} s")
+        if lag <= buffer_bytes and stalled_s <= STALL_S:
+            return True
+        self.cut(f"the client does not read: {lag} bytes behind, stalled for {stalled_s:.0f} s")
+        return False
 
     def cut(self, reason: str) -> None:
         """Ends the stream without waiting for the reader."""
         self.failure = TriremeError(reason)
-        self.is_gone = True
+        self._is_gone = True
         self.generation.close()
-        transport = self._scope.get("extensions", {}).get("trireme.transport")
-        if transport is not None:
-            transport.abort()
+        extension = self._scope.get("extensions", {}).get("trireme.transport")
+        if extension is not None:
+            extension["transport"].abort()
 
 
 _HEADERS = (
@@ -178,7 +184,8 @@ _HEADERS = (
 class Ticker:
     """Looks after all streams of a process once a second, so that streams need no timers of their own."""
 
-    def __init__(self, *, buffer_bytes: int) -> None:
+    def __init__(self, *, buffer_bytes: int, on_cut: Callable[[], None]) -> None:
+        self._on_cut = on_cut
         self.streams: set[EventStream] = set()
         self._buffer_bytes = buffer_bytes
         self._task: asyncio.Task[None] | None = None
@@ -191,7 +198,9 @@ class Ticker:
             await asyncio.sleep(1.0)
             now = time.monotonic()
             for stream in list(self.streams):
-                stream.tick(now, buffer_bytes=self._buffer_bytes)
+                if not stream.tick(now, buffer_bytes=self._buffer_bytes):
+                    self.streams.discard(stream)
+                    self._on_cut()
 
     def stop(self) -> None:
         if self._task is not None:

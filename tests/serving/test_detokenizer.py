@@ -17,7 +17,7 @@ class ByteTokens:
 
     special_ids = SPECIAL
 
-    def piece(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         if token < 256:
             return bytes([token])
         if token in SPECIAL:

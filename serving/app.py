@@ -1,0 +1,450 @@
+"""The HTTP application: routes, from the bytes of a request to the bytes of its answer.
+
+An ASGI application on starlette's router, wrapped by serving/gate.py. Every handler raises ours or RequestErrors and lets
+the gate answer. No state: everything shared is in serving/front.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.chat import ChatFormat, content_chars
+from serving.completions import CompletionFormat
+from serving.front import Front
+from serving.gate import Gate, send_body
+from serving.generation import Generation
+from serving.replay import Replay
+from serving.sse import EventStream, Format, Outcome
+from serving.telemetry import CONTENT_TYPE, merged, page
+from serving.wire_openai import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+    sampling_params,
+    split_prompts,
+)
+from trireme import __version__
+from trireme.errors import NotFoundError, RequestError, TooLargeError, TriremeError
+from trireme.params import SamplingParams
+
+BODY_TIMEOUT_S = 30.0
+STATISTICS_TIMEOUT_S = 0.5
+
+Handler = Callable[[Front, Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+_encode = msgspec.json.encode
+
+
+class MethodError(RequestError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class MediaTypeError(RequestError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class TimeoutRequestError(RequestError):
+    status = 408
+    code = "timeout"
+
+
+def make_app(front: Front) -> ASGIApp:
+    """The whole application: gate, router, routes."""
+    routes: list[tuple[str, str, Handler]] = [
+        ("POST", "/v1/chat/completions", _chat),
+        ("POST", "/v1/completions", _completions),
+        ("GET", "/v1/models", _models),
+        ("GET", "/v1/models/{model:path}", _model),
+        ("POST", "/tokenize", _tokenize),
+        ("POST", "/detokenize", _detokenize),
+        ("GET", "/health", _alive),
+        ("GET", "/live", _alive),
+        ("GET", "/ready", _ready),
+        ("GET", "/startup", _startup),
+        ("GET", "/metrics", _metrics),
+        ("GET", "/version", _version),
+    ]
+    table = [Route(path, _Endpoint(front, method, handler)) for method, path, handler in routes]
+    router = Router(table, redirect_slashes=False, default=_Unknown())
+    return Gate(_Counted(front, router), keys=front.config.serving.api_key, host=front.config.serving.host)
+
+
+class _Endpoint:
+    """One route as an ASGI application, so that starlette neither wraps nor copies anything."""
+
+    def __init__(self, front: Front, method: str, handler: Handler) -> None:
+        self._front = front
+        self._method = method
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != self._method and (scope["method"], self._method) != ("HEAD", "GET"):
+            raise MethodError(f"{scope['path'][:100]} takes {self._method}")
+        await self._handler(self._front, scope, receive, send)
+
+
+class _Unknown:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotFoundError(f"there is no route {scope['method']} {scope['path'][:100]}")
+
+
+class _Counted:
+    """Counts refusals by their code."""
+
+    def __init__(self, front: Front, app: ASGIApp) -> None:
+        self._front = front
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except TriremeError as error:
+            self._front.telemetry.refused(error.code)
+            raise
+
+
+# ---------------------------------------------------------------- reading
+
+
+async def _read(front: Front, scope: Scope, receive: Receive, kind: type[Body]) -> tuple[Body, Headers]:
+    """The parsed body, and a header that lists ignored fields. Counts while reading; never holds more than the limit."""
+    limit = front.config.serving.body_limit
+    length = encoding = media = b""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            length = value
+        elif name == b"content-encoding":
+            encoding = value
+        elif name == b"content-type":
+            media = value
+    if length.isdigit() and int(length[:20]) > limit:
+        raise TooLargeError(f"the body has {int(length[:20])} bytes; the limit is {limit}")
+    if encoding not in (b"", b"identity"):
+        raise MediaTypeError("compressed bodies are not accepted")
+    if media and not media.split(b";")[0].strip().lower().endswith((b"/json", b"+json")):
+        raise MediaTypeError("send the body as JSON, with content-type: application/json")
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestError("the client left before its request was complete")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit:
+                    raise TooLargeError(f"the body has more than {limit} bytes, the limit")
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise TimeoutRequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+    request, unknown = parse(b"".join(parts), kind)
+    names = ", ".join(name[:40] for name in unknown[:20] if name.isascii() and name.isprintable())
+    return request, [(b"x-ignored-fields", names.encode())] if unknown else []
+
+
+def _pin(scope: Scope) -> int:
+    """Engine demanded by X-data-parallel-rank, or -1."""
+    for name, value in scope["headers"]:
+        if name == b"x-data-parallel-rank":
+            if not value.isdigit() or len(value) > 6:
+                raise RequestError("X-data-parallel-rank must be the number of an engine", param="x-data-parallel-rank")
+            return int(value)
+    return -1
+
+
+# ---------------------------------------------------------------- generation
+
+
+async def _chat(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    front.admit()
+    front.num_inside += 1
+    try:
+        request, headers = await _read(front, scope, receive, ChatRequest)
+        front.check_model(request.model)
+        params = _chat_params(request)
+        processor = front.processor
+        num_chars = sum(map(content_chars, request.messages))
+        prompt = await front.off_loop(
+            num_chars, lambda: processor.prompt_from_segments(front.renderer.segments(request))
+        )
+        rows = processor.rows(
+            [prompt], params, salt=request.cache_salt, priority=request.priority or 0, param="messages"
+        )
+
+        def form(_: Generation) -> Format:
+            return ChatFormat(
+                request,
+                answer_id="chatcmpl-" + (request.request_id or scope["state"]["request_id"]),
+                created=int(time.time()),
+                model=front.model_name,
+                table=front.table,
+                num_choices=len(rows),
+                request_usage=_wants_usage(request),
+            )
+
+        await _answer(front, scope, receive, send, request, params, rows, form, headers, route="chat")
+    finally:
+        front.num_inside -= 1
+
+
+def _chat_params(request: ChatRequest) -> SamplingParams:
+    top = request.top_logprobs
+    if top is not None and not request.logprobs and top > 0:
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    if request.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs is not supported for chat by this server", param="prompt_logprobs")
+    limits = (request.max_completion_tokens, request.max_tokens)
+    try:
+        return sampling_params(
+            request,
+            max_tokens=next((limit for limit in limits if limit is not None), None),
+            logprobs=(top or 0) if request.logprobs else None,
+            prompt_logprobs=None,
+        )
+    except RequestError as error:
+        if error.param == "logprobs":
+            raise RequestError(error.message.replace("logprobs", "top_logprobs", 1), param="top_logprobs") from None
+        raise
+
+
+async def _completions(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    front.admit()
+    front.num_inside += 1
+    try:
+        request, headers = await _read(front, scope, receive, CompletionRequest)
+        front.check_model(request.model)
+        echo_logprobs = request.logprobs if request.echo else None
+        params = sampling_params(
+            request,
+            max_tokens=request.max_tokens,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs if request.prompt_logprobs is not None else echo_logprobs,
+        )
+        prompts = split_prompts(request.prompt)
+        tokens = await front.off_loop(sum(map(len, prompts)), lambda: _prompt_tokens(front, request, prompts))
+        rows = front.processor.rows(tokens, params, salt=request.cache_salt, priority=request.priority or 0)
+
+        def form(generation: Generation) -> Format:
+            return CompletionFormat(
+                request,
+                generation,
+                answer_id="cmpl-" + (request.request_id or scope["state"]["request_id"]),
+                created=int(time.time()),
+                model=front.model_name,
+                table=front.table,
+                echoes=_echoes(front, prompts) if request.echo else None,
+                request_usage=_wants_usage(request),
+            )
+
+        await _answer(front, scope, receive, send, request, params, rows, form, headers, route="completions")
+    finally:
+        front.num_inside -= 1
+
+
+def _prompt_tokens(front: Front, request: CompletionRequest, prompts: list[str | list[int]]) -> list[np.ndarray]:
+    processor, found = front.processor, []
+    for i, prompt in enumerate(prompts):
+        param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+        if isinstance(prompt, str):
+            add_special = request.add_special_tokens is not False
+            found.append(processor.prompt_from_text(prompt, param=param, add_special=add_special))
+        else:
+            found.append(processor.prompt_from_ids(prompt, param=param))
+    return found
+
+
+def _echoes(front: Front, prompts: list[str | list[int]]) -> list[str]:
+    decode = front.tokenizer.decode
+    return [prompt if isinstance(prompt, str) else decode(prompt, skip_special=False) for prompt in prompts]
+
+
+def _wants_usage(request: CompletionRequest | ChatRequest) -> bool:
+    return bool(request.stream_options and request.stream_options.include_usage)
+
+
+async def _answer(
+    front: Front,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    request: CompletionRequest | ChatRequest,
+    params: SamplingParams,
+    rows: list[Replay],
+    form_of: Callable[[Generation], Format],
+    headers: Headers,
+    *,
+    route: str,
+) -> None:
+    """Submits and answers, streamed or whole. Counts the request in once and out once, whatever happens."""
+    pin = _pin(scope)
+    front.admit_rows(len(rows), sum(len(row.prompt) for row in rows))
+    generation = Generation(front.client, front.table, rows, params)
+    form = form_of(generation)
+    front.telemetry.received(route, generation, len(rows))
+    outcome: Outcome = "error"
+    stream = EventStream(scope, receive, send, generation)
+    try:
+        await generation.submit(pin=pin)
+        if stream.has_left():
+            outcome = "cancelled"
+            return
+        first = await stream.first()
+        if request.stream:
+            front.ticker.streams.add(stream)
+            options = request.stream_options
+            outcome = await stream.run(
+                form,
+                first,
+                headers,
+                include_usage=_wants_usage(request),
+                continuous_usage=bool(options and options.continuous_usage_stats),
+            )
+            return
+        deltas = first
+        while deltas is not None:
+            for delta in deltas:
+                form.add(delta)
+            batch = await generation.next()
+            deltas = batch[0] if batch is not None else None
+        if stream.has_left():
+            outcome = "cancelled"
+            return
+        outcome = "complete"
+        await send_body(send, 200, form.whole(generation), headers)
+    except asyncio.CancelledError:
+        outcome = "cancelled"
+        raise
+    finally:
+        front.ticker.streams.discard(stream)
+        stream.close()
+        front.telemetry.ended(outcome, generation)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+async def _tokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    request, headers = await _read(front, scope, receive, TokenizeRequest)
+    front.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    max_len = front.client.facts.max_len if front.client.facts else None
+    if request.prompt is not None:
+        text = request.prompt
+        add_special = request.add_special_tokens is not False
+        tokens = await front.off_loop(len(text), lambda: front.tokenizer.encode(text, add_special=add_special))
+    else:
+        segments = front.renderer.segments(request)
+        tokens = await front.off_loop(
+            sum(len(text) for text, _ in segments), lambda: front.tokenizer.encode_segments(segments)
+        )
+    ids = tokens.tolist()
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_len}
+    if request.return_token_strs:
+        answer["token_strs"] = [front.table.shown(token) for token in ids]
+    await send_body(send, 200, _encode(answer), headers)
+
+
+async def _detokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    request, headers = await _read(front, scope, receive, DetokenizeRequest)
+    front.check_model(request.model)
+    most = max(front.tokenizer.vocab_size, front.client.facts.vocab_size if front.client.facts else 0)
+    for i, token in enumerate(request.tokens):
+        if not 0 <= token < most:
+            raise RequestError(f"tokens holds an id outside 0..{most - 1}", param=f"tokens[{i}]")
+    text = front.tokenizer.decode(request.tokens, skip_special=bool(request.skip_special_tokens))
+    await send_body(send, 200, _encode({"prompt": text, "text": text}), headers)
+
+
+# ---------------------------------------------------------------- models, state, numbers
+
+
+def _model_object(front: Front) -> dict[str, Any]:
+    facts = front.client.facts
+    return {
+        "id": front.model_name,
+        "object": "model",
+        "created": front.created,
+        "owned_by": "trireme",
+        "root": front.model_name,
+        "parent": None,
+        "max_model_len": facts.max_len if facts else None,
+        "modalities": ["text"],
+    }
+
+
+async def _models(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    await send_body(send, 200, _encode({"object": "list", "data": [_model_object(front)]}))
+
+
+async def _model(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    front.check_model(scope["path_params"]["model"])
+    await send_body(send, 200, _encode(_model_object(front)))
+
+
+async def _alive(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    await send_body(send, 200, b'{"status":"alive"}')
+
+
+async def _ready(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    """200 when a request sent now would be answered, else 503 with how far things are."""
+    readiness = front.readiness()
+    answer: dict[str, Any] = {
+        "status": readiness.phase,
+        "engines": [
+            {
+                "engine": state.engine,
+                "up": state.is_up,
+                "epoch": state.epoch,
+                "rows": state.num_rows,
+                "stalled_s": round(state.stalled_s, 1),
+                "reason": state.reason,
+            }
+            for state in readiness.engines
+        ],
+    }
+    if front.progress and not readiness.can_answer:
+        answer["progress"] = list(front.progress.values())
+    await send_body(send, 200 if readiness.can_answer else 503, _encode(answer))
+
+
+async def _startup(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    phase = front.readiness().phase
+    await send_body(send, 503 if phase == "loading" else 200, _encode({"status": phase}))
+
+
+async def _version(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    await send_body(send, 200, _encode({"version": __version__}))
+
+
+async def _metrics(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    engines = front.client.states()
+
+    async def ask(engine: int) -> dict[str, Any]:
+        try:
+            found = await front.client.call(engine, "stats", timeout_s=STATISTICS_TIMEOUT_S)
+        except (TriremeError, TimeoutError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    snapshots, *answers = await asyncio.gather(
+        front.snapshots(), *(ask(state.engine) for state in engines if state.is_up)
+    )
+    statistics = dict(zip((state.engine for state in engines if state.is_up), answers, strict=True))
+    build = {"version": __version__, "model": front.model_name}
+    text = page(merged(snapshots), engines, statistics, build)
+    await send_body(send, 200, text, kind=CONTENT_TYPE)

@@ -1,0 +1,175 @@
+"""Front: everything one front end shares between its requests, and whether it can take one now.
+
+Made by serving/main.py (or a test), used by the routes of serving/app.py. Holds no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from serving.chat import ChatRenderer
+from serving.client import EngineClient, EngineState
+from serving.detokenizer import TokenText
+from serving.processor import Processor
+from serving.sse import Ticker
+from serving.telemetry import Snapshot, Telemetry
+from serving.templates import find_template
+from serving.tokens import Tokenizer
+from trireme.config import EngineConfig
+from trireme.errors import EngineDeadError, NotFoundError, OverloadedError, RequestError
+
+STALLED_S = 15.0  # rows but no step for so long: the engine is stuck
+SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
+OFF_LOOP_CHARS = 8192  # longer texts are tokenized in a thread
+
+Phase = Literal["loading", "ready", "degraded", "stuck", "down", "draining"]
+Result = TypeVar("Result")
+
+
+class Readiness(NamedTuple):
+    phase: Phase
+    engines: list[EngineState]
+
+    @property
+    def can_answer(self) -> bool:
+        return self.phase in ("ready", "degraded")
+
+
+class Front:
+    """`snapshots` gives the numbers of all front ends of the deployment (default: only this one's)."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        eos_token_ids: Iterable[int],
+        snapshots: Callable[[], Awaitable[list[Snapshot]]] | None = None,
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.created = int(time.time())
+        self.table = TokenText(tokenizer)
+        special = frozenset(self.table.shown(token) for token in tokenizer.special_ids)
+        template = find_template(
+            override=config.model.chat_template,
+            own=tokenizer.chat_template,
+            special_tokens=tokenizer.special_tokens,
+            special_texts=special,
+        )
+        self.renderer = ChatRenderer(template, special)
+        self.telemetry = Telemetry()
+        self.ticker = Ticker(buffer_bytes=config.serving.stream_buffer, on_cut=self._on_cut)
+        self.is_draining = False  # told to leave: not ready any more
+        self.is_refusing = False  # and the notice period is over
+        self.num_inside = 0  # requests between the first byte of their body and their last byte out
+        self.progress: dict[str, dict[str, Any]] = {}  # start-up phases of engines, by source
+        self._snapshots = snapshots
+        self._eos_token_ids = frozenset(eos_token_ids) | {
+            token for token in (tokenizer.eos_token_id,) if token is not None
+        }
+        self._was_up = False
+        self._processor: Processor | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+
+    @property
+    def processor(self) -> Processor:
+        """Checks and completes requests. Raises EngineDeadError while no engine has said yet what it can do."""
+        facts = self.client.facts
+        if facts is None:
+            raise EngineDeadError("the model is still loading")
+        known = self._processor
+        if known is None or (known.max_len, known.vocab_size) != (facts.max_len, facts.vocab_size):
+            known = self._processor = Processor(
+                self.tokenizer,
+                max_len=facts.max_len,
+                vocab_size=facts.vocab_size,
+                eos_token_ids=self._eos_token_ids,
+                default_max_tokens=self.config.serving.default_max_tokens,
+                queue_timeout_s=self.config.scheduler.queue_timeout,
+            )
+        return known
+
+    async def off_loop(self, num_chars: int, work: Callable[[], Result]) -> Result:
+        """Runs text work here if it is short, else in a thread, so that a long prompt does not delay other streams."""
+        if num_chars <= OFF_LOOP_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    # ------------------------------------------------------------ admission
+
+    def admit(self) -> None:
+        """Refuses a request before anything of its body is read. Raises OverloadedError, EngineDeadError."""
+        if self.is_refusing:
+            raise OverloadedError("this server is shutting down", retry_after_s=5.0)
+        capacity = self.client.capacity
+        if capacity == 0:
+            loading = (
+                "the model is still loading" if not self._was_up and self.client.facts is None else "no engine is up"
+            )
+            raise EngineDeadError(loading, hint="see /ready")
+        if self.client.num_rows >= capacity or self.num_inside >= capacity + SPARE_REQUESTS:
+            raise OverloadedError(f"{self.client.num_rows} choices are running or queued; the limit is {capacity}")
+
+    def admit_rows(self, num_rows: int, num_tokens: int) -> None:
+        """Refuses what could never be queued at once, and what does not fit just now."""
+        facts = self.client.facts
+        assert facts is not None
+        num_up = max(1, sum(state.is_up for state in self.client.states()))
+        if num_rows > 1 and num_rows > facts.max_waiting * num_up:
+            raise RequestError(
+                f"the request makes {num_rows} choices; this server queues at most {facts.max_waiting * num_up}",
+                hint="send fewer prompts at once",
+            )
+        if num_rows > 1 and num_tokens > facts.max_waiting_tokens * num_up:
+            raise RequestError(
+                f"the request's choices have {num_tokens} prompt tokens together; "
+                f"this server queues at most {facts.max_waiting_tokens * num_up}",
+                hint="send fewer prompts at once",
+            )
+        if self.client.num_rows and self.client.num_rows + num_rows > self.client.capacity:
+            raise OverloadedError(f"{self.client.num_rows} choices are running or queued: no room for {num_rows} more")
+
+    def check_model(self, name: str | None) -> None:
+        if name and name != self.model_name:
+            raise NotFoundError(f"there is no model {name[:100]!r}; this server has {self.model_name!r}", param="model")
+
+    # ------------------------------------------------------------ state
+
+    def readiness(self) -> Readiness:
+        """Whether a request sent now would be answered. Never waits."""
+        engines = self.client.states()
+        up = [state for state in engines if state.is_up]
+        self._was_up = self._was_up or len(up) == len(engines)
+        working = [state for state in up if state.stalled_s < STALLED_S]
+        if self.is_draining:
+            return Readiness("draining", engines)
+        if not self._was_up:
+            return Readiness("loading", engines)
+        if not up:
+            return Readiness("down", engines)
+        if not working:
+            return Readiness("stuck", engines)
+        return Readiness("ready" if len(working) == len(engines) else "degraded", engines)
+
+    def own_snapshot(self) -> Snapshot:
+        return self.telemetry.snapshot(trireme_routing_fallbacks=float(self.client.num_fallbacks))
+
+    async def snapshots(self) -> list[Snapshot]:
+        return await self._snapshots() if self._snapshots is not None else [self.own_snapshot()]
+
+    def _on_cut(self) -> None:
+        self.telemetry.count("trireme_slow_readers")
+
+    def close(self) -> None:
+        self.ticker.stop()
+        self.client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,182 @@
+"""The HTTP listener: uvicorn on an inherited socket, with limits on headers and on how long a client may take to send them.
+
+Called by serving/main.py. Refusals here come before any application code, in the same error envelope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from serving.wire_openai import error_body
+from trireme.errors import RequestError
+
+HEADER_BYTES = 16 << 10
+NUM_HEADERS = 100
+HEADER_TIMEOUT_S = 10.0
+IDLE_TIMEOUT_S = 75
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol that counts header bytes, gives a request's head HEADER_TIMEOUT_S, and shows its transport to the app."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        self._in_head = False
+        self._is_refused = False
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self._in_head and not self._is_refused:
+            # bytes the parser has not handed out yet count as well
+            self._pending_bytes += len(data)
+            if self._pending_bytes > 2 * HEADER_BYTES:
+                self._refuse(431, "the request line and headers are too large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+        self._pending_bytes = 0
+        self._in_head = True
+        if self._head_timer is None:
+            self._arm()
+        self.scope["extensions"] = {"trireme.transport": {"transport": self.transport}}
+
+    _pending_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + 4)
+        if len(self.headers) > NUM_HEADERS:
+            self._refuse(431, f"more than {NUM_HEADERS} headers")
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._disarm()
+        if not self._is_refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is not a valid HTTP request")
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > HEADER_BYTES:
+            self._refuse(431, f"the request line and headers have more than {HEADER_BYTES} bytes")
+
+    def _arm(self) -> None:
+        self._head_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_late_head)
+
+    def _disarm(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_late_head(self) -> None:
+        self._head_timer = None
+        if self._in_head:
+            self._refuse(408, f"the headers did not arrive within {HEADER_TIMEOUT_S:.0f} s")
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def _refuse(self, status: int, why: str) -> None:
+        if self._is_refused:
+            return
+        self._is_refused = True
+        self._disarm()
+        body = error_body(RequestError(why))
+        head = f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        if not self.transport.is_closing():
+            self.transport.write(head.encode() + body)
+            self.transport.close()
+
+
+_PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process that owns it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Listener:
+    """Serves `app` on a listening socket until `stop`."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            http=LimitedProtocol,
+            ws="none",
+            lifespan="off",
+            loop="none",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=True,
+            proxy_headers=False,
+            timeout_keep_alive=IDLE_TIMEOUT_S,
+            backlog=2048,
+        )
+        self._server = _Server(config)
+        self._socket = listening
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def has_started(self) -> bool:
+        return bool(self._server.started)
+
+    async def start(self) -> None:
+        """Returns when connections are being accepted."""
+        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise RuntimeError("the HTTP server ended while starting")
+            await asyncio.sleep(0.005)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Closes the listening socket and idle connections, waits for answers under way, then drops the rest."""
+        if self._task is None:
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait((self._task,), timeout=timeout_s)
+        if not done:
+            self._server.force_exit = True
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+            await asyncio.wait((self._task,), timeout=1.0)
