@@ -89,6 +89,10 @@ inline void store(const TileArgs& args, int row, int tile, __m256 acc0, __m256 a
 
 // ---------------------------------------------------------------- block kinds
 
+// Makes the compiler finish this value here. Without it gcc moves all additions of a block behind all its products and
+// spills them: measured 100 against 220 GOP/s.
+inline __attribute__((always_inline)) void pin(__m256i& value) { asm("" : "+x"(value)); }
+
 inline __m256i load(const uint8_t* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
 
 // The same 4 activations for all 8 lanes.
@@ -119,10 +123,14 @@ inline __attribute__((always_inline)) void dot_q4(const uint8_t* values, const i
     for (int r = 0; r < R; ++r) {
       const __m256i x = broadcast4(q + r * q_stride + pair * 8);
       const __m256i y = broadcast4(q + r * q_stride + pair * 8 + 4);
-      const __m256i s0 = _mm256_add_epi16(_mm256_maddubs_epi16(low0, x), _mm256_maddubs_epi16(high0, y));
-      const __m256i s1 = _mm256_add_epi16(_mm256_maddubs_epi16(low1, x), _mm256_maddubs_epi16(high1, y));
-      acc[r][0] = pair == 0 ? s0 : _mm256_add_epi16(acc[r][0], s0);
-      acc[r][1] = pair == 0 ? s1 : _mm256_add_epi16(acc[r][1], s1);
+      acc[r][0] = pair == 0 ? _mm256_maddubs_epi16(low0, x) : _mm256_add_epi16(acc[r][0], _mm256_maddubs_epi16(low0, x));
+      acc[r][1] = pair == 0 ? _mm256_maddubs_epi16(low1, x) : _mm256_add_epi16(acc[r][1], _mm256_maddubs_epi16(low1, x));
+      pin(acc[r][0]);
+      pin(acc[r][1]);
+      acc[r][0] = _mm256_add_epi16(acc[r][0], _mm256_maddubs_epi16(high0, y));
+      acc[r][1] = _mm256_add_epi16(acc[r][1], _mm256_maddubs_epi16(high1, y));
+      pin(acc[r][0]);
+      pin(acc[r][1]);
     }
   }
   const __m256i ones = _mm256_set1_epi16(1);
@@ -149,6 +157,8 @@ inline __attribute__((always_inline)) void dot_q8(const uint8_t* values, const i
       const __m256i s1 = _mm256_madd_epi16(_mm256_maddubs_epi16(abs1, _mm256_sign_epi8(x, w1)), ones);
       dot[r][0] = group == 0 ? s0 : _mm256_add_epi32(dot[r][0], s0);
       dot[r][1] = group == 0 ? s1 : _mm256_add_epi32(dot[r][1], s1);
+      pin(dot[r][0]);
+      pin(dot[r][1]);
     }
   }
 }
