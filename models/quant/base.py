@@ -88,7 +88,9 @@ def slice_cols(kind: str, raw: Raw, k: int, cols: slice) -> Bytes:
 def pack(kind: str, raw: Raw, n: int, k: int) -> PackedWeight:
     """Packs a matrix of one of PACKED_KINDS. Raises ModelError for other kinds (see gguf_expand) and wrong sizes."""
     if kind not in PACKED_KINDS:
-        raise ModelError(f"no kernel computes with {kind} as it is; expand it first. Kernels: {', '.join(PACKED_KINDS)}")
+        raise ModelError(
+            f"no kernel computes with {kind} as it is; expand it first. Kernels: {', '.join(PACKED_KINDS)}"
+        )
     data = bytes_of(raw)
     if data.size != n * row_bytes(kind, k):
         raise ModelError(f"a {kind} matrix of {n} x {k} has {n * row_bytes(kind, k)} bytes, not {data.size}")
@@ -103,7 +105,9 @@ def linear(
     strided. Not finite values in a row of x make that row of the result NaN and no other."""
     m, k = x.shape
     if k != weight.k or x.dtype is not torch.float32 or x.stride(1) != 1:
-        raise ValueError(f"linear wants float32 x [M, {weight.k}] with dense rows, got {x.dtype} {list(x.shape)} {x.stride()}")
+        raise ValueError(
+            f"linear wants float32 x [M, {weight.k}] with dense rows, got {x.dtype} {list(x.shape)} {x.stride()}"
+        )
     if out is None:
         if accumulate:
             raise ValueError("accumulate needs out")
