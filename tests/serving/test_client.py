@@ -1,0 +1,296 @@
+"""The engine client: every choice ends exactly once; an engine's death is its own rows' business; placement."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving.choose import Chooser
+from serving.client import EngineClient, Event, Stream
+from serving.replay import Replay
+from tests.serving.engines import FakeEngine, client_of, words
+from transport.messages import Abort, End, Load, Member, Released, Route, Routed, Submit, View
+from transport.sockets import Left
+from trireme.errors import EngineDeadError, EngineError, NotFoundError
+from trireme.params import RowParams
+
+
+def replay(text: str = "hi", *, max_tokens: int = 5, prompt_index: int = 0, choice: int = 0, **params: Any) -> Replay:
+    row = RowParams(max_tokens=max_tokens, choice=choice, eos_token_ids=(257,), **params)
+    return Replay(np.array(words(text), dtype=np.int32), row, prompt_index=prompt_index)
+
+
+async def drain(stream: Stream) -> list[Event]:
+    events: list[Event] = []
+    while batch := await stream.next():
+        events += batch
+    return events
+
+
+def ends(events: list[Event]) -> list[tuple[int, str, str]]:
+    return [(index, end.reason, end.error_code) for index, end in events if isinstance(end, End)]
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    engine = FakeEngine(words("abcdefghijklmnop"))
+    yield engine
+    engine.stop()
+
+
+async def test_tokens_then_one_end(engine: FakeEngine) -> None:
+    client = client_of(engine)
+    await client.wait_up(1)
+    one = replay()
+    stream = await client.submit([one])
+    events = await drain(stream)
+    assert [value for _, value in events if isinstance(value, int)] == words("abcde")
+    assert ends(events) == [(0, "length", "")]
+    assert events[-1][1] == End(1, "length")
+    assert list(one.emitted) == words("abcde")
+    assert client.num_rows == 0
+    assert stream.is_done
+    assert await stream.next() == []
+
+
+async def test_one_wake_up_per_step_for_many_choices(engine: FakeEngine) -> None:
+    client = client_of(engine)
+    await client.wait_up(1)
+    stream = await client.submit([replay(choice=i, max_tokens=8) for i in range(4)])
+    wake_ups = 0
+    while batch := await stream.next():
+        wake_ups += 1
+        assert sum(isinstance(value, int) for _, value in batch) % 4 == 0
+    assert wake_ups <= engine.step == 8
+
+
+async def test_death_ends_only_its_own_rows_and_says_why() -> None:
+    first, second = FakeEngine(words("x" * 50), index=0), FakeEngine(words("y" * 50), index=1, step_s=0.002)
+    client = client_of(first, second)
+    await client.wait_up(1)
+    first.hold.clear()
+    lost = await client.submit([replay(max_tokens=40)], pin=0)
+    kept = await client.submit([replay(max_tokens=40)], pin=1)
+    await asyncio.sleep(0.01)
+    first.die("worker 0 ran out of memory")
+    events = await drain(lost)
+    assert ends(events) == [(0, "error", "engine_dead")]
+    assert "ran out of memory" in events[-1][1].error  # type: ignore[union-attr]
+    assert ends(await drain(kept)) == [(0, "length", "")]
+    assert [state.is_up for state in client.states()] == [False, True]
+    stream = await client.submit([replay()])  # goes to the other one
+    assert ends(await drain(stream)) == [(0, "length", "")]
+    first.revive()
+    first.hold.set()
+    stream = await client.submit([replay()], pin=0)
+    assert ends(await drain(stream)) == [(0, "length", "")]
+    assert client.states()[0].epoch == 1
+    for one in (first, second):
+        one.stop()
+
+
+async def test_late_messages_of_a_lost_row_do_nothing(engine: FakeEngine) -> None:
+    client = client_of(engine)
+    await client.wait_up(1)
+    engine.hold.clear()
+    stream = await client.submit([replay()])
+    stream.close()
+    engine.hold.set()
+    assert await drain(stream) == []
+    assert client.num_rows == 0
+    assert any(isinstance(message, Abort) for message in engine.log)
+    engine.run_step()
+
+
+async def test_abort_of_one_choice_leaves_the_others(engine: FakeEngine) -> None:
+    client = client_of(engine)
+    await client.wait_up(1)
+    stream = await client.submit([replay(choice=0), replay(choice=1)])
+    stream.abort(0)
+    stream.abort(0)
+    events = await drain(stream)
+    assert ends(events) == [(1, "length", "")]
+    assert engine.aborted == [1]
+    stream.close()
+
+
+async def test_no_engine_and_unknown_engine(engine: FakeEngine) -> None:
+    engine.is_up = False
+    client = client_of(engine)
+    with pytest.raises(EngineDeadError, match="not started"):
+        await client.submit([replay()])
+    with pytest.raises(NotFoundError):
+        await client.submit([replay()], pin=1)
+    with pytest.raises(TimeoutError):
+        await client.wait_up(0.01)
+    assert client.capacity == 0
+
+
+async def test_full_queue_is_an_error_not_a_hang(engine: FakeEngine) -> None:
+    client = client_of(engine)
+    await client.wait_up(1)
+    engine.takes_nothing = True
+    stream = await client.submit([replay()])
+    assert ends(await drain(stream)) == [(0, "error", "engine_dead")]
+
+
+async def test_calls(engine: FakeEngine) -> None:
+    client = client_of(engine)
+    await client.wait_up(1)
+    assert (await client.call(0, "stats"))["num_running"] == 0
+    with pytest.raises(EngineError, match="no method"):
+        await client.call(0, "explode")
+
+
+async def test_cancelling_a_reader_loses_nothing(engine: FakeEngine) -> None:
+    client = client_of(engine)
+    await client.wait_up(1)
+    engine.hold.clear()
+    stream = await client.submit([replay()])
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stream.next(), 0.01)
+    engine.hold.set()
+    assert ends(await drain(stream)) == [(0, "length", "")]
+
+
+def test_replay_continues_after_emitted_tokens() -> None:
+    one = replay("hi", max_tokens=9, seed=5)
+    assert one.submit(1).num_replayed == 0
+    one.emitted.extend(words("ab"))
+    again = one.submit(2, ticket=7)
+    assert again.prompt.tolist() == words("hiab")
+    assert again.prompt.dtype == np.int32
+    assert (again.num_replayed, again.ticket, again.params.seed, again.params.max_tokens) == (2, 7, 5, 9)
+    assert one.prompt.tolist() == words("hi")
+
+
+# ---------------------------------------------------------------- placement
+
+
+class FakeCoordinator:
+    """Answers Route as told by `answer`; None leaves it unanswered."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.log: list[Any] = []
+        self.is_up = True
+        self.server_progress = 0
+
+    def __call__(self, on_message: Any) -> FakeCoordinator:
+        self.on_message = on_message
+        return self
+
+    def send(self, message: Any) -> bool:
+        self.log.append(message)
+        if isinstance(message, Route) and (routed := self.answer(message)) is not None:
+            asyncio.get_running_loop().call_soon(self.on_message, routed)
+        return self.is_up
+
+    def close(self) -> None: ...
+
+
+async def two_engines(coordinator: FakeCoordinator) -> tuple[FakeEngine, FakeEngine, EngineClient]:
+    engines = FakeEngine(words("a" * 9), index=0), FakeEngine(words("b" * 9), index=1)
+    client = client_of(*engines, coordinator=coordinator)
+    await client.wait_up(1)
+    return *engines, client
+
+
+async def test_coordinator_decides_and_its_ticket_travels() -> None:
+    coordinator = FakeCoordinator(lambda route: Routed(route.rid, 1, 0, 41))
+    first, second, client = await two_engines(coordinator)
+    stream = await client.submit([replay(choice=i) for i in range(2)])
+    await drain(stream)
+    submits = [message for message in second.log if isinstance(message, Submit)]
+    assert [submit.ticket for submit in submits] == [41, 41]
+    assert not first.log
+    (route,) = [message for message in coordinator.log if isinstance(message, Route)]
+    assert (route.num_tokens, route.num_choices, route.pin) == (2, 2, -1)
+
+
+async def test_absent_coordinator_is_replaced_by_own_counts() -> None:
+    coordinator = FakeCoordinator(lambda route: None)
+    first, second, client = await two_engines(coordinator)
+    coordinator.is_up = False
+    coordinator.on_message(Left("killed"))
+    for engine in (first, second):
+        engine.hold.clear()
+    for _ in range(20):
+        await client.submit([replay()])
+    counts = Counter({0: len(first.rows), 1: len(second.rows)})
+    assert counts == {0: 10, 1: 10}
+    assert client.num_fallbacks == 20
+
+
+async def test_coordinator_lost_while_a_request_waits() -> None:
+    coordinator = FakeCoordinator(lambda route: None)
+    _, _, client = await two_engines(coordinator)
+    submitting = asyncio.ensure_future(client.submit([replay()]))
+    await asyncio.sleep(0.01)
+    coordinator.is_up = False
+    coordinator.on_message(Left("killed"))
+    assert ends(await drain(await submitting)) == [(0, "length", "")]
+
+
+async def test_places_nobody_uses_are_returned() -> None:
+    coordinator = FakeCoordinator(lambda route: None)
+    _, _, client = await two_engines(coordinator)
+    submitting = asyncio.ensure_future(client.submit([replay()]))
+    await asyncio.sleep(0)
+    (route,) = coordinator.log
+    submitting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await submitting
+    coordinator.on_message(Routed(route.rid, 1, 0, 9))
+    assert coordinator.log[-1] == Released(engine=1, epoch=0, count=1)
+
+
+async def test_no_engine_for_the_coordinator() -> None:
+    coordinator = FakeCoordinator(lambda route: Routed(route.rid, -1, 0, 0, "all engines are down"))
+    _, _, client = await two_engines(coordinator)
+    with pytest.raises(EngineDeadError, match="all engines are down"):
+        await client.submit([replay()])
+
+
+def view(*rows: int) -> View:
+    members = []
+    for engine, num in enumerate(rows):
+        load = Load(engine, 0, 1, 0, 0, num, 0, 0, 0, 64, 0.0, {}, 0)
+        members.append(Member(engine, 0, "ready", load))
+    return View(1, members)
+
+
+def test_first_burst_spreads_without_any_statistics() -> None:
+    """O22, as a front end alone sees it."""
+    chooser = Chooser(random.Random(1))
+    counts: Counter[int] = Counter()
+    for _ in range(400):
+        engine = chooser.choose([0, 1, 2, 3])
+        chooser.started(engine)
+        counts[engine] += 1
+    assert all(80 <= counts[engine] <= 120 for engine in range(4))
+
+
+def test_a_stale_view_neither_hides_nor_doubles_own_rows() -> None:
+    chooser = Chooser(random.Random(1))
+    chooser.started(0, 3)
+    chooser.on_view(view(5, 4))  # three of the five are ours
+    assert (chooser.cost(0), chooser.cost(1)) == (5, 4)
+    chooser.ended(0, 3)
+    assert (chooser.cost(0), chooser.cost(1)) == (2, 4)
+    chooser.started(1, 2)
+    chooser.on_view(view(2, 4))  # taken before our two were seen
+    assert chooser.cost(1) >= 4
+
+
+def test_draining_engines_get_nothing_unless_nothing_else_is_up() -> None:
+    chooser = Chooser(random.Random(1))
+    chooser.on_view(View(1, [Member(0, 0, "draining"), Member(1, 0, "ready")]))
+    assert {chooser.choose([0, 1]) for _ in range(20)} == {1}
+    assert chooser.choose([0]) == 0
