@@ -261,3 +261,84 @@ def _script_ids(script: Sequence[int | str], ids_of_extra: dict[str, int]) -> li
         else:
             ids.extend(entry.encode())
     return ids
+
+
+# ---------------------------------------------------------------- T-spm
+
+SPM_SPECIAL = "<|x|>"
+SPM_WORDS = ("\u2581", "\u2581\u2581", "\u2581hi", "hi", "\u2581a", "h", "i", "a")
+# pieces that can be merged, best first: the two orders put the double space before and after " hi"
+SPM_ORDERS = {
+    "space-first": ("\u2581\u2581", "hi", "\u2581hi", "\u2581a"),
+    "word-first": ("hi", "\u2581hi", "\u2581a", "\u2581\u2581"),
+}
+_SPM_PARTS = {
+    "\u2581\u2581": ("\u2581", "\u2581"),
+    "hi": ("h", "i"),
+    "\u2581hi": ("\u2581", "hi"),
+    "\u2581a": ("\u2581", "a"),
+}
+
+
+def spm_pieces() -> list[str]:
+    """T-spm in id order: unknown, BOS, EOS, the 256 bytes, the words, one user-defined token."""
+    return ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SPM_WORDS, SPM_SPECIAL]
+
+
+def spm_scores(order: str) -> list[float]:
+    """Scores as SentencePiece gives them: 0 for control and bytes, minus the rank for what merges, the worst for letters."""
+    ranks = {piece: -float(rank) for rank, piece in enumerate(SPM_ORDERS[order])}
+    return [ranks.get(piece, -100.0 if piece in SPM_WORDS else 0.0) for piece in spm_pieces()]
+
+
+def write_spm_tokenizer(directory: Path, order: str = "word-first", *, add_bos: bool = True) -> None:
+    """T-spm as tokenizer.json, in the form that Llama 2's has."""
+    directory.mkdir(parents=True, exist_ok=True)
+    pieces = spm_pieces()
+    ids = {piece: token for token, piece in enumerate(pieces)}
+    user = {**_special(ids[SPM_SPECIAL], SPM_SPECIAL), "special": False}
+    begin = [{"SpecialToken": {"id": "<s>", "type_id": 0}}] if add_bos else []
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [*(_special(i, pieces[i]) for i in range(3)), user],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "\u2581"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            ],
+        },
+        "pre_tokenizer": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [*begin, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [*begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": ids,
+            "merges": [list(_SPM_PARTS[piece]) for piece in SPM_ORDERS[order]],
+        },
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
