@@ -26,7 +26,7 @@ class ForwardBatch:
     query_start: Tensor  # [R + 1] int32
     context_len: Tensor  # [R] int32
     block_table: Tensor  # [R, B] int32
-    logits_index: Tensor  # [S] int32, indices into T
+    logits_index: Tensor  # [S] int32, rising indices into T
     choices: Tensor  # [R] int32, choice number of each row (test models look at it)
     num_prompt: Tensor  # [R] int32, prompt length of each row
 

@@ -40,13 +40,14 @@ class StepRows:
 
 @dataclass(slots=True)
 class Wanted:
-    """Which rows of the logits are whose: first one per sampling row, in order, then `prompt` spans.
+    """Which of the S logits are whose; S rises with T, so a sampling row's is the last of its own.
 
-    prompt holds (row, first position, positions): their logits predict the tokens at position + 1.
+    prompt holds (row, first position, positions, first index into S): they predict the tokens at position + 1.
     """
 
     sampling: NDArray[np.int64]  # rows of the batch
-    prompt: list[tuple[int, int, int]]
+    sampling_at: NDArray[np.int64] | None  # their indices into S; None: all of S, in order
+    prompt: list[tuple[int, int, int, int]]
 
 
 class _Buffer:
@@ -142,14 +143,18 @@ class InputBuilder:
         return self._counting[:width]
 
     def _wanted(self, batch: Batch, step: StepRows, starts: Column) -> tuple[Column, Wanted]:
-        """Flat indices whose logits are needed, and whose they are."""
-        index = starts[1:][step.sample] - np.int32(1)
-        wanted = Wanted(step.rows[step.sample], [])
-        spans = [index]
-        for i in np.flatnonzero(batch.wants_prompt[step.rows]).tolist():
-            row, first = int(step.rows[i]), int(step.num_computed[i])
-            stop = min(first + int(step.num_tokens[i]), int(batch.num_prompt[row]) - 1)
-            if first < stop:
-                spans.append(starts[i] + np.arange(stop - first, dtype=np.int32))
-                wanted.prompt.append((row, first, stop - first))
-        return (np.concatenate(spans) if len(spans) > 1 else index), wanted
+        """Flat indices whose logits are needed, rising, and whose they are."""
+        last = starts[1:][step.sample] - np.int32(1)
+        sampling = step.rows[step.sample]
+        scoring = np.flatnonzero(batch.wants_prompt[step.rows])
+        if not scoring.size:
+            return last, Wanted(sampling, None, [])
+        stops = np.minimum(step.num_computed + step.num_tokens, batch.num_prompt[step.rows] - 1)
+        spans = [(i, int(step.num_computed[i]), int(stops[i] - step.num_computed[i])) for i in scoring.tolist()]
+        spans = [span for span in spans if span[2] > 0]
+        parts = [last, *(starts[i] + np.arange(count, dtype=np.int32) for i, _, count in spans)]
+        index = np.sort(np.concatenate(parts))
+        prompt = [
+            (int(step.rows[i]), first, count, int(np.searchsorted(index, starts[i]))) for i, first, count in spans
+        ]
+        return index, Wanted(sampling, np.searchsorted(index, last), prompt)

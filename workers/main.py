@@ -7,6 +7,7 @@ ends. It never decides anything, and it does not outlive its engine core.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import traceback
 from collections.abc import Callable
@@ -94,6 +95,8 @@ class Shell:
                 self._send(self._worker.load())
             case SetupKV():
                 self._need_worker().setup_kv(message.num_blocks)
+                gc.collect()
+                gc.freeze()  # modules, weights and tables live as long as the process: the collector need not walk them
                 self._send(WorkerReady(self._index))
             case Welcome():
                 pass

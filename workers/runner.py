@@ -132,17 +132,15 @@ class Runner:
 
     def _read_logits(self, logits: Tensor, wanted: Wanted, outcome: _Outcome) -> None:
         values = logits.float().cpu().numpy()
-        num_sampling = wanted.sampling.size
-        at = num_sampling
-        for row, first, count in wanted.prompt:
+        for row, first, count, at in wanted.prompt:
             try:
                 k = self._batch.row_params(row).prompt_logprobs
                 targets = self._batch.row_tokens(row)[first + 1 : first + 1 + count]
                 outcome.prompt_logprobs.append(logprob_row(row, values[at : at + count], targets, k))
             except ROW_ERRORS as error:
                 outcome.faults.append(RowFault(row, f"prompt log-probabilities failed: {error}"))
-            at += count
-        sampled = self._sampler.sample(values[:num_sampling], wanted.sampling, self._batch)
+        own = values if wanted.sampling_at is None else values[wanted.sampling_at]
+        sampled = self._sampler.sample(own, wanted.sampling, self._batch)
         outcome.sampled.extend(sampled)
 
 

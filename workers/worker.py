@@ -6,7 +6,6 @@ come from one thread. workers.fake.FakeWorker has the same methods and no tensor
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable
@@ -53,7 +52,8 @@ class Worker:
         files = find_model(self.config.model.model)
         arch = read_arch(files)
         group = self._make_group()
-        model = load_model(files, arch, self.mesh, group, self.config.model.dtype, self._progress)
+        dtype, max_len = self.config.model.dtype, self.config.model.max_len
+        model = load_model(files, arch, self.mesh, group, dtype, self._progress, max_len=max_len)
         if self._native is not None and num_threads > 1:
             torch.set_num_threads(1)  # the pool of the native kernels computes; torch's own threads would only spin
         kv_dtype, kv_decision = choose_kv_dtype(self.config.cache.kv_dtype, arch)
@@ -80,8 +80,6 @@ class Worker:
         batch = Batch(max_rows, max_len, block_size, model.vocab_size, num_blocks)
         inputs = InputBuilder(config.scheduler.max_num_tokens, max_rows, -(-max_len // block_size))
         self._runner = Runner(model, self._kv, batch, inputs, self.mesh)
-        gc.collect()
-        gc.freeze()  # weights and tables live as long as the process: keep the collector from walking them
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step; see Runner.execute."""

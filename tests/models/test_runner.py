@@ -6,7 +6,6 @@ The model is a small paged-attention decoder in plain torch, written here, whose
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.forward import ForwardBatch, KVLayer
+from tests.models.planner import Job, RandomPlanner, execute, job_of, run_alone
 from tests.models.rows import new_row, plan_of
-from transport.messages import LogprobRow, NewRow, StepResult
+from transport.messages import StepResult
 from trireme.errors import EngineError
 from trireme.mesh import Mesh
 from trireme.params import RowParams
@@ -79,181 +79,30 @@ def make_runner(
     return Runner(model, kv, batch, InputBuilder(4, 2, 2), mesh), batch, model, kv
 
 
-def execute(runner: Runner, **columns: Any) -> StepResult:
-    result = runner.execute(plan_of(**columns))
-    assert result is not None
-    return result
-
-
 # ---------------------------------------------------------------- rows under a random planner
 
 
-@dataclass(eq=False)
-class Job:
-    """One row as the random planner sees it."""
-
-    prompt: list[int]
-    params: RowParams
-    outputs: list[int] = field(default_factory=list)
-    row: int = -1
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    unsent: int = -1
-    logprobs: list[LogprobRow] = field(default_factory=list)
-    scores: dict[int, tuple[float, int]] = field(default_factory=dict)  # prompt position -> (logprob, rank)
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.outputs
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.outputs) >= self.params.max_tokens
-
-
-class RandomPlanner:
-    """Places, chunks, preempts and frees rows at random, with random slots and random block ids."""
-
-    def __init__(self, rng: random.Random, jobs: list[Job], *, num_rows: int, block_size: int, num_blocks: int) -> None:
-        self.rng, self.jobs, self.block_size = rng, jobs, block_size
-        self.runner, _, _, self.kv = make_runner(num_rows, block_size, num_blocks)
-        self.free_rows, self.free_blocks = list(range(num_rows)), list(range(num_blocks))
-        self.freed: list[int] = []
-
-    def run(self) -> None:
-        while not all(job.is_done for job in self.jobs):
-            self.step()
-
-    def step(self) -> None:
-        rng = self.rng
-        for job in self.jobs:
-            if job.row >= 0 and rng.random() < 0.1:
-                self.release(job)
-        unfinished = [job for job in self.jobs if not job.is_done]
-        chosen = rng.sample(unfinished, rng.randint(1, min(3, len(unfinished))))
-        new: list[NewRow] = []
-        grown: list[tuple[int, list[int]]] = []
-        placed: list[Job] = []
-        counts: list[int] = []
-        for job in chosen:
-            if job.row >= 0:
-                had = len(job.blocks)
-                counts.append(self.extend(job))
-                if len(job.blocks) > had:
-                    grown.append((job.row, job.blocks[had:]))
-            elif self.free_rows:
-                job.row = self.free_rows.pop(rng.randrange(len(self.free_rows)))
-                self.freed = [row for row in self.freed if row != job.row or rng.random() < 0.5]
-                counts.append(self.extend(job))
-                job.unsent = -1
-                new.append(new_row(job.row, job.tokens, job.params, num_prompt=len(job.prompt), blocks=job.blocks))
-            else:
-                continue
-            placed.append(job)
-        samples = [job.num_computed + n == len(job.tokens) for job, n in zip(placed, counts, strict=True)]
-        result = execute(
-            self.runner,
-            freed=self.freed,
-            new=new,
-            blocks=grown,
-            rows=[job.row for job in placed],
-            num_tokens=counts,
-            num_computed=[job.num_computed for job in placed],
-            tokens=[job.unsent for job in placed],
-            sample=samples,
-        )
-        self.freed = []
-        self.take(result, placed, counts, samples)
-
-    def extend(self, job: Job) -> int:
-        """A random number of tokens to compute, and blocks for them."""
-        count = self.rng.randint(1, len(job.tokens) - job.num_computed)
-        while len(job.blocks) * self.block_size < job.num_computed + count:
-            job.blocks.append(self.free_blocks.pop(self.rng.randrange(len(self.free_blocks))))
-        return count
-
-    def release(self, job: Job) -> None:
-        """Preempts or ends a row: slot and blocks go back, and the blocks are poisoned."""
-        poison_blocks(self.kv, job.blocks)
-        self.free_blocks += job.blocks
-        self.free_rows.append(job.row)
-        self.freed.append(job.row)
-        job.row, job.blocks, job.num_computed = -1, [], 0
-
-    def take(self, result: StepResult, placed: list[Job], counts: list[int], samples: list[bool]) -> None:
-        assert result.faults == []
-        by_row = {job.row: job for job in placed}
-        assert result.rows == [job.row for job, sampled in zip(placed, samples, strict=True) if sampled]
-        for entry in result.prompt_logprobs:
-            job = by_row[entry.rid]
-            for i, (ids, values, rank) in enumerate(zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)):
-                position = job.num_computed + 1 + i
-                assert ids[0] == job.prompt[position]
-                job.scores.setdefault(position, (float(values[0]), int(rank)))
-                assert job.scores[position] == pytest.approx((float(values[0]), int(rank)), abs=1e-4)
-        for entry in result.logprobs:
-            by_row[entry.rid].logprobs.append(entry)
-        for job, count in zip(placed, counts, strict=True):
-            job.num_computed, job.unsent = job.num_computed + count, -1
-        for row, token in zip(result.rows, result.tokens, strict=True):
-            by_row[row].outputs.append(token)
-            by_row[row].unsent = token
-        for job in placed:
-            if job.is_done:
-                self.release(job)
-
-
-def run_alone(prompt: list[int], params: RowParams) -> Job:
-    """A row by itself: the whole prompt at once, then token by token."""
-    job, (runner, _, _, _) = Job(prompt, params), make_runner(1, 16, 4)
-    placed = new_row(0, prompt, params, blocks=range(4))
-    computed, unsent = 0, -1
-    while not job.is_done:
-        todo = len(job.tokens) - computed
-        new = [placed] if computed == 0 else []
-        result = execute(runner, new=new, rows=[0], num_tokens=[todo], num_computed=[computed], tokens=[unsent])
-        for entry in result.prompt_logprobs:
-            job.scores = {i + 1: (float(entry.logprobs[i, 0]), int(entry.ranks[i])) for i in range(len(entry.logprobs))}
-        computed, unsent = computed + todo, result.tokens[0]
-        job.outputs.append(unsent)
-        job.logprobs += result.logprobs
-    return job
-
-
-@st.composite
-def job_of(draw: Any) -> tuple[list[int], RowParams]:
-    prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20))
-    params = RowParams(
-        draw(st.integers(1, 12)),
-        temperature=draw(st.sampled_from([0.0, 0.0, 1.0, 1.5])),
-        top_k=draw(st.sampled_from([0, 0, 5])),
-        top_p=draw(st.sampled_from([1.0, 0.9])),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
-        frequency_penalty=draw(st.sampled_from([0.0, 1.0])),
-        seed=draw(st.integers(0, 2**63 - 1)),
-        choice=draw(st.integers(0, 2)),
-        min_tokens=draw(st.sampled_from([0, 3])),
-        eos_token_ids=(1,),
-        allowed_token_ids=draw(st.sampled_from([(), (), tuple(range(0, VOCAB, 2))])),
-        logprobs=draw(st.sampled_from([-1, 2])),
-        prompt_logprobs=draw(st.sampled_from([-1, -1, 1])),
-    )
-    return prompt, params
+def solo(prompt: list[int], params: RowParams) -> Job:
+    return run_alone(make_runner(1, 16, 4)[0], range(4), prompt, params)
 
 
 @settings(deadline=None, max_examples=40)
 @given(
-    st.lists(job_of(), min_size=1, max_size=5), st.sampled_from([1, 3, 4, 16]), st.integers(2, 6), st.integers(0, 2**32)
+    st.lists(job_of(VOCAB), min_size=1, max_size=5),
+    st.sampled_from([1, 3, 4, 16]),
+    st.integers(2, 6),
+    st.integers(0, 2**32),
 )
 def test_any_plan_gives_each_row_its_own_tokens(
     jobs: list[tuple[list[int], RowParams]], block_size: int, num_rows: int, seed: int
 ) -> None:
     """Chunks, company, slots, blocks, preemption by recompute: tokens equal the solo run, logprobs within 1e-4 (O20).
     Freed slots and blocks are poisoned, so a read of a dead row (S13) or of an unwritten slot changes the answer."""
-    alone = [run_alone(*job) for job in jobs]
+    alone = [solo(*job) for job in jobs]
     together = [Job(*job) for job in jobs]
     num_blocks = sum(-(-32 // block_size) for _ in jobs)
-    RandomPlanner(random.Random(seed), together, num_rows=num_rows, block_size=block_size, num_blocks=num_blocks).run()
+    runner, _, _, kv = make_runner(num_rows, block_size, num_blocks)
+    RandomPlanner(random.Random(seed), together, runner, kv, num_rows=num_rows, block_size=block_size).run()
     for mine, theirs in zip(together, alone, strict=True):
         assert mine.outputs == theirs.outputs
         assert mine.scores == {at: pytest.approx(score, abs=1e-4) for at, score in theirs.scores.items()}
@@ -266,7 +115,7 @@ def test_a_mask_dies_with_its_row() -> None:
     """S13: an allow-list and a penalty of a dead row do not touch the next tenant of its slot, freed first or not."""
     narrow = RowParams(8, temperature=0.0, allowed_token_ids=(5,), repetition_penalty=50.0, logprobs=1)
     plain = RowParams(8, temperature=0.0)
-    expected = run_alone([1, 2, 3], plain).outputs[0]
+    expected = solo([1, 2, 3], plain).outputs[0]
     assert expected != 5
     for freed in ([0], []):
         runner, batch, _, _ = make_runner()
@@ -368,7 +217,7 @@ def test_prompt_logprobs_beyond_the_logits_budget_are_computed_in_pieces() -> No
     """Same values, one entry per row; other rows run once, in the last piece, with everything else."""
     params = RowParams(2, temperature=0.0, prompt_logprobs=2)
     prompt = [(7 * i) % VOCAB for i in range(30)]
-    whole = run_alone(prompt, params)
+    whole = solo(prompt, params)
     runner, _, model, _ = make_runner(block_size=16)
     runner.max_logits = 8
     new = [new_row(0, prompt, params, blocks=[0, 1]), new_row(1, [1, 2], RowParams(4, temperature=0.0), blocks=[2])]
