@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -65,7 +65,7 @@ async def get_json(to: Endpoint, path: str) -> Any:
         answer.close()
 
 
-async def stream(to: Endpoint, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+async def stream(to: Endpoint, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
     """Parsed SSE events of a POST until [DONE]; closing the iterator closes the connection. Raises ServerError, also for an
     error event inside the stream."""
     answer = await _Answer.open(to, "POST", path, msgspec.json.encode(body))

@@ -1,0 +1,255 @@
+"""Requests of the Python API: from prompts and SamplingParams to checked rows, from engine events to RequestOutputs.
+
+Used by launch/llm.py alone. The work is done by serving's processor, client and generation; this file only joins them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from serving.chat import ChatRenderer
+from serving.client import EngineClient
+from serving.detokenizer import TokenText
+from serving.generation import Generation, TextDelta
+from serving.generation import TokenLogprob as Scored
+from serving.processor import Processor
+from serving.replay import Replay
+from serving.templates import find_template
+from serving.tokens import Tokenizer, load_tokenizer
+from serving.wire_openai import ChatRequest
+from transport.messages import EngineFacts
+from trireme.config import EngineConfig
+from trireme.errors import RequestError
+from trireme.outputs import CompletionOutput, OutputDelta, RequestOutput, TokenLogprob
+from trireme.packaged import find_model
+from trireme.params import SamplingParams
+from trireme.resolve import ModelFacts
+
+
+class PromptSource(NamedTuple):
+    """What a caller gave as prompt: a text, token ids, or the messages of a conversation. Exactly one is set."""
+
+    text: str | None = None
+    ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+
+    @classmethod
+    def raw(cls, prompt: str | Sequence[int] | np.ndarray) -> PromptSource:
+        if isinstance(prompt, str):
+            return cls(text=prompt)
+        return cls(ids=prompt.tolist() if isinstance(prompt, np.ndarray) else prompt)
+
+    @classmethod
+    def talk(cls, messages: Sequence[Mapping[str, Any]]) -> PromptSource:
+        return cls(messages=messages)
+
+
+class Request(NamedTuple):
+    """A checked request: all its choices, ready to submit."""
+
+    prompt: str | None
+    params: SamplingParams
+    rows: list[Replay]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.prompt) for row in self.rows)
+
+
+class TextSide:
+    """Tokenizer, chat template and checks of one model. Thread-safe once its facts are set."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.table = TokenText(tokenizer)
+        special = frozenset(self.table.shown(token) for token in tokenizer.special_ids)
+        template = find_template(
+            override=config.model.chat_template,
+            own=tokenizer.chat_template,
+            special_tokens=tokenizer.special_tokens,
+            special_texts=special,
+        )
+        own_eos = tokenizer.eos_token_id
+        self._eos = {*eos_token_ids} | ({own_eos} if own_eos is not None else set())
+        self._renderer = ChatRenderer(template, special)
+        self._default_max_tokens = config.serving.default_max_tokens
+        self._processor: Processor | None = None
+
+    @classmethod
+    def load(cls, config: EngineConfig, model: ModelFacts) -> TextSide:
+        tokenizer = load_tokenizer(find_model(config.model.model), tokenizer=config.model.tokenizer)
+        return cls(config, tokenizer, model.arch.eos_token_ids)
+
+    def set_facts(self, facts: EngineFacts) -> None:
+        """What the engines can do, known once they run. Offline requests may wait in the queue for ever."""
+        self._processor = Processor(
+            self.tokenizer,
+            max_len=facts.max_len,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=self._eos,
+            default_max_tokens=self._default_max_tokens,
+        )
+
+    def request(self, source: PromptSource, params: SamplingParams, salt: str | None) -> Request:
+        """Raises RequestError that names the field at fault."""
+        processor = self._processor
+        assert processor is not None, "set_facts first"
+        if source.messages is not None:
+            segments = self._renderer.segments(self._chat_request(source.messages))
+            return Request(None, params, processor.rows([processor.prompt_from_segments(segments)], params, salt=salt))
+        if source.text is not None:
+            ids = processor.prompt_from_text(source.text)
+        else:
+            ids = processor.prompt_from_ids(source.ids or ())
+        return Request(source.text, params, processor.rows([ids], params, salt=salt))
+
+    @staticmethod
+    def _chat_request(messages: Sequence[Mapping[str, Any]]) -> ChatRequest:
+        try:
+            return msgspec.convert({"model": "", "messages": list(messages)}, ChatRequest)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"the conversation is not a list of messages: {error}", param="messages") from error
+
+
+class InFlight:
+    """Keeps a large batch from overrunning the engines' queues: rows and prompt tokens under way have a bound each.
+
+    First come, first served; a request larger than the bound goes alone.
+    """
+
+    def __init__(self, max_rows: int, max_tokens: int) -> None:
+        self._max = (max_rows, max_tokens)
+        self._used = [0, 0]
+        self._waiting: deque[tuple[Request, asyncio.Future[None]]] = deque()
+
+    @classmethod
+    def for_engines(cls, facts: EngineFacts, num_engines: int) -> InFlight:
+        """Half of the queues: enough to keep every batch full, and far from a refusal."""
+        rows = facts.max_num_seqs + facts.max_waiting // 2
+        return cls(rows * num_engines, max(1, facts.max_waiting_tokens // 2) * num_engines)
+
+    @asynccontextmanager
+    async def room_for(self, request: Request) -> AsyncIterator[None]:
+        """Waits until the request fits, and holds its room."""
+        if self._waiting or not self._fits(request):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((request, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._give_back(request)
+                raise
+        else:
+            self._take(request)
+        try:
+            yield
+        finally:
+            self._give_back(request)
+
+    def _fits(self, request: Request) -> bool:
+        need = (len(request.rows), request.num_tokens)
+        return not any(self._used) or all(u + n <= m for u, n, m in zip(self._used, need, self._max, strict=True))
+
+    def _take(self, request: Request) -> None:
+        self._used[0] += len(request.rows)
+        self._used[1] += request.num_tokens
+
+    def _give_back(self, request: Request) -> None:
+        self._used[0] -= len(request.rows)
+        self._used[1] -= request.num_tokens
+        while self._waiting and (self._waiting[0][1].cancelled() or self._fits(self._waiting[0][0])):
+            waiting, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._take(waiting)
+                turn.set_result(None)
+
+
+# ---------------------------------------------------------------- running one
+
+
+async def stream_request(client: EngineClient, text: TextSide, request: Request) -> AsyncGenerator[OutputDelta, None]:
+    """Deltas of all choices until the last has ended; leaving early aborts. Raises EngineDeadError and its kin."""
+    generation = Generation(client, text.table, request.rows, request.params)
+    try:
+        await generation.submit()
+        async for deltas in generation.deltas():
+            for delta in deltas:
+                yield _output_delta(delta)
+    finally:
+        generation.close()
+
+
+async def run_request(client: EngineClient, text: TextSide, request: Request) -> RequestOutput:
+    """All choices, whole."""
+    generation = Generation(client, text.table, request.rows, request.params)
+    parts = [_Choice() for _ in request.rows]
+    try:
+        await generation.submit()
+        async for deltas in generation.deltas():
+            for delta in deltas:
+                parts[delta.choice].add(delta)
+    finally:
+        generation.close()
+    start, first, last = generation.start, generation.first, generation.last
+    scores = generation.prompt_logprobs.get(0)
+    return RequestOutput(
+        prompt=request.prompt,
+        prompt_token_ids=tuple(request.rows[0].prompt.tolist()),
+        outputs=tuple(part.output(i) for i, part in enumerate(parts)),
+        prompt_logprobs=None if scores is None else tuple(map(_logprob, scores)),
+        num_cached_tokens=generation.usage().cached_tokens,
+        first_token_s=None if first is None else first - start,
+        total_s=0.0 if last is None else last - start,
+    )
+
+
+class _Choice:
+    """One answer being put together."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.finish: str | None = None
+        self.stop: str | int | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        self.texts.append(delta.text)
+        self.tokens += delta.tokens
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + [_logprob(scored) for scored in delta.logprobs]
+        if delta.finish is not None:
+            self.finish, self.stop = delta.finish, delta.stop
+
+    def output(self, index: int) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            text="".join(self.texts),
+            token_ids=tuple(self.tokens),
+            finish_reason=self.finish,
+            stop_reason=self.stop,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+        )
+
+
+def _output_delta(delta: TextDelta) -> OutputDelta:
+    return OutputDelta(
+        index=delta.choice,
+        text=delta.text,
+        token_ids=tuple(delta.tokens),
+        finish_reason=delta.finish,
+        stop_reason=delta.stop,
+        logprobs=None if delta.logprobs is None else tuple(map(_logprob, delta.logprobs)),
+    )
+
+
+def _logprob(scored: Scored) -> TokenLogprob:
+    return TokenLogprob(scored.token, scored.logprob, scored.rank, tuple(scored.top))

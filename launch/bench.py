@@ -1,0 +1,110 @@
+"""What the benchmarks share: samples of single requests, their summary, prompts that no cache can know, and the result.
+
+A result names what was run, on what, with which settings; the table goes to stdout, or one JSON object with --json.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from launch.options import Invocation
+from trireme import __version__
+from trireme.device import read_device
+from trireme.metrics import percentile
+from trireme.settings import table
+
+# Frequent English words; in most vocabularies each is one token together with the space before it.
+WORDS = (
+    "the of and to in is was for that on with as by at from his an were are which have be this had but not they or all "
+    "their her there been one who when would more no if out so said what up its about into than them can only other new "
+    "some could time these two may then do first any my now such like our over man me even most made after also did many "
+    "before must through back years where much your way well down should because each just those people how too little "
+    "state good very make world still own see men work long get here between both life being under never day same another"
+).split()  # noqa: SIM905
+
+
+class Sample(NamedTuple):
+    """One request as its client saw it; times in seconds. `times` has the arrival of each piece that carried text."""
+
+    sent: float
+    times: tuple[float, ...]
+    num_prompt: int
+    num_output: int
+    error: str = ""
+
+
+class Row(NamedTuple):
+    """A summary of one run: its name and its figures."""
+
+    name: str
+    figures: dict[str, float]
+
+
+def summarize(samples: Sequence[Sample], wall_s: float) -> dict[str, float]:
+    """Rates over the wall time; percentiles of first-token and inter-token times in milliseconds."""
+    good = [sample for sample in samples if not sample.error and sample.times]
+    first_ms = [(s.times[0] - s.sent) * 1e3 for s in good]
+    gaps_ms = [(b - a) * 1e3 for s in good for a, b in zip(s.times, s.times[1:], strict=False)]
+    outputs, prompts = sum(s.num_output for s in good), sum(s.num_prompt for s in good)
+    streams = [(s.num_output - 1) / (s.times[-1] - s.times[0]) for s in good if s.num_output > 1 and len(s.times) > 1]
+    return {
+        "requests": float(len(samples)),
+        "errors": float(len(samples) - len(good)),
+        "wall_s": wall_s,
+        "output_tok_s": outputs / wall_s,
+        "total_tok_s": (outputs + prompts) / wall_s,
+        "stream_tok_s": percentile(streams, 50),
+        "ttft_p50_ms": percentile(first_ms, 50),
+        "ttft_p99_ms": percentile(first_ms, 99),
+        "itl_p50_ms": percentile(gaps_ms, 50),
+        "itl_p99_ms": percentile(gaps_ms, 99),
+    }
+
+
+def make_text(num_words: int, seed: int) -> str:
+    """A prompt of about `num_words` tokens that starts like no other, so that a prefix cache is no help."""
+    chosen = random.Random(seed).choices(WORDS, k=max(num_words, 1))
+    return " ".join(chosen)
+
+
+def make_ids(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
+    """A prompt of exactly `num_tokens` ids; the low ones, which are often special, are left out."""
+    low = min(256, vocab_size // 2)
+    return random.Random(seed).choices(range(low, min(vocab_size, 32000)), k=num_tokens)
+
+
+def publish(invocation: Invocation, model: str, rows: Sequence[Row]) -> None:
+    """Prints the result."""
+    if invocation.options["json"]:
+        print(json.dumps(_document(invocation, model, rows), indent=1))
+        return
+    from launch.console import Console
+
+    names = list(dict.fromkeys(name for row in rows for name in row.figures))
+    cells = [[row.name, *(_figure(row.figures.get(name)) for name in names)] for row in rows]
+    Console(sys.stdout).table(["", *names], cells)
+
+
+def _figure(value: float | None) -> str:
+    if value is None or value != value:
+        return "-"
+    return f"{value:.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+def _document(invocation: Invocation, model: str, rows: Sequence[Row]) -> dict[str, Any]:
+    config, device = invocation.loaded.config, read_device()
+    settings = {s.name: getattr(getattr(config, s.group), s.name) for s in table() if s.name != "api_key"}
+    changed = {s.name: settings[s.name] for s in table() if s.name in settings and settings[s.name] != s.default}
+    return {
+        "command": invocation.command.name,
+        "version": __version__,
+        "model": model,
+        "machine": {"cpu": device.cpu, "cores": device.cores, "isa": device.isa, "gpus": device.num_gpus},
+        "options": {k: v for k, v in invocation.options.items() if k not in ("json", "config")},
+        "settings": changed,
+        "rows": [{"name": row.name, **{k: None if v != v else v for k, v in row.figures.items()}} for row in rows],
+    }

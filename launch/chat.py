@@ -1,0 +1,89 @@
+"""`trireme chat`: a talk in the terminal. Ctrl-C stops an answer, /exit or Ctrl-D ends the talk.
+
+The answer goes to stdout as it comes, everything else to stderr, so that a talk can be piped.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from launch.options import Invocation
+from launch.talk import Talker, make_talker
+from trireme.errors import RequestError
+
+HELP = "/exit ends   /new forgets the talk   /help   Ctrl-C stops an answer"
+
+
+def run(invocation: Invocation) -> int:
+    """Talks until the input ends."""
+    talker = make_talker(invocation)
+    try:
+        if sys.stdin.isatty():
+            note(f"{talker.name}   {HELP}")
+        talk(talker, invocation.options["system"])
+    finally:
+        talker.close()
+    return 0
+
+
+def talk(talker: Talker, system: str | None) -> None:
+    """Turns until /exit or the end of the input. What an interrupted answer had said stays in the talk."""
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    while (line := read_line()) is not None:
+        match line.strip():
+            case "":
+                continue
+            case "/exit" | "/quit" | "/bye":
+                return
+            case "/new" | "/clear":
+                messages = list(start)
+                continue
+            case "/help":
+                note(HELP)
+                continue
+        messages.append({"role": "user", "content": line})
+        try:
+            messages.append({"role": "assistant", "content": say_answer(talker, messages)})
+        except RequestError as error:
+            note(f"{error.message}; /new starts anew")
+            messages.pop()
+
+
+def read_line() -> str | None:
+    """One line from the user; None at the end of the input. Ctrl-C empties the line."""
+    if not sys.stdin.isatty():
+        return sys.stdin.readline() or None
+    import readline  # noqa: F401  line editing and history
+
+    while True:
+        try:
+            return input("> ")
+        except EOFError:
+            note("")
+            return None
+        except KeyboardInterrupt:
+            note("\n(/exit ends the talk)")
+
+
+def say_answer(talker: Talker, messages: list[dict[str, str]]) -> str:
+    """Prints the answer as it comes and returns it, or what there was of it when the user stopped it."""
+    said: list[str] = []
+    begun, first = time.perf_counter(), 0.0
+    try:
+        for piece in talker.answer(messages):
+            first = first or time.perf_counter()
+            said.append(piece.text)
+            print(piece.text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" ...", end="")
+    print(flush=True)
+    spent = time.perf_counter() - first
+    if sys.stdin.isatty() and first and spent > 0:
+        note(f"[{len(said)} pieces, first after {first - begun:.2f} s, {len(said) / spent:.0f}/s]")
+    return "".join(said)
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,110 @@
+"""Who answers in `chat` and `complete`: a server at --url, or an engine started for the purpose and stopped after."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from launch.blocking import LoopThread
+from launch.http import Endpoint, endpoint, get_json, stream
+from launch.options import Invocation
+from trireme.config import EngineConfig
+from trireme.params import SamplingParams
+
+Messages = Sequence[dict[str, str]]
+
+
+class Piece(NamedTuple):
+    """Text as it comes; `finish` with the last one."""
+
+    text: str
+    finish: str | None = None
+
+
+class Talker(Protocol):
+    """Leaving an iterator early, also with Ctrl-C, stops the generation."""
+
+    name: str
+
+    def answer(self, messages: Messages) -> Iterator[Piece]: ...
+
+    def go_on(self, prompt: str) -> Iterator[Piece]: ...
+
+    def close(self) -> None: ...
+
+
+def make_talker(invocation: Invocation) -> Talker:
+    """By --url, or by the engine settings."""
+    options, config = invocation.options, invocation.loaded.config
+    wanted = {name: options[name] for name in ("max_tokens", "temperature", "seed") if options[name] is not None}
+    if options["url"]:
+        key = config.serving.api_key[0] if config.serving.api_key else ""
+        return RemoteTalker(endpoint(options["url"], key), wanted)
+    return LocalTalker(config, SamplingParams(**wanted), quiet="launch.log_level" not in invocation.loaded.sources)
+
+
+class LocalTalker:
+    """An engine of our own."""
+
+    def __init__(self, config: EngineConfig, params: SamplingParams, *, quiet: bool) -> None:
+        from launch.llm import LLM  # the engine's imports, which a remote talk does not need
+
+        if quiet:
+            launch = msgspec.structs.replace(config.launch, log_level="warning")
+            config = msgspec.structs.replace(config, launch=launch)
+        self._llm = LLM(config)
+        self._params = params
+        self.name = self._llm.config.model.served_name or ""
+
+    def answer(self, messages: Messages) -> Iterator[Piece]:
+        for delta in self._llm.stream_chat(messages, self._params):
+            yield Piece(delta.text, delta.finish_reason)
+
+    def go_on(self, prompt: str) -> Iterator[Piece]:
+        for delta in self._llm.stream(prompt, self._params):
+            yield Piece(delta.text, delta.finish_reason)
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+class RemoteTalker:
+    """A server that speaks the OpenAI API; uses the first model that it lists."""
+
+    def __init__(self, to: Endpoint, wanted: dict[str, Any]) -> None:
+        self._to = to
+        self._wanted = wanted
+        self._loop = LoopThread("talk")
+        try:
+            self.name = str(self._loop.wait(get_json(to, "/v1/models"))["data"][0]["id"])
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def answer(self, messages: Messages) -> Iterator[Piece]:
+        return self._loop.iterate(self._pieces("/v1/chat/completions", {"messages": list(messages)}))
+
+    def go_on(self, prompt: str) -> Iterator[Piece]:
+        return self._loop.iterate(self._pieces("/v1/completions", {"prompt": prompt}))
+
+    async def _pieces(self, path: str, what: dict[str, Any]) -> AsyncGenerator[Piece, None]:
+        body = {"model": self.name, "stream": True, **self._wanted, **what}
+        async for event in stream(self._to, path, body):
+            for choice in event.get("choices") or ():
+                found = msgspec.convert(choice, _Choice)
+                yield Piece(found.text or found.delta.content or "", found.finish_reason)
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+    finish_reason: str | None = None

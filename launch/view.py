@@ -1,0 +1,31 @@
+"""Progress of a start on the terminal, for commands that may also run without one. rich is imported by the first bar."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transport.messages import Progress
+
+
+class ProgressView:
+    """`wanted` None means: when stderr is a terminal. May be called from any thread."""
+
+    def __init__(self, wanted: bool | None = None) -> None:
+        self._wanted = sys.stderr.isatty() if wanted is None else wanted
+        self._console: Any = None
+
+    def on_progress(self, report: Progress) -> None:
+        if not self._wanted:
+            return
+        if self._console is None:
+            from launch.console import Console
+
+            self._console = Console()
+        self._console.progress(report.source, report.phase, report.done, report.total)
+
+    def close(self) -> None:
+        """Leaves the bars where they are."""
+        if self._console is not None:
+            self._console.close()
+            self._console = None
