@@ -1,0 +1,151 @@
+"""One worker process behind its socket: loads, serves plans, answers calls, reports its own death, follows its engine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.models.rows import new_row, plan_of
+from tests.models.tiny import make_stub
+from transport.boot import Child, spawn
+from transport.messages import (
+    Boot,
+    Call,
+    CallReply,
+    Failed,
+    Hello,
+    SetupKV,
+    StepResult,
+    Wire,
+    WorkerFault,
+    WorkerInit,
+    WorkerLoaded,
+    WorkerReady,
+    WorkerToCore,
+)
+from transport.rundir import RunDir
+from transport.sockets import Left, Peer, Poller, Server
+from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from trireme.params import RowParams
+
+GREEDY = RowParams(20, temperature=0.0)
+
+
+class Core:
+    """The engine core's side of one worker."""
+
+    def __init__(self, model: Path, kind: str) -> None:
+        config = EngineConfig(
+            model=ModelConfig(model=str(model), max_len=64),
+            cache=CacheConfig(block_size=4),
+            parallel=ParallelConfig(worker=kind, threads=1),  # type: ignore[arg-type]
+        )
+        self.config = msgspec.msgpack.encode(config)
+        self.run_dir = RunDir()
+        engine = Boot("engine", "engine-0", 0, self.config, b"hash", self.run_dir.path)
+        self.server = Server.open(engine, "engine-0.workers", WorkerToCore, silence_s=None)
+        boot = Boot("worker", "engine-0.worker-0", 0, self.config, b"hash", self.run_dir.path, index=0)
+        self.child: Child = spawn("workers.main", boot)
+        self.inbox: list[Any] = []
+        self.reports: list[Any] = []
+        self.peer: Peer | None = None
+        self.poller = Poller()
+        self.poller.add(self.server, self._receive)
+        self.poller.add(self.child, lambda: self.reports.extend(self.child.receive()))
+
+    def _receive(self) -> None:
+        for peer, message in self.server.receive():
+            if isinstance(message, Hello):
+                self.peer = peer
+            self.inbox.append(message)
+
+    def until(self, kind: type | Callable[[], bool], timeout_s: float = 30.0) -> Any:
+        """Waits for a message of `kind` (taken from the inbox) or for a condition."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if isinstance(kind, type):
+                for message in self.inbox:
+                    if isinstance(message, kind):
+                        self.inbox.remove(message)
+                        return message
+            elif kind():
+                return None
+            self.poller.wait(0.05)
+        raise AssertionError(f"no {kind} within {timeout_s} s; inbox {self.inbox}, reports {self.reports}")
+
+    def send(self, message: Wire) -> None:
+        assert self.peer is not None
+        assert self.server.send(self.peer, message)
+
+    def start(self) -> WorkerLoaded:
+        self.until(Hello)
+        self.send(WorkerInit(self.config, 0, 0))
+        loaded: WorkerLoaded = self.until(WorkerLoaded)
+        self.send(SetupKV(32))
+        self.until(WorkerReady)
+        return loaded
+
+    def close(self) -> None:
+        self.child.close()
+        self.child.wait(5.0)
+        self.server.close(0.0)
+        self.run_dir.remove()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Core]]:
+    cores: list[Core] = []
+
+    def make(kind: str) -> Core:
+        model = make_stub(tmp_path / "stub", scripts=[[104, 105, 106]])
+        cores.append(Core(model, kind))
+        return cores[-1]
+
+    yield make
+    for core in cores:
+        core.close()
+
+
+@pytest.mark.parametrize("kind", ["fake", "torch"])
+def test_a_worker_process_serves_plans_and_calls(start: Callable[[str], Core], kind: str) -> None:
+    core = start(kind)
+    assert core.start().vocab_size == 259
+    new = [new_row(0, [1, 2, 3], GREEDY, blocks=[0])]
+    core.send(plan_of(step=1, new=new, rows=[0], num_tokens=[3]))
+    core.send(plan_of(step=2, blocks=[(0, [1])], rows=[0], num_computed=[3], tokens=[104]))
+    results = [core.until(StepResult), core.until(StepResult)]
+    assert [(r.step, r.rows, r.tokens) for r in results] == [(1, [0], [104]), (2, [0], [105])]
+    core.send(Call(7, "info"))
+    assert core.until(CallReply).result["pid"] == core.child.pid
+    core.send(Call(8, "dance"))
+    reply = core.until(CallReply)
+    assert (reply.call_id, reply.ok) == (8, False)
+    assert "dance" in reply.error
+
+
+def test_an_exception_is_reported_with_its_cause_and_ends_the_worker(start: Callable[[str], Core]) -> None:
+    core = start("fake")
+    core.start()
+    core.send(plan_of(rows=[3]))  # no such row
+    fault = core.until(WorkerFault)
+    assert fault.error.startswith("KeyError")
+    assert "Traceback" in fault.traceback
+    core.until(Left)
+    core.until(lambda: any(isinstance(report, Failed) and "KeyError" in report.error for report in core.reports))
+    assert core.child.wait(5.0)
+
+
+def test_a_worker_ends_when_its_engine_core_leaves(start: Callable[[str], Core]) -> None:
+    core = start("fake")
+    core.start()
+    core.child.close()
+    deadline = time.monotonic() + 5
+    while os.path.exists(f"/proc/{core.child.pid}") and not core.child.wait(0.1):
+        assert time.monotonic() < deadline
+    assert core.child.exit_code is not None
