@@ -110,7 +110,8 @@ def tiny_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
     }
     config |= FAMILIES[family]
     config |= changes
-    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    if "head_dim" not in config:
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     return config
 
 
