@@ -22,6 +22,10 @@ HEADER_BYTES = 16 << 10
 NUM_HEADERS = 100
 HEADER_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 75
+LINGER_S = (
+    2.0  # after a refusal: what the client still sends is read and dropped for so long, so that it can read the answer
+)
+LINGER_BYTES = 4 << 20
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -33,6 +37,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._dropped_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,10 +46,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
+            self._drop(len(data))
             return
         super().data_received(data)
         if self._in_head and not self._is_refused:
@@ -54,6 +63,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if self._linger_timer is not None:  # the refused body ended, and the connection goes on
+            self._linger_timer.cancel()
+            self._linger_timer = None
+        self._dropped_bytes = 0
         self._head_bytes = 0
         self._pending_bytes = 0
         self._in_head = True
@@ -80,8 +93,11 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if not self._is_refused:
-            super().on_body(body)
+        if self._is_refused:
+            return
+        if self.cycle.response_complete:  # refused by the application before all of it was read
+            self._drop(len(body))
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self._is_refused:
@@ -120,6 +136,16 @@ class LimitedProtocol(HttpToolsProtocol):
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         if not self.transport.is_closing():
             self.transport.write(head.encode() + body)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self._drop(0)
+
+    def _drop(self, num_bytes: int) -> None:
+        """Reads on for a moment without keeping anything: closing at once would reset the connection under the answer."""
+        self._dropped_bytes += num_bytes
+        if self._linger_timer is None:
+            self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+        if self._dropped_bytes > LINGER_BYTES and not self.transport.is_closing():
             self.transport.close()
 
 

@@ -1,0 +1,247 @@
+"""Who may come in and how much they may send: keys, hosts, header and body limits, slow and silent clients, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.gate import PUBLIC, Keys
+from serving.main import drain
+from tests.models.tiny import EOS
+from tests.serving.deployment import Served, serve
+from tests.serving.engines import FakeEngine, words
+
+TEXT = {"model": "stub", "prompt": "hello"}
+ROUTES = ["/v1/models", "/v1/models/stub", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+TRICKS = [
+    "/metrics",
+    "/",
+    "/health/",
+    "/health/../v1/models",
+    "//health",
+    "/HEALTH",
+    "/health%2f",
+    "/health;/v1/models",
+]
+
+
+async def test_only_listed_routes_answer_without_a_key(tmp_path: Path) -> None:
+    async with serve(tmp_path, FakeEngine(words("x", EOS)), api_key=("secret", "other")) as served:
+        for path in (*ROUTES, *TRICKS):
+            for method in ("GET", "POST", "OPTIONS", "PUT"):
+                status, headers, body = await served.request(method, path)
+                assert status == 401, path
+                assert json.loads(body)["error"]["code"] == "invalid_api_key"
+                assert headers["www-authenticate"] == "Bearer"
+        for path in PUBLIC:
+            assert (await served.request("GET", path))[0] == 200
+        for key, expected in (("secret", 200), ("other", 200), ("secre", 401), ("secrets", 401), ("", 401)):
+            for name, value in (("authorization", f"Bearer {key}"), ("x-api-key", key)):
+                assert (await served.request("GET", "/v1/models", headers={name: value}))[0] == expected
+        wrong_scheme = {"authorization": "Basic secret"}
+        assert (await served.request("GET", "/v1/models", headers=wrong_scheme))[0] == 401
+
+
+def test_keys_are_not_kept_in_the_clear() -> None:
+    keys = Keys(["top-secret"])
+    assert "top-secret" not in repr(vars(keys))
+    assert keys.allow([(b"authorization", b"bearer top-secret")])
+    assert not Keys([])
+
+
+async def test_hostnames_of_strangers_are_refused_on_loopback(tmp_path: Path) -> None:
+    async with serve(tmp_path, FakeEngine()) as served:
+        for host, expected in (
+            ("localhost:8000", 200),
+            ("127.0.0.1", 200),
+            ("[::1]:80", 200),
+            ("a.localhost", 200),
+            ("evil.example", 403),
+            ("127.0.0.1.evil.example", 403),
+            ("localhost.evil.example:80", 403),
+        ):
+            assert (await served.request("GET", "/v1/models", headers={"host": host}))[0] == expected, host
+        assert (await served.request("GET", "/health", headers={"host": "probe.example"}))[0] == 200
+
+
+async def test_unknown_routes_and_methods(tmp_path: Path) -> None:
+    async with serve(tmp_path, FakeEngine()) as served:
+        for method, path, expected in (
+            ("GET", "/nothing", 404),
+            ("POST", "/v1/models", 405),
+            ("GET", "/v1/completions", 405),
+            ("GET", "/v1/completions/", 404),
+            ("HEAD", "/health", 200),
+        ):
+            status, headers, body = await served.request(method, path)
+            assert status == expected, path
+            assert headers["content-type"] == "application/json"
+            assert method == "HEAD" or expected == 200 or json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_request_ids_are_echoed(tmp_path: Path) -> None:
+    async with serve(tmp_path, FakeEngine(words("x", EOS))) as served:
+        _, headers, body = await served.request("POST", "/v1/completions", TEXT, {"x-request-id": "abc-1"})
+        assert headers["x-request-id"] == "abc-1"
+        assert json.loads(body)["id"] == "cmpl-abc-1"
+        for bad in ("x" * 129, "a b", "\u00e9"):
+            status, headers, _ = await served.request("GET", "/health", headers={"x-request-id": bad})
+            assert status == 200
+            assert len(headers["x-request-id"]) == 32
+        _, headers, _ = await served.request("GET", "/nothing")
+        assert len(headers["x-request-id"]) == 32
+
+
+async def test_bodies_are_limited_while_they_are_read(tmp_path: Path) -> None:
+    async with serve(tmp_path, FakeEngine(), body_limit=4096) as served:
+        status, _, body = await served.request("POST", "/v1/completions", raw=b"x" * 4097)
+        assert status == 413
+        assert "4096" in json.loads(body)["error"]["message"]
+        chunk = b"400\r\n" + b"x" * 1024 + b"\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        head += b"transfer-encoding: chunked\r\n\r\n"
+        assert (await served.send(head + chunk * 5))[0] == 413
+        assert (await served.request("POST", "/v1/completions", {"prompt": "x"}, {"content-encoding": "gzip"}))[
+            0
+        ] == 415
+        assert (await served.request("POST", "/v1/completions", raw=b"a=b", headers={"content-type": "text/plain"}))[
+            0
+        ] == 415
+        assert (await served.request("POST", "/tokenize", raw=b'{"prompt": "x"}'))[0] == 200
+
+
+async def test_headers_are_limited(tmp_path: Path) -> None:
+    async with serve(tmp_path, FakeEngine()) as served:
+        assert (await served.request("GET", "/health", headers={"x": "y" * 20_000}))[0] == 431
+        assert (await served.request("GET", "/health", headers={f"x-{i}": "y" for i in range(101)}))[0] == 431
+        assert (await served.request("GET", "/health?" + "q" * 17_000))[0] == 431
+        assert (await served.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 1_000_000))[0] == 431
+        assert (await served.request("GET", "/health", headers={"x": "y" * 10_000}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+async def test_broken_http_is_a_400(tmp_path: Path, data: bytes) -> None:
+    async with serve(tmp_path, FakeEngine()) as served:
+        status, headers, body = await served.send(data)
+        assert status == 400
+        assert headers["connection"] == "close"
+        assert "error" in json.loads(body)
+        assert (await served.request("GET", "/health"))[0] == 200
+
+
+async def test_late_heads_and_bodies_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.listener.HEADER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("serving.app.BODY_TIMEOUT_S", 0.1)
+    async with serve(tmp_path, FakeEngine()) as served:
+        assert (await served.send(b"GET /health HTTP/1.1\r\nhost: "))[0] == 408
+        head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 50\r\n\r\n"
+        assert (await served.send(head + b'{"prompt"'))[0] == 408
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        assert await asyncio.wait_for(reader.read(), 5) == b""  # silent from the start: closed without a word
+        writer.close()
+
+
+async def test_a_slow_reader_is_cut_off_and_frees_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.sse.STALL_S", 0.5)
+    engine = FakeEngine([259] * 100_000, max_len=200_000)
+    async with serve(tmp_path, engine, extra=["long text " * 100], stream_buffer=4096) as served:
+        body = json.dumps({**TEXT, "stream": True, "max_tokens": 100_000}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
+        writer.write(head + body)
+        await reader.readline()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        async with asyncio.timeout(15):
+            while served.front.client.num_rows == 0 and not engine.aborted:
+                await asyncio.sleep(0.01)
+            while served.front.client.num_rows:
+                await asyncio.sleep(0.05)
+        await served.quiet()
+        assert engine.aborted == [1]
+        numbers = await served.numbers()
+        assert numbers["trireme_slow_readers_total"] == 1
+        assert numbers['trireme_requests_total{outcome="error"}'] == 1
+        writer.transport.abort()
+
+
+async def test_silent_streams_get_pings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.sse.PING_S", 0.5)
+    monkeypatch.setattr("serving.sse.FIRST_EVENT_S", 0.2)
+    engine = FakeEngine(words("x", EOS))
+    async with serve(tmp_path, engine) as served:
+        engine.hold.clear()
+        asyncio.get_running_loop().call_later(2.5, engine.hold.set)
+        status, _, answer = await served.request("POST", "/v1/completions", {**TEXT, "stream": True})
+        assert status == 200
+        assert answer.startswith(b": waiting\n\n: ping\n\n")
+        assert answer.endswith(b"data: [DONE]\n\n")
+        assert b'"text":"x"' in answer
+
+
+async def opened(served: Served, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A stream that has begun."""
+    body = json.dumps({**TEXT, "stream": True, "max_tokens": 500, **fields}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    await reader.readuntil(b"\n\n")
+    return reader, writer
+
+
+async def test_draining_lets_streams_finish(tmp_path: Path) -> None:
+    async with serve(tmp_path, FakeEngine(words("a" * 100, EOS), step_s=0.003)) as served:
+        reader, writer = await opened(served)
+        leaving = asyncio.ensure_future(drain(served.front, served.listener, notice_s=0.1, deadline_s=10))
+        await asyncio.sleep(0.02)
+        assert (await served.request("GET", "/ready"))[0] == 503
+        assert (await served.post("/v1/completions", {**TEXT, "max_tokens": 1}))[0] == 200  # within the notice period
+        await asyncio.sleep(0.1)
+        status, headers, _ = await served.request("POST", "/v1/completions", TEXT)
+        assert status == 503
+        assert int(headers["retry-after"]) >= 1
+        rest = await reader.read()
+        writer.close()
+        assert b"data: [DONE]" in rest
+        await leaving
+        with pytest.raises(ConnectionError):
+            await served.request("GET", "/health")
+
+
+async def test_draining_ends_what_is_too_long_with_an_error(tmp_path: Path) -> None:
+    engine = FakeEngine(words("a" * 10_000), step_s=0.003)
+    async with serve(tmp_path, engine) as served:
+        reader, writer = await opened(served, max_tokens=1500)
+        await drain(served.front, served.listener, notice_s=0.0, deadline_s=0.2)
+        rest = await reader.read()
+        writer.close()
+        assert b"shutting down" in rest
+        assert b"[DONE]" not in rest
+        assert engine.rows == {}
+
+
+async def test_a_failure_of_ours_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(tmp_path, FakeEngine()) as served:
+
+        def explode(*_: object, **__: object) -> None:
+            raise RuntimeError("secret path /etc/shadow at 0x7fff")
+
+        monkeypatch.setattr(served.front.tokenizer, "encode", explode)
+        status, headers, body = await served.request("POST", "/tokenize", {"prompt": "x"})
+        assert status == 500
+        assert b"secret" not in body
+        assert headers["x-request-id"] in json.loads(body)["error"]["message"]
+        assert "secret path" in caplog.text
