@@ -113,7 +113,7 @@ void attend_by_parts(const AttentionArgs& a, const std::vector<AttentionTask>& t
 
 int64_t attention_scratch_floats(int num_queries, int dim) {
   const int64_t padded = (dim + 15) / 16 * 16, n = (num_queries + 15) / 16 * 16;
-  return n * (3 * padded + 16 + 3) + 2 * kTileTokens * padded;
+  return n * (3 * padded + 16 + kTileTokens + 4) + 2 * kTileTokens * padded;
 }
 
 bool is_large(const AttentionArgs& a) {

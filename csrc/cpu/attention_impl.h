@@ -53,6 +53,8 @@ struct TaskState {
   int dim;
   int dim_padded;
   float* q;             // [num_queries][dim], scaled
+  float* scores;        // [num_queries][kTileTokens], then their weights
+  float* alpha;         // [num_queries], what this tile multiplies earlier sums by
   float* part_out;      // [num_queries][dim_padded], and the next two: of the part under way
   float* part_max;      // [num_queries]
   float* part_sum;      // [num_queries][16]
@@ -83,6 +85,8 @@ static TaskState lay_out_scratch(const AttentionArgs& a, const AttentionTask& ta
   s.total_max = take(n16);
   s.total_sum = take(n16);
   s.q = take(n * padded);
+  s.scores = take(n * kTileTokens);
+  s.alpha = take(n16);
   s.packed_keys = take(static_cast<int64_t>(s.dim) * kTileTokens);
   s.packed_values = take(kTileTokens * padded);
   return s;
@@ -219,47 +223,69 @@ TRIREME_INLINE float weigh_query(float* scores, Range covered, Range seen, float
   return alpha;
 }
 
-template <int R, class T>
-static void attend_queries(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, int query,
-                           const Tile<T>& tile, int tile_start, Range available) {
-  alignas(64) float scores[R * kTileTokens];
-  float alpha[R];
+// Tokens of the tile that some query of [query, query + count) sees.
+TRIREME_INLINE Range covered_range(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, int query,
+                                   int count, int tile_start, Range available) {
   const int first_position = task.first_position + query / s.group;
-  const int last_position = task.first_position + (query + R - 1) / s.group;
-  const Range covered = {larger(available.first, first_seen(first_position, a.window) - tile_start),
-                         smaller(available.last, last_position + 1 - tile_start)};
-  if (covered.first >= covered.last) return;
-  score_tile<R, T>(s, query, tile, covered.first_sub(), covered.last_sub(), scores);
-  for (int r = 0; r < R; ++r) {
-    const int position = task.first_position + (query + r) / s.group;
-    const Range seen = {larger(covered.first, first_seen(position, a.window) - tile_start),
-                        smaller(covered.last, position + 1 - tile_start)};
-    alpha[r] = weigh_query(scores + r * kTileTokens, covered, seen, s.part_max + query + r,
-                           s.part_sum + static_cast<int64_t>(query + r) * kLanes);
-  }
-  add_tile<R, T>(s, query, tile, scores, alpha, covered.first, covered.last);
+  const int last_position = task.first_position + (query + count - 1) / s.group;
+  return {larger(available.first, first_seen(first_position, a.window) - tile_start),
+          smaller(available.last, last_position + 1 - tile_start)};
 }
 
-template <class T, int R = kQueries>
+template <int R, class T>
+static void weigh_queries(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, int query,
+                          const Tile<T>& tile, int tile_start, Range available) {
+  const Range covered = covered_range(a, task, s, query, R, tile_start, available);
+  if (covered.first >= covered.last) return;
+  float* scores = s.scores + static_cast<int64_t>(query) * kTileTokens;
+  score_tile<R, T>(s, query, tile, covered.first_sub(), covered.last_sub(), scores);
+  for (int r = 0; r < R; ++r) {
+    const Range seen = covered_range(a, task, s, query + r, 1, tile_start, covered);
+    s.alpha[query + r] = weigh_query(scores + r * kTileTokens, covered, seen, s.part_max + query + r,
+                                     s.part_sum + static_cast<int64_t>(query + r) * kLanes);
+  }
+}
+
+template <int R, class T>
+static void add_queries(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, int query,
+                        const Tile<T>& tile, int tile_start, Range available) {
+  const Range covered = covered_range(a, task, s, query, R, tile_start, available);
+  if (covered.first >= covered.last) return;
+  add_tile<R, T>(s, query, tile, s.scores + static_cast<int64_t>(query) * kTileTokens, s.alpha + query, covered.first,
+                 covered.last);
+}
+
+enum class Pass { weigh, add };
+
+template <Pass P, class T, int R = kQueries>
 TRIREME_INLINE void dispatch_queries(int count, const AttentionArgs& a, const AttentionTask& task, const TaskState& s,
                                      int query, const Tile<T>& tile, int tile_start, Range available) {
   if constexpr (R > 0) {
-    if (count == R) return attend_queries<R, T>(a, task, s, query, tile, tile_start, available);
-    dispatch_queries<T, R - 1>(count, a, task, s, query, tile, tile_start, available);
+    if (count != R) return dispatch_queries<P, T, R - 1>(count, a, task, s, query, tile, tile_start, available);
+    if constexpr (P == Pass::weigh) weigh_queries<R, T>(a, task, s, query, tile, tile_start, available);
+    if constexpr (P == Pass::add) add_queries<R, T>(a, task, s, query, tile, tile_start, available);
   }
 }
 
-template <class T>
-static void attend_tile(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, const Tile<T>& tile,
-                        int tile_start, Range available) {
+template <Pass P, class T>
+static void pass_over_queries(const AttentionArgs& a, const AttentionTask& task, const TaskState& s,
+                              const Tile<T>& tile, int tile_start, Range available) {
   // Groups of nearly equal size: 7 queries are 4 + 3, not 6 + 1.
   const int num_groups = (s.num_queries + kQueries - 1) / kQueries;
   int query = 0;
   for (int i = 0; i < num_groups; ++i) {
     const int count = (s.num_queries - query + num_groups - i - 1) / (num_groups - i);
-    dispatch_queries<T>(count, a, task, s, query, tile, tile_start, available);
+    dispatch_queries<P, T>(count, a, task, s, query, tile, tile_start, available);
     query += count;
   }
+}
+
+// All queries against the keys, then all against the values: each half of the tile stays in the first cache meanwhile.
+template <class T>
+static void attend_tile(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, const Tile<T>& tile,
+                        int tile_start, Range available) {
+  pass_over_queries<Pass::weigh>(a, task, s, tile, tile_start, available);
+  pass_over_queries<Pass::add>(a, task, s, tile, tile_start, available);
 }
 
 // ---------------------------------------------------------------- finding and packing the tiles
@@ -387,7 +413,7 @@ static void attend_part(const AttentionArgs& a, const AttentionTask& task, const
   const int begin = larger(part * kPartTokens, first_seen(task.first_position, a.window));
   const int end = smaller((part + 1) * kPartTokens, last_position + 1);
   const bool is_aligned = a.kv.block_size % kLanes == 0 && a.kv.dim % kLanes == 0;
-  const bool is_direct = is_aligned && (sizeof(T) == 4 || s.num_queries <= kQueries);
+  const bool is_direct = is_aligned && s.num_queries <= 2 * kQueries;
   start_part(s);
   for (int tile_start = begin / kTileTokens * kTileTokens; tile_start < end; tile_start += kTileTokens) {
     const Range available = {larger(0, begin - tile_start), smaller(kTileTokens, end - tile_start)};

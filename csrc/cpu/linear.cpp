@@ -181,8 +181,8 @@ QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, int
   QuantizedRows rows{};
   rows.scale = reinterpret_cast<float*>(memory);
   rows.sum = rows.scale + blocks;
-  rows.int_sum = reinterpret_cast<int32_t*>(rows.sum + blocks);
-  rows.q = reinterpret_cast<int8_t*>(rows.int_sum + blocks);
+  rows.minus_sum = reinterpret_cast<int32_t*>(rows.sum + blocks);
+  rows.q = reinterpret_cast<int8_t*>(rows.minus_sum + blocks);
   const int per_task = std::max(1, 16384 / k);
   const int num_tasks = (args.m + per_task - 1) / per_task;
   parallel(num_tasks, [&](int task, int) {
@@ -190,7 +190,7 @@ QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, int
     for (int row = task * per_task; row < end; ++row) {
       const size_t at = static_cast<size_t>(row) * (k / kBlock);
       kernels.quantize_row(args.x + row * args.x_stride, k, rows.q + at * kBlock, rows.scale + at, rows.sum + at,
-                           rows.int_sum + at);
+                           rows.minus_sum + at);
     }
   });
   return rows;
@@ -256,7 +256,7 @@ void linear(const PackedWeight& weight, const LinearArgs& args) {
     tile.x_stride = args.x_stride;
     if (is_block) {
       const size_t at = static_cast<size_t>(first_row) * blocks_per_row;
-      tile.rows = {rows.q + at * kBlock, rows.scale + at, rows.sum + at, rows.int_sum + at};
+      tile.rows = {rows.q + at * kBlock, rows.scale + at, rows.sum + at, rows.minus_sum + at};
     }
     tile.out = args.out + first_row * args.out_stride + first_col;
     tile.out_stride = args.out_stride;

@@ -76,7 +76,7 @@ struct QuantizedRows {
   int8_t* q;        // [m][k]
   float* scale;     // [m][k / 32]; NaN where x has a value that is not finite
   float* sum;       // [m][k / 32], scale * sum of q
-  int32_t* int_sum; // [m][k / 32], sum of q
+  int32_t* minus_sum;  // [m][k / 32], minus the sum of q
 };
 
 // One rectangle of a product: consecutive tiles x consecutive rows.
@@ -96,7 +96,7 @@ struct TileArgs {
   bool accumulate;
 };
 
-using QuantizeRowFn = void (*)(const float* x, int k, int8_t* q, float* scale, float* sum, int32_t* int_sum);
+using QuantizeRowFn = void (*)(const float* x, int k, int8_t* q, float* scale, float* sum, int32_t* minus_sum);
 using TileFn = void (*)(const TileArgs& args);
 
 struct LinearKernels {

@@ -24,7 +24,7 @@ inline uint32_t max_lanes(__m256i v) {
   return static_cast<uint32_t>(_mm_cvtsi128_si32(s));
 }
 
-void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, int32_t* int_sum) {
+void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, int32_t* minus_sum) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   for (int block = 0; block < k / kBlock; ++block, x += kBlock, q += kBlock) {
@@ -39,7 +39,7 @@ void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, in
     if (bits >= 0x7f800000u || amax < 1e-30f) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm256_setzero_si256());
       scale[block] = sum[block] = bits >= 0x7f800000u ? __builtin_nanf("") : 0.0f;
-      int_sum[block] = 0;
+      minus_sum[block] = 0;
       continue;
     }
     const __m256 inverse = _mm256_set1_ps(127.0f / amax);
@@ -51,7 +51,7 @@ void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, in
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), bytes);
     scale[block] = amax / 127.0f;
     sum[block] = scale[block] * static_cast<float>(total);
-    int_sum[block] = total;
+    minus_sum[block] = -total;
   }
 }
 
@@ -174,7 +174,7 @@ inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int 
   const size_t at = static_cast<size_t>(first_row) * num_blocks;
   const float* scale = args.rows.scale + at;
   const float* sum = args.rows.sum + at;
-  const int32_t* int_sum = args.rows.int_sum + at;
+  const int32_t* minus_sum = args.rows.minus_sum + at;
   __m256 acc[R][2];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
@@ -199,9 +199,9 @@ inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int 
     for (int r = 0; r < R; ++r) {
       const size_t i = static_cast<size_t>(r) * num_blocks + block;
       if constexpr (kind == WeightKind::q4_0) {
-        const __m256i offset = _mm256_set1_epi32(8 * int_sum[i]);
-        dot[r][0] = _mm256_sub_epi32(dot[r][0], offset);
-        dot[r][1] = _mm256_sub_epi32(dot[r][1], offset);
+        const __m256i offset = _mm256_slli_epi32(_mm256_set1_epi32(minus_sum[i]), 3);
+        dot[r][0] = _mm256_add_epi32(dot[r][0], offset);
+        dot[r][1] = _mm256_add_epi32(dot[r][1], offset);
       }
       const __m256 x_scale = _mm256_broadcast_ss(scale + i);
       acc[r][0] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[r][0]), _mm256_mul_ps(scale0, x_scale), acc[r][0]);

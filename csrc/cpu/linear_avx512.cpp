@@ -10,7 +10,7 @@ namespace {
 
 // ---------------------------------------------------------------- activations
 
-void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, int32_t* int_sum) {
+void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, int32_t* minus_sum) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   for (int block = 0; block < k / kBlock; ++block, x += kBlock, q += kBlock) {
     const __m512 v0 = _mm512_loadu_ps(x), v1 = _mm512_loadu_ps(x + 16);
@@ -22,7 +22,7 @@ void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, in
     if (bits >= 0x7f800000u || amax < 1e-30f) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm256_setzero_si256());
       scale[block] = sum[block] = bits >= 0x7f800000u ? __builtin_nanf("") : 0.0f;
-      int_sum[block] = 0;
+      minus_sum[block] = 0;
       continue;
     }
     const __m512 inverse = _mm512_set1_ps(127.0f / amax);
@@ -33,7 +33,7 @@ void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, in
     const int32_t total = _mm512_reduce_add_epi32(_mm512_add_epi32(w0, w1));
     scale[block] = amax / 127.0f;
     sum[block] = scale[block] * static_cast<float>(total);
-    int_sum[block] = total;
+    minus_sum[block] = -total;
   }
 }
 
@@ -51,16 +51,16 @@ inline void store(const TileArgs& args, int row, int tile, __m512 acc) {
 
 // ---------------------------------------------------------------- block kinds
 
-// Makes the compiler finish this value here instead of moving whole chains of products behind each other.
-inline __attribute__((always_inline)) void pin(__m512i& value) { asm("" : "+v"(value)); }
+struct Four {
+  int8_t values[4];
+};
 
 inline __m512i load(const uint8_t* p) { return _mm512_loadu_si512(p); }
 
-// The same 4 activations for all 16 lanes; the compiler folds it into the dot product's memory operand.
-inline __m512i broadcast4(const int8_t* q) {
-  int32_t four;
-  __builtin_memcpy(&four, q, 4);
-  return _mm512_set1_epi32(four);
+// acc + products of w (unsigned) with 4 activations, the same for all 16 lanes. gcc does not fold the broadcast into the
+// instruction by itself, and an asm keeps it from moving whole chains of products behind each other.
+inline __attribute__((always_inline)) void add_products(__m512i& acc, __m512i w, const int8_t* q) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*reinterpret_cast<const Four*>(q)));
 }
 
 inline __m512 load_halfs(const uint8_t* p) {
@@ -81,13 +81,8 @@ inline __attribute__((always_inline)) void dot_q4(const uint8_t* values, const i
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const int8_t* x = q + r * q_stride + pair * 8;
-      dot[r] = _mm512_dpbusd_epi32(dot[r], low, broadcast4(x));
-      if constexpr (R == 1) {
-        second = _mm512_dpbusd_epi32(second, high, broadcast4(x + 4));
-      } else {
-        dot[r] = _mm512_dpbusd_epi32(dot[r], high, broadcast4(x + 4));
-      }
-      pin(dot[r]);
+      add_products(dot[r], low, x);
+      add_products(R == 1 ? second : dot[r], high, x + 4);
     }
   }
   if constexpr (R == 1) dot[0] = _mm512_add_epi32(dot[0], second);
@@ -104,13 +99,7 @@ inline __attribute__((always_inline)) void dot_q8(const uint8_t* values, const i
     const __m512i w = _mm512_xor_si512(load(values + group * 64), offset);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const __m512i x = broadcast4(q + r * q_stride + group * 4);
-      if (R == 1 && group % 2 == 1) {
-        second = _mm512_dpbusd_epi32(second, w, x);
-      } else {
-        dot[r] = _mm512_dpbusd_epi32(dot[r], w, x);
-      }
-      pin(dot[r]);
+      add_products(R == 1 && group % 2 == 1 ? second : dot[r], w, q + r * q_stride + group * 4);
     }
   }
   if constexpr (R == 1) dot[0] = _mm512_add_epi32(dot[0], second);
@@ -120,7 +109,7 @@ template <WeightKind kind, int R>
 inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int tile, int first_row) {
   constexpr size_t step = packed_block_bytes(kind);
   constexpr int scale_bytes = kind == WeightKind::q4_1 ? 64 : 32;
-  constexpr int weight_offset = kind == WeightKind::q8_0 ? 128 : kind == WeightKind::q4_0 ? 8 : 0;
+  constexpr int offset_bits = kind == WeightKind::q8_0 ? 7 : kind == WeightKind::q4_0 ? 3 : 0;
   const int num_blocks = args.k / kBlock;
   const ptrdiff_t q_stride = args.k;
   const uint8_t* packed = args.tiles + tile * args.tile_bytes;
@@ -128,7 +117,7 @@ inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int 
   const size_t at = static_cast<size_t>(first_row) * num_blocks;
   const float* scale = args.rows.scale + at;
   const float* sum = args.rows.sum + at;
-  const int32_t* int_sum = args.rows.int_sum + at;
+  const int32_t* minus_sum = args.rows.minus_sum + at;
   __m512 acc[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) acc[r] = _mm512_setzero_ps();
@@ -138,7 +127,7 @@ inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int 
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const size_t i = static_cast<size_t>(r) * num_blocks + block;
-      dot[r] = weight_offset == 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(-weight_offset * int_sum[i]);
+      dot[r] = offset_bits == 0 ? _mm512_setzero_si512() : _mm512_slli_epi32(_mm512_set1_epi32(minus_sum[i]), offset_bits);
     }
     if constexpr (R == 1) {
       for (size_t line = 0; line < step; line += 64) _mm_prefetch(reinterpret_cast<const char*>(packed + 2048 + line), _MM_HINT_T0);

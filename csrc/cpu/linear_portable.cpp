@@ -9,7 +9,7 @@
 namespace trireme {
 namespace {
 
-void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, int32_t* int_sum) {
+void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, int32_t* minus_sum) {
   for (int block = 0; block < k / kBlock; ++block, x += kBlock, q += kBlock) {
     uint32_t largest = 0;  // compared as integers, so that NaN and infinity win
     for (int i = 0; i < kBlock; ++i) largest = std::max(largest, bits_from_float(x[i]) & 0x7fffffffu);
@@ -24,7 +24,7 @@ void quantize_row(const float* x, int k, int8_t* q, float* scale, float* sum, in
     }
     scale[block] = !is_finite ? NAN : is_tiny ? 0.0f : amax / 127.0f;
     sum[block] = scale[block] * static_cast<float>(total);
-    int_sum[block] = total;
+    minus_sum[block] = -total;
   }
 }
 
@@ -78,7 +78,7 @@ void block_tiles(const TileArgs& args) {
         uint16_t halfs[2 * kTileRows];
         std::memcpy(halfs, packed, 2 * kTileRows * num_scales);
         for (int lane = 0; lane < kTileRows; ++lane) {
-          if (kind == WeightKind::q4_0) dot[lane] -= 8 * args.rows.int_sum[at];
+          if (kind == WeightKind::q4_0) dot[lane] += 8 * args.rows.minus_sum[at];
           acc[lane] += static_cast<float>(dot[lane]) * (float_from_fp16(halfs[lane]) * args.rows.scale[at]);
           if (kind == WeightKind::q4_1) acc[lane] += float_from_fp16(halfs[kTileRows + lane]) * args.rows.sum[at];
         }
