@@ -12,19 +12,17 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from serving.app import make_app
-from serving.client import Connect, EngineClient
+from serving.connect import client_over_sockets
 from serving.front import Front
 from serving.listener import Listener
 from serving.siblings import Siblings
 from serving.tokens import load_tokenizer
-from transport.aio import AsyncConnection
 from transport.boot import BootChannel
-from transport.messages import Boot, EngineToFront, FromCoordinator
+from transport.messages import Drain
 from trireme.arch import read_arch
 from trireme.config import EngineConfig
 from trireme.log import configure, facts
@@ -66,16 +64,6 @@ def main(channel: BootChannel) -> None:
         runner.run(run())
 
 
-def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:
-    """One link per engine, one to the coordinator when there are several engines. Links open when the client starts."""
-
-    def over(name: str, accepts: Any) -> Connect:
-        return lambda on_message: AsyncConnection.open(boot, name, accepts, on_message)
-
-    engines = [over(f"engine-{index}.front", EngineToFront) for index in range(config.parallel.dp)]
-    return EngineClient(engines, over("coordinator", FromCoordinator) if config.parallel.dp > 1 else None)
-
-
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop where it is installed."""
     with contextlib.suppress(ImportError):
@@ -88,15 +76,16 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(channel: BootChannel, front: Front, siblings: Siblings, phases: dict[str, float]) -> None:
     boot = channel.boot
     loop = asyncio.get_running_loop()
-    leave = asyncio.Event()
-    deadline_s = front.config.serving.drain_timeout
+    leaving: asyncio.Future[Drain] = loop.create_future()
+    late = asyncio.Event()
 
     def on_order() -> None:
-        nonlocal deadline_s
         channel.acknowledge()
-        for drain in channel.receive():
-            deadline_s = drain.deadline_s
-            leave.set()
+        for order in channel.receive():
+            if leaving.done():
+                late.set()  # told twice: enough
+            else:
+                leaving.set_result(order)
 
     loop.add_reader(channel.fileno(), on_order)
     beats = loop.create_task(_beat(channel))
@@ -107,23 +96,25 @@ async def _serve(channel: BootChannel, front: Front, siblings: Siblings, phases:
     await listener.start()
     channel.ready(phases=phases, decisions=[("chat template", front.renderer.template.name, "see --chat-template")])
     log.info("listening. %s", facts(fd=boot.listen_fd, model=front.model_name, template=front.renderer.template.name))
-    await leave.wait()
-    await drain(front, listener, notice_s=front.config.serving.drain_notice, deadline_s=deadline_s)
+    order = await leaving
+    await drain(front, listener, notice_s=order.notice_s, deadline_s=order.deadline_s, hurry=late)
     siblings.close()
     front.close()
     beats.cancel()
     loop.remove_reader(channel.fileno())
 
 
-async def drain(front: Front, listener: Listener, *, notice_s: float, deadline_s: float) -> None:
-    """Leaves in order: not ready at once, still accepting for the notice period, then refusing; streams may run until the
-    deadline, and those that do not make it end with an explicit error."""
-    end = time.monotonic() + deadline_s
+async def drain(
+    front: Front, listener: Listener, *, notice_s: float, deadline_s: float, hurry: asyncio.Event | None = None
+) -> None:
+    """Leaves in order: not ready at once, still accepting for `notice_s`, then refusing; streams may run for `deadline_s`
+    more, and those that do not make it end with an explicit error. `hurry` ends the waiting."""
+    hurry = hurry or asyncio.Event()
     front.is_draining = True
     log.info("draining. %s", facts(open=front.telemetry.open, notice_s=notice_s, deadline_s=deadline_s))
-    await _until(lambda: False, min(notice_s, deadline_s))
+    await _until(hurry.is_set, notice_s)
     front.is_refusing = True
-    await _until(lambda: front.num_inside == 0, end - time.monotonic())
+    await _until(lambda: front.num_inside == 0 or hurry.is_set(), deadline_s)
     if front.num_inside:
         log.warning("drain deadline reached, ending what is left. %s", facts(open=front.telemetry.open))
         front.client.end_all("this server is shutting down")
