@@ -34,10 +34,10 @@ class AsyncConnection:
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
         self._closed = False
-        socket, self._deaths_fd = link.poll_targets()
-        self._zmq_fd: int = socket.getsockopt(zmq.FD)
-        self._loop.add_reader(self._zmq_fd, self._drain)
-        self._loop.add_reader(self._deaths_fd, self._tick)
+        socket, monitor = link.poll_targets()
+        self._fds: tuple[int, int] = (socket.getsockopt(zmq.FD), monitor.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fds[0], self._drain)
+        self._loop.add_reader(self._fds[1], self._tick)
         self._tick()
 
     @classmethod
@@ -93,8 +93,8 @@ class AsyncConnection:
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._zmq_fd)
-        self._loop.remove_reader(self._deaths_fd)
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
         if self._timer is not None:
             self._timer.cancel()
         self._link.close()

@@ -7,7 +7,6 @@ with a new routing id takes its place, so nothing old can arrive on it.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from transport.address import Keys, check_address, connect_address, guard_client, is_same_host
+from transport.address import Keys, check_address, connect_address, guard_client
 from transport.messages import PROTOCOL_VERSION, Boot, Hello, Ping, Pong, Refused, Welcome, Wire
 from transport.poller import Poller
 from transport.wired import GRACE_S, PING_S, SILENCE_S, Identity, Left, Wired
@@ -23,7 +22,9 @@ from trireme.errors import TransportError
 
 log = logging.getLogger("trireme.transport")
 
-RETRY_MIN_S, RETRY_MAX_S = 0.005, 0.25
+RETRY_MIN_S, RETRY_MAX_S = 0.01, 0.5  # between connections that broke before a Welcome
+HELLO_S = 10.0  # most seconds to wait for the answer to a Hello
+ADDRESS_S = 0.05  # between looks for the address that a tcp server publishes
 
 
 class Connection(Wired):
@@ -48,14 +49,12 @@ class Connection(Wired):
         self._address: str | None = None
         self._num_sent = self._num_received = 0
         self._last_heard = 0.0
-        self._said_hello = False
         self._retry_s = RETRY_MIN_S
         self._next_hello = 0.0
         self._next_ping = 0.0
-        self._pidfd = -1
-        self._death_due = 0.0
+        self._lost_reason, self._lost_due = "", 0.0
         self._events: deque[Any] = deque()
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a server that is not there
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
         keys = Keys.from_boot(boot)
@@ -79,7 +78,6 @@ class Connection(Wired):
     def receive(self, limit: int = 1024) -> Iterator[Any]:
         """What has arrived, never blocking. Welcome comes first after each (re)connection (compare `epoch` with the last
         one to see a restart), Left when the server is gone, everything else in between."""
-        self._note_death()
         for _ in range(limit):
             while self._events:
                 yield self._events.popleft()
@@ -95,7 +93,7 @@ class Connection(Wired):
 
     def send(self, message: Wire) -> bool:
         """Queues `message`; False when not welcomed or the queue is full. Nothing is kept for a later server."""
-        return self.welcome is not None and self._send(message)
+        return self.welcome is not None and not self._lost_reason and self._send(message)
 
     def wait_up(self, timeout_s: float) -> Welcome:
         """Blocks until welcomed; consumes nothing. Raises TransportError on time-out or refusal (with the server's reason)."""
@@ -119,12 +117,21 @@ class Connection(Wired):
         """True when receive() would yield something. For event loops, whose wake-up ZMQ gives only once."""
         return bool(self._events) or bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
+    def poll_targets(self) -> tuple[Any, ...]:
+        return (self._socket, self._monitor)
+
+    def acknowledge(self) -> bool:
+        """True when the connection broke: tick announces its end after a grace, or tries again."""
+        return self._note_disconnection()
+
     def tick(self, now: float) -> float:
         """Hello while down, heartbeats while up. Called by Poller; never sleeps."""
         away = self._was_away(now)
-        self._note_death()
-        if self._death_due and now >= self._death_due:
-            self._go_down(f"process of {self.socket_name} died")
+        self._note_disconnection()
+        if self._lost_reason:
+            if now < self._lost_due:
+                return self._lost_due
+            self._go_down(self._lost_reason)
         if self.welcome is None:
             return self._tick_down(now)
         if away:
@@ -134,20 +141,18 @@ class Connection(Wired):
             return now
         if now >= self._next_ping:
             self._next_ping = now + PING_S
-            if not self._send(Ping(time.time_ns())):
-                self._go_down(f"{self.socket_name} closed its connection")
-                return now
-        return min(self._next_ping, self._death_due or self._next_ping)
+            self._send(Ping(time.time_ns()))
+        return self._next_ping
 
     def close(self, linger_s: float = 1.0) -> None:
         """Closes; what is queued is still sent, for at most `linger_s`, while the process lives."""
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
         super().close(linger_s)
 
     def _connect(self) -> None:
-        """A new ZMQ connection, with a new routing id, to where the server listens now."""
+        """A new ZMQ connection, with a new routing id, to where the server listens now. The old one's queues are lost."""
         if self._address is not None:
             self._socket.disconnect(self._address)
         self._address = connect_address(self._boot, self.socket_name)
@@ -155,23 +160,19 @@ class Connection(Wired):
             check_address(self._address, Keys.from_boot(self._boot))
             self._socket.connect(self._address)
         self._num_sent = self._num_received = 0
-        self._said_hello = False
 
     def _tick_down(self, now: float) -> float:
-        if now < self._next_hello:
-            return self._next_hello
-        if connect_address(self._boot, self.socket_name) != self._address:
+        """Queues a Hello, which waits for the server to appear, and again on a new connection should no answer come."""
+        if self._address is None or connect_address(self._boot, self.socket_name) != self._address:
             self._connect()
-        me = self.identity
-        hello = Hello(PROTOCOL_VERSION, me.config_hash, me.role, me.name, me.epoch, me.pid)
-        if self._send(hello):
-            self._said_hello = True
-            self._retry_s = RETRY_MIN_S
-            self._next_hello = now + PING_S  # once more if no answer comes: the server may have died meanwhile
-        else:
-            self._retry_s = min(self._retry_s * 1.5, RETRY_MAX_S)
-            self._next_hello = now + self._retry_s
-        return self._next_hello
+            self._next_hello = now if self._address is not None else now + ADDRESS_S
+        if now >= self._next_hello:
+            if self._num_sent:
+                self._connect()
+            me = self.identity
+            self._send(Hello(PROTOCOL_VERSION, me.config_hash, me.role, me.name, me.epoch, me.pid))
+            self._next_hello = now + HELLO_S
+        return min(self._next_hello, now + (ADDRESS_S if self._boot.secret_keys else PING_S))
 
     def _send(self, message: Wire) -> bool:
         frames = self._encoder.encode(message)
@@ -191,7 +192,7 @@ class Connection(Wired):
         self._num_received = sequence + 1
         match message:
             case Welcome():
-                return self._go_up(message) if self.welcome is None and self._said_hello else None
+                return self._go_up(message) if self.welcome is None else None
             case Refused():
                 self._on_refused(message.reason)
                 return None
@@ -209,9 +210,8 @@ class Connection(Wired):
             return None
         self.welcome = welcome
         self.refusal = ""
+        self._retry_s = RETRY_MIN_S
         self._next_ping = 0.0
-        if self._address is not None and is_same_host(self._address):
-            self._pidfd = self._watch(welcome.pid)
         return welcome
 
     def _on_refused(self, reason: str) -> None:
@@ -227,15 +227,27 @@ class Connection(Wired):
 
     def _go_down(self, reason: str) -> None:
         self.welcome = None
-        self._unwatch(self._pidfd)
-        self._pidfd = -1
-        self._death_due = 0.0
+        self._lost_reason = ""
         self._next_hello = 0.0
         self._events.append(Left(reason))
         self._connect()
 
-    def _note_death(self) -> None:
-        if self._pidfd >= 0 and self._deaths.poll(0):
-            self._unwatch(self._pidfd)
-            self._pidfd = -1
-            self._death_due = time.monotonic() + GRACE_S
+    def _note_disconnection(self) -> bool:
+        """The other process closed the connection or died: while up that is the end of it, while down try again soon."""
+        broken = False
+        try:
+            while True:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                broken = True
+        except zmq.Again:
+            pass
+        if not broken or self._lost_reason:
+            return broken
+        now = time.monotonic()
+        if self.welcome is not None:
+            # What the server said last may still be on its way from ZMQ's own thread.
+            self._lost_reason, self._lost_due = f"{self.socket_name} closed its connection", now + GRACE_S
+        elif not self.refusal:
+            self._retry_s = min(self._retry_s * 2, RETRY_MAX_S)
+            self._next_hello = min(self._next_hello, now + self._retry_s)
+        return True

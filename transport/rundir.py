@@ -21,8 +21,10 @@ class RunDir:
     def __init__(self) -> None:
         sweep_run_dirs()
         self.path = tempfile.mkdtemp(prefix=PREFIX)
-        self._lock = os.open(Path(self.path, LOCK_NAME), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        unlocked = Path(self.path, "unlocked")
+        self._lock = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(Path(self.path, LOCK_NAME))  # a sweep must never see the lock file before it is locked
 
     def remove(self) -> None:
         """Deletes the directory; once is enough."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -56,6 +57,7 @@ class Server(Wired):
         check_address(address, keys)
         context = zmq.Context() if keys else zmq.Context.instance()
         self._own_context = context if keys else None
+        self._deaths = select.epoll()
         super().__init__(context.socket(zmq.ROUTER), accepts | Hello | Ping | Pong, identity)
         self.progress = 0  # stamped by the owner's loop; travels in Pong
         self._facts = facts
@@ -141,6 +143,13 @@ class Server(Wired):
             self._refuse(peer.routing_id, reason, peer.num_sent)
             self._forget(peer, reason)
 
+    def poll_targets(self) -> tuple[Any, ...]:
+        return (self._socket, self._deaths.fileno())
+
+    def acknowledge(self) -> bool:
+        """True when a peer's process died: its Left is due after a grace."""
+        return bool(self._deaths.poll(0))
+
     def tick(self, now: float) -> float:
         """Heartbeats and overdue deaths. Called by Poller."""
         self._collect_deaths()
@@ -164,6 +173,7 @@ class Server(Wired):
         for pidfd in self._by_pidfd:
             os.close(pidfd)
         self._by_pidfd.clear()
+        self._deaths.close()
         super().close(linger_s)
         if self._own_context is not None:
             self._own_context.term()
@@ -248,6 +258,20 @@ class Server(Wired):
             return False
         peer.num_sent += 1
         return True
+
+    def _watch(self, pid: int) -> int:
+        """A pidfd in the epoll set, or -1 when `pid` cannot be watched (another host or namespace, already gone)."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return -1
+        self._deaths.register(pidfd, select.EPOLLIN)
+        return pidfd
+
+    def _unwatch(self, pidfd: int) -> None:
+        if pidfd >= 0:
+            self._deaths.unregister(pidfd)
+            os.close(pidfd)
 
     def _collect_deaths(self) -> None:
         if not self._by_pidfd:

@@ -1,4 +1,4 @@
-"""What both sides of a connection share: identity, framing, sequence numbers, watching the other process.
+"""What both sides of a connection share: identity, framing, sequence numbers, counters.
 
 Base of Server and Connection, and used by nobody else. Must never block.
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -83,7 +82,6 @@ class Wired:
         self._counts = Counts()
         self._encoder = Encoder()
         self._decoder = Decoder(accepts)
-        self._deaths = select.epoll()
         self._last_tick = time.monotonic()
         self._logged_malformed = 0.0
         self._socket = socket
@@ -95,13 +93,6 @@ class Wired:
     def counts(self) -> dict[str, int]:
         """received, sent, malformed, refused, gaps (messages lost), dropped_peers, since start."""
         return self._counts.as_dict()
-
-    def poll_targets(self) -> tuple[Any, ...]:
-        return (self._socket, self._deaths.fileno())
-
-    def acknowledge(self) -> bool:
-        """True when a process at the other end died: its end is announced by tick, after a grace."""
-        return bool(self._deaths.poll(0))
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +106,6 @@ class Wired:
         """Closes; what is queued is still sent, for at most `linger_s`, while the process lives."""
         if not self._socket.closed:
             self._socket.close(linger=int(linger_s * 1000))
-            self._deaths.close()
 
     def _send_frames(self, frames: list[Frame], sequence: int) -> None:
         """Raises zmq.Again when the queue is full. Only the first part of a message can fail."""
@@ -147,20 +137,6 @@ class Wired:
                 self._logged_malformed = now
                 log.warning("dropped a malformed message from=%s count=%d: %s", sender, self._counts.malformed, error)
             return None
-
-    def _watch(self, pid: int) -> int:
-        """A pidfd in the epoll set, or -1 when `pid` cannot be watched (another host or namespace, already gone)."""
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            return -1
-        self._deaths.register(pidfd, select.EPOLLIN)
-        return pidfd
-
-    def _unwatch(self, pidfd: int) -> None:
-        if pidfd >= 0:
-            self._deaths.unregister(pidfd)
-            os.close(pidfd)
 
     def _was_away(self, now: float) -> bool:
         """True when the owner has not ticked for so long that silence may be its own fault."""

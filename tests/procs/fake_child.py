@@ -1,15 +1,27 @@
-"""A small child process for tests of boot, sockets and the supervisor: behaves as its Boot.config (JSON) says."""
+"""A small child process for tests of boot and sockets: behaves as its Boot.config (JSON) says."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from typing import Any
 
 import msgspec
 
 from transport.boot import BootChannel, spawn
-from transport.messages import Boot
+from transport.messages import (
+    Boot,
+    Call,
+    CallReply,
+    EngineDown,
+    EngineToFront,
+    FrontToEngine,
+    Hello,
+    StepOutputs,
+    Submit,
+)
+from transport.sockets import Connection, Left, Poller, Server
 from trireme.errors import ModelError
 
 
@@ -44,6 +56,57 @@ def main(channel: BootChannel) -> None:
                 if channel.receive():
                     return
                 time.sleep(0.02)
+        case "serve":
+            serve(channel, orders)
+        case "connect":
+            connect(channel, orders)
+
+
+def serve(channel: BootChannel, orders: dict[str, Any]) -> None:
+    """An engine-like server: answers each Submit with the sum of its prompt, and a few calls."""
+    server = Server.open(
+        channel.boot, orders.get("socket", "engine-0.front"), FrontToEngine, silence_s=orders.get("silence_s", 15.0)
+    )
+    events: list[str] = []
+    leaving: list[bool] = []
+
+    def on_messages() -> None:
+        for peer, message in server.receive():
+            match message:
+                case Hello() | Left():
+                    events.append(f"{type(message).__name__} {peer.name} {getattr(message, 'reason', '')}")
+                case Submit():
+                    server.send(peer, StepOutputs(0, 1, [message.rid], [int(message.prompt.sum())]))
+                case Call(method="counts"):
+                    server.send(peer, CallReply(message.call_id, True, server.counts()))
+                case Call(method="events"):
+                    server.send(peer, CallReply(message.call_id, True, events))
+                case Call(method="last words"):
+                    for i in range(message.args["count"]):
+                        server.send(peer, StepOutputs(0, i, [i], [i]))
+                    server.send(peer, EngineDown(0, "out of oil"))
+                    leaving.append(True)
+
+    poller = Poller()
+    poller.add(server, on_messages)
+    poller.add(channel, lambda: None)
+    channel.ready({"pid": os.getpid(), "address": server.address})
+    while not channel.receive() and not leaving:
+        server.progress += 1
+        poller.wait(1.0)
+    server.close()
+
+
+def connect(channel: BootChannel, orders: dict[str, Any]) -> None:
+    """A front-end-like client that does nothing but stay connected."""
+    link = Connection.open(channel.boot, "engine-0.front", EngineToFront)
+    link.wait_up(10.0)
+    channel.ready({"pid": os.getpid()})
+    poller = Poller()
+    poller.add(link, lambda: list(link.receive()) and None)
+    poller.add(channel, lambda: None)
+    while not channel.receive():
+        poller.wait(1.0)
 
 
 def _until_drained(channel: BootChannel, orders: dict[str, object]) -> None:

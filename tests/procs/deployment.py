@@ -1,0 +1,91 @@
+"""A run directory and the fake children of one test, all gone at its end. Fixtures are in the test modules."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from transport.boot import Child, spawn
+from transport.messages import Boot, Ready, Role
+from transport.rundir import RunDir
+
+HASH = b"h" * 32
+
+
+class Deployment:
+    """`boot` for this process, `start` for a child that runs tests.procs.fake_child."""
+
+    def __init__(self, secret_keys: dict[str, bytes] | None = None) -> None:
+        self.run_dir = RunDir()
+        self.secret_keys = secret_keys or {}
+        self.children: list[Child] = []
+
+    def boot(self, role: Role, name: str, epoch: int = 0, config_hash: bytes = HASH, config: bytes = b"") -> Boot:
+        return Boot(role, name, epoch, config, config_hash, self.run_dir.path, secret_keys=self.secret_keys)
+
+    def start(self, role: Role, name: str, epoch: int = 0, *, until_ready: bool = True, **orders: Any) -> Child:
+        child = spawn("tests.procs.fake_child", self.boot(role, name, epoch, config=msgspec.json.encode(orders)))
+        self.children.append(child)
+        if until_ready:
+            ready_of(child)
+        return child
+
+    def close(self) -> None:
+        for child in self.children:
+            child.close()
+        self.run_dir.remove()
+
+
+def ready_of(child: Child, timeout_s: float = 30.0) -> Ready:
+    """Waits for the child's Ready."""
+    found: list[Ready] = []
+
+    def look() -> bool:
+        reports = child.receive()
+        assert not child.is_dead, reports
+        found.extend(report for report in reports if isinstance(report, Ready))
+        return bool(found)
+
+    wait_for(look, timeout_s)
+    return found[0]
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0, *, each_s: float = 0.005) -> float:
+    """Seconds until `condition()` was true; AssertionError after `timeout_s`."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s, f"not true within {timeout_s} s"
+        time.sleep(each_s)
+    return time.monotonic() - start
+
+
+def is_alive(pid: int) -> bool:
+    """False for zombies too: they hold nothing."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    """Living processes below `pid`, by /proc."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if fields[0] not in "ZX":
+                parents.setdefault(int(fields[1]), []).append(int(entry))
+    found, todo = [], [pid]
+    while todo:
+        below = parents.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found

@@ -1,0 +1,146 @@
+"""Birth, reports and death of child processes over the boot channel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.procs.deployment import Deployment, is_alive, ready_of, wait_for
+from transport.boot import Child
+from transport.messages import Failed, Progress, Ready
+from transport.poller import Poller
+from transport.rundir import RunDir, sweep_run_dirs
+
+
+@pytest.fixture
+def deployment() -> Iterator[Deployment]:
+    deployment = Deployment()
+    yield deployment
+    deployment.close()
+
+
+def reports_until_death(child: Child) -> list[Progress | Ready | Failed]:
+    reports: list[Progress | Ready | Failed] = []
+    poller = Poller()
+    poller.add(child, lambda: reports.extend(child.receive()))
+    deadline = time.monotonic() + 30
+    while not child.is_dead and time.monotonic() < deadline:
+        poller.wait(1.0)
+    return reports
+
+
+def test_a_child_reports_progress_and_readiness_and_drains(deployment: Deployment) -> None:
+    child = deployment.start("engine", "engine-0", until_ready=False, do="work")
+    reports: list[object] = []
+    wait_for(lambda: reports.extend(child.receive()) or child.is_ready, 30)
+    assert [(r.phase, r.done, r.total) for r in reports if isinstance(r, Progress)][-1] == ("load", 3, 3)
+    ready = next(r for r in reports if isinstance(r, Ready))
+    assert ready.facts == {"pid": child.pid, "stdin": ""}  # stdin is no longer the channel
+    assert ready.decisions == [("a", "b", "c")]
+    child.drain(7.5)
+    assert reports_until_death(child) == [Progress("engine-0", "drained 7.5", 1, 1)]
+    assert child.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("orders", "error", "hint", "exit_code"),
+    [
+        ({"do": "raise"}, "layer 7 is missing", "download the file again", 3),
+        ({"do": "crash"}, "ZeroDivisionError: seven by zero", "", 1),
+        ({"do": "exit", "code": 7}, "engine-0 ended with exit code 7", "", 7),
+        ({"do": "segv"}, "engine-0 was killed by SIGSEGV", "", 1),
+    ],
+)
+def test_a_childs_own_error_reaches_the_parent_once_and_last(
+    deployment: Deployment, orders: dict[str, object], error: str, hint: str, exit_code: int
+) -> None:
+    child = deployment.start("engine", "engine-0", until_ready=False, **orders)
+    reports = reports_until_death(child)
+    assert len(reports) == 1
+    failed = reports[0]
+    assert isinstance(failed, Failed)
+    assert (failed.source, failed.error, failed.hint, failed.exit_code) == ("engine-0", error, hint, exit_code)
+    if orders["do"] in ("raise", "crash"):
+        assert 'fake_child.py", line' in failed.traceback
+    assert child.receive() == []
+
+
+def test_sigkill_is_noticed_and_named(deployment: Deployment) -> None:
+    child = deployment.start("engine", "engine-0", do="work")
+    os.kill(child.pid, signal.SIGKILL)
+    start = time.monotonic()
+    reports = reports_until_death(child)
+    assert time.monotonic() - start < 1.0
+    assert isinstance(reports[-1], Failed)
+    assert reports[-1].error == "engine-0 was killed by SIGKILL"
+    assert child.exit_code == -signal.SIGKILL
+
+
+def test_children_ignore_the_terminals_signals(deployment: Deployment) -> None:
+    child = deployment.start("engine", "engine-0", do="work")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(child.pid, number)
+    assert not child.wait(0.3)
+    assert os.getpgid(child.pid) == child.pid
+
+
+def test_a_grandchild_dies_with_its_parent_even_when_stopped(deployment: Deployment) -> None:
+    child = deployment.start("engine", "engine-0", until_ready=False, do="parent")
+    grandchild = ready_of(child).facts["grandchild"]
+    os.kill(grandchild, signal.SIGSTOP)
+    os.kill(child.pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(grandchild), 5.0)
+
+
+def test_closing_the_channel_ends_a_child_of_any_thread(deployment: Deployment) -> None:
+    """Not started by the main thread: the kernel's parent-death signal is not used, the child's watcher is."""
+    started: list[Child] = []
+    thread = threading.Thread(target=lambda: started.append(deployment.start("engine", "engine-0", do="work")))
+    thread.start()
+    thread.join()
+    child = started[0]
+    assert not child.wait(0.3)  # it outlives the thread
+    child._channel.close()
+    assert child.wait(5.0)
+
+
+def test_a_light_child_removes_the_run_directory_when_its_parent_is_gone(deployment: Deployment) -> None:
+    child = deployment.start("front", "front-0", do="work")
+    os.kill(child.pid, signal.SIGSTOP)
+    child._epoll.unregister(child._channel.fileno())
+    child._channel.close()
+    os.kill(child.pid, signal.SIGCONT)  # the kernel does this when the parent process dies
+    assert child.wait(5.0)
+    assert not Path(deployment.run_dir.path).exists()
+
+
+def test_beats_are_counted(deployment: Deployment) -> None:
+    child = deployment.start("engine", "engine-0", do="beat")
+    wait_for(lambda: child.receive() == [] and child.last_beat > 0)
+    first = child.progress
+    wait_for(lambda: child.receive() == [] and child.progress > first)
+    os.kill(child.pid, signal.SIGSTOP)
+    child.receive()
+    last = child.last_beat
+    time.sleep(1.2)
+    child.receive()
+    assert child.last_beat == last
+
+
+def test_run_directories_left_behind_are_swept_and_used_ones_are_not() -> None:
+    used, left = RunDir(), RunDir()
+    os.close(left._lock)  # as when its maker is killed
+    left._lock = -1
+    sweep_run_dirs()
+    assert Path(used.path).exists()
+    assert not Path(left.path).exists()
+    assert os.stat(used.path).st_mode & 0o777 == 0o700
+    used.remove()
+    used.remove()
+    assert not Path(used.path).exists()
