@@ -61,12 +61,8 @@ class Processor:
 
     def prompt_from_text(self, text: str, *, param: str = "prompt", add_special: bool = True) -> np.ndarray:
         """Ids of a raw prompt. The caller writes the whole prompt, so special tokens may be named in it."""
-        self.check_chars(len(text), param)
-        try:
-            ids = self.tokenizer.encode(text, add_special=add_special, allow_special=True)
-        except UnicodeEncodeError:
-            raise RequestError(f"{param} holds characters that are no Unicode text", param=param) from None
-        return self.checked_prompt(ids, param)
+        self.check_text(text, param)
+        return self.checked_prompt(self.tokenizer.encode(text, add_special=add_special, allow_special=True), param)
 
     def prompt_from_ids(self, ids: Sequence[int], *, param: str = "prompt") -> np.ndarray:
         """The caller's own ids, each checked against the vocabulary."""
@@ -87,12 +83,8 @@ class Processor:
 
     def prompt_from_segments(self, segments: Sequence[tuple[str, bool]], *, param: str = "messages") -> np.ndarray:
         """Ids of a rendered chat: (text, trusted) parts, where only trusted parts may name special tokens."""
-        self.check_chars(sum(len(text) for text, _ in segments), param)
-        try:
-            ids = self.tokenizer.encode_segments(segments)
-        except UnicodeEncodeError:
-            raise RequestError(f"{param} holds characters that are no Unicode text", param=param) from None
-        return self.checked_prompt(ids, param)
+        self.check_text("".join(text for text, _ in segments), param)
+        return self.checked_prompt(self.tokenizer.encode_segments(segments), param)
 
     def checked_prompt(self, ids: np.ndarray, param: str) -> np.ndarray:
         if len(ids) == 0:
@@ -101,14 +93,18 @@ class Processor:
             raise self._too_long(len(ids), param)
         return ids
 
-    def check_chars(self, num_chars: int, param: str) -> None:
-        """Refuses hopelessly long texts before any work is spent on them."""
+    def check_text(self, text: str, param: str) -> None:
+        """Refuses hopelessly long texts before any work is spent on them, and strings that are no Unicode text."""
         most = self.max_len * MAX_PROMPT_CHARS_PER_TOKEN
-        if num_chars > most:
+        if len(text) > most:
             raise RequestError(
-                f"{param} has {num_chars} characters; at most {most} can fit {self.max_len} tokens of context",
+                f"{param} has {len(text)} characters; at most {most} can fit {self.max_len} tokens of context",
                 param=param,
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{param} holds characters that are no Unicode text", param=param) from None
 
     def _too_long(self, num_tokens: int, param: str) -> RequestError:
         return RequestError(
@@ -213,6 +209,7 @@ class Processor:
                 raise RequestError(
                     f"bad_words[{i}] has {len(word)} characters; the limit is 256", param=f"bad_words[{i}]"
                 )
+            self.check_text(word, f"bad_words[{i}]")
             for form in (word, " " + word.lstrip()):
                 ids = self.tokenizer.encode(form, add_special=False, allow_special=False)
                 if len(ids):
