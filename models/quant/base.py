@@ -31,6 +31,8 @@ _DENSE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF1
 
 _native: Any = load_native()
 _linear = _native.linear
+_empty = torch.empty
+_FLOAT32 = torch.float32
 
 
 class PackedWeight:
@@ -102,25 +104,36 @@ def linear(
     x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None, out: Tensor | None = None, accumulate: bool = False
 ) -> Tensor:
     """x @ weight.T (+ bias) into `out` [M, n] float32; accumulate adds to what `out` holds. x [M, k] float32, rows may be
-    strided. Not finite values in a row of x make that row of the result NaN and no other."""
+    strided. A value of x that is not finite spoils its own row only: all NaN with block types, NaN or inf with dense ones."""
+    # Lean on purpose: this runs for every matrix of every step. is_contiguous is the cheapest question about strides.
     m, k = x.shape
-    if k != weight.k or x.dtype is not torch.float32 or x.stride(1) != 1:
-        raise ValueError(
-            f"linear wants float32 x [M, {weight.k}] with dense rows, got {x.dtype} {list(x.shape)} {x.stride()}"
-        )
+    n = weight.n
+    if k != weight.k or x.dtype is not _FLOAT32:
+        raise ValueError(f"linear wants float32 x [M, {weight.k}], got {x.dtype} {list(x.shape)}")
+    x_stride = k if x.is_contiguous() else _row_stride(x)
     if out is None:
         if accumulate:
             raise ValueError("accumulate needs out")
-        out = torch.empty((m, weight.n), dtype=torch.float32)
-    elif out.shape != (m, weight.n) or out.dtype is not torch.float32 or out.stride(1) != 1:
-        raise ValueError(f"out must be float32 [{m}, {weight.n}] with dense rows, got {out.dtype} {list(out.shape)}")
+        out = _empty(m, n, dtype=_FLOAT32)
+        out_stride = n
+    else:
+        if out.shape != (m, n) or out.dtype is not _FLOAT32:
+            raise ValueError(f"out must be float32 [{m}, {n}], got {out.dtype} {list(out.shape)}")
+        out_stride = n if out.is_contiguous() else _row_stride(out)
     bias_address = 0
     if bias is not None:
-        if bias.shape != (weight.n,) or bias.dtype is not torch.float32 or not bias.is_contiguous():
-            raise ValueError(f"bias must be contiguous float32 [{weight.n}], got {bias.dtype} {list(bias.shape)}")
+        if bias.shape != (n,) or bias.dtype is not _FLOAT32 or not bias.is_contiguous():
+            raise ValueError(f"bias must be contiguous float32 [{n}], got {bias.dtype} {list(bias.shape)}")
         bias_address = bias.data_ptr()
-    _linear(weight._handle, x.data_ptr(), x.stride(0), m, out.data_ptr(), out.stride(0), bias_address, accumulate)
+    _linear(weight._handle, x.data_ptr(), x_stride, m, out.data_ptr(), out_stride, bias_address, accumulate)
     return out
+
+
+def _row_stride(x: Tensor) -> int:
+    row, column = x.stride()
+    if column != 1 and x.shape[1] != 1:
+        raise ValueError(f"values of a row must be adjacent, got strides {row}, {column}")
+    return row
 
 
 def gather_rows(weight: PackedWeight, ids: Tensor, out: Tensor | None = None) -> Tensor:
