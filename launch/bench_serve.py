@@ -27,11 +27,12 @@ WARM_UP_TOKENS = 8
 
 def run(invocation: Invocation) -> int:
     """Prints one row per concurrency, repeat and server."""
+    counts = _counts(invocation.options["concurrency"])
     with _server(invocation) as server:
         servers = {"trireme" if invocation.options["peer"] else "": server}
         if invocation.options["peer"]:
             servers["peer"] = endpoint(invocation.options["peer"])
-        rows, model = asyncio.run(_measure(invocation, servers))
+        rows, model = asyncio.run(_measure(invocation, servers, counts))
     publish(invocation, model, rows)
     return 1 if any(row.figures["errors"] for row in rows) else 0
 
@@ -62,13 +63,13 @@ def _server(invocation: Invocation) -> Iterator[Endpoint]:
         deployment.close()
 
 
-async def _measure(invocation: Invocation, servers: dict[str, Endpoint]) -> tuple[list[Row], str]:
+async def _measure(invocation: Invocation, servers: dict[str, Endpoint], counts: list[int]) -> tuple[list[Row], str]:
     options = invocation.options
     models = {name: str((await get_json(to, "/v1/models"))["data"][0]["id"]) for name, to in servers.items()}
     for name, to in servers.items():
         await _one(to, models[name], "warm up", WARM_UP_TOKENS)
     rows = []
-    for concurrency in _counts(options["concurrency"]):
+    for concurrency in counts:
         for repeat in range(options["repeats"]):
             for name, to in servers.items():
                 figures = await _closed_loops(to, models[name], options, concurrency, repeat)

@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 
 from launch.supervise import Died, Event, Supervisor
 from serving.client import EngineClient
-from serving.main import client_over_sockets
+from serving.connect import client_over_sockets
 from transport.messages import Failed, Progress
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, EngineError, ModelError, TriremeError

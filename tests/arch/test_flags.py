@@ -14,7 +14,7 @@ from trireme.settings import table
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A new flag is a promise: add it here, in its own commit, with a line in docs/decisions/flags.md that says why.
+# A new flag is a promise: add it here, in its own commit, with a line in docs/decisions/0001-flags.md that says why.
 ENGINE_FLAGS = """
 --served-name --tokenizer --chat-template --dtype --max-len --kv-memory --kv-dtype --block-size --prefix-cache
 --num-blocks --dp --tp --pp --threads --executor --worker --max-num-seqs --max-num-tokens --chunk --max-waiting
