@@ -1,6 +1,6 @@
 """Requests of the Python API: from prompts and SamplingParams to checked rows, from engine events to RequestOutputs.
 
-Used by launch/llm.py alone. The work is done by serving's processor, client and generation; this file only joins them.
+Used by launch/session.py alone. The work is done by serving's processor, client and generation; this file only joins them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from serving.templates import find_template
 from serving.tokens import Tokenizer, load_tokenizer
 from serving.wire_openai import ChatRequest
 from transport.messages import EngineFacts
+from trireme.arch import read_arch
 from trireme.config import EngineConfig
 from trireme.errors import RequestError
 from trireme.outputs import CompletionOutput, OutputDelta, RequestOutput, TokenLogprob
 from trireme.packaged import find_model
 from trireme.params import SamplingParams
-from trireme.resolve import ModelFacts
 
 
 class PromptSource(NamedTuple):
@@ -83,9 +83,10 @@ class TextSide:
         self._processor: Processor | None = None
 
     @classmethod
-    def load(cls, config: EngineConfig, model: ModelFacts) -> TextSide:
-        tokenizer = load_tokenizer(find_model(config.model.model), tokenizer=config.model.tokenizer)
-        return cls(config, tokenizer, model.arch.eos_token_ids)
+    def load(cls, config: EngineConfig) -> TextSide:
+        files = find_model(config.model.model)
+        tokenizer = load_tokenizer(files, tokenizer=config.model.tokenizer)
+        return cls(config, tokenizer, read_arch(files).eos_token_ids)
 
     def set_facts(self, facts: EngineFacts) -> None:
         """What the engines can do, known once they run. Offline requests may wait in the queue for ever."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Callable
 
 import msgspec
 
 from launch.cli import print_error
 from launch.console import Console
 from launch.options import Invocation
+from launch.rpc import write_pass
 from launch.supervise import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
 from transport.messages import Failed, Progress, Ready
 from trireme import __version__, log
@@ -36,6 +38,7 @@ def run(invocation: Invocation) -> int:
     view = ServeView(Console(), prepared, begun)
     view.show_title()
     supervisor = Supervisor(prepared.config, view.on_event)
+    view.leave_pass = lambda: write_pass(supervisor.boot_for("front", "client"))
     try:
         return supervisor.run()
     finally:
@@ -49,6 +52,7 @@ class ServeView:
         self.console = console
         self.prepared = prepared
         self.begun = begun
+        self.leave_pass: Callable[[], None] = lambda: None
 
     def show_title(self) -> None:
         device, model = self.prepared.device, self.prepared.model
@@ -79,6 +83,7 @@ class ServeView:
                     print_failed(event.failed)
 
     def _on_all_ready(self, event: AllReady) -> None:
+        self.leave_pass()
         self.console.close()
         self.console.decisions(merge_decisions(self.prepared.decisions, event.parts))
         config = self.prepared.config

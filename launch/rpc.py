@@ -1,0 +1,95 @@
+"""`Client` and `AsyncClient`: the engines of a running `trireme serve` over its own sockets, without HTTP.
+
+A program of the same user on the same machine joins the deployment as one more front end: typed messages, its own
+tokenizer, streams, cancel. The server leaves a pass in its private directory; who can read that directory may connect.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from launch.session import AsyncSession, Session
+from launch.view import ProgressView
+from serving.client import EngineClient
+from serving.connect import client_over_sockets
+from transport.messages import Boot
+from transport.rundir import LOCK_NAME, PREFIX
+from trireme.config import EngineConfig
+from trireme.errors import ConfigError
+
+PASS_NAME = "client.pass"
+
+
+class AsyncClient(AsyncSession):
+    """`async with AsyncClient() as client: ...` finds the one running server; give its directory when there are several.
+
+    The directory is in the server's ready panel. Raises ConfigError when there is no such server.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        boot = read_pass(Path(directory) if directory is not None else find_server())
+        config = msgspec.msgpack.decode(boot.config, type=EngineConfig)
+        super().__init__(config, [], _Attached(boot, config), ProgressView(False))
+
+
+class Client(Session):
+    """The blocking twin of AsyncClient."""
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        super().__init__(AsyncClient(directory))
+
+
+def write_pass(boot: Boot) -> None:
+    """Lets programs of this user join the deployment that `boot` describes. Called by the server once it is ready."""
+    path = Path(boot.run_dir, PASS_NAME)
+    handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(msgspec.msgpack.encode(boot))
+
+
+def read_pass(directory: Path) -> Boot:
+    """The pass in a server's directory, under a name of our own."""
+    try:
+        boot = msgspec.msgpack.decode((directory / PASS_NAME).read_bytes(), type=Boot)
+    except OSError as error:
+        raise ConfigError(f"no server keeps its sockets in {directory}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{directory / PASS_NAME} was written by another version: {error}") from error
+    return msgspec.structs.replace(boot, name=f"client-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def find_server() -> Path:
+    """The directory of the one server of this user. Raises ConfigError when there is none, or more than one."""
+    found = [
+        path.parent
+        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK_NAME}")
+        if path.stat().st_uid == os.getuid() and (path.parent / PASS_NAME).exists()
+    ]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigError("no server of this user is running on this machine", hint="trireme serve MODEL")
+    names = ", ".join(str(path) for path in found)
+    raise ConfigError(f"{len(found)} servers are running: {names}", hint=f"Client({str(found[0])!r})")
+
+
+class _Attached:
+    """A deployment that others started and will end."""
+
+    def __init__(self, boot: Boot, config: EngineConfig) -> None:
+        self._boot = boot
+        self._config = config
+
+    def start(self) -> None:
+        pass
+
+    def client(self) -> EngineClient:
+        return client_over_sockets(self._boot, self._config)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,324 @@
+"""Requests to engines from Python, async and blocking: what LLM and Client have in common. Free of how engines came to be.
+
+AsyncSession   one asyncio loop; AsyncLLM and AsyncClient are its two openings
+Session        its blocking twin with a loop in a thread; LLM and Client likewise
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Self, TypeAlias, overload
+
+import numpy as np
+
+from launch.batch import InFlight, PromptSource, Request, TextSide, run_request, stream_request
+from launch.blocking import LoopThread
+from launch.deployment import Deployment
+from launch.view import ProgressView
+from serving.client import EngineClient, EngineState
+from transport.messages import Progress
+from trireme.config import Decision, EngineConfig
+from trireme.errors import EngineDeadError
+from trireme.outputs import OutputDelta, RequestOutput
+from trireme.params import SamplingParams
+
+Prompt: TypeAlias = "str | Sequence[int] | np.ndarray"
+"""Text, or token ids."""
+Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
+"""A conversation in the OpenAI form: `[{"role": "user", "content": "..."}]`."""
+
+CONNECT_TIMEOUT_S = 30.0
+
+
+class AsyncSession:
+    """Requests to one deployment from one asyncio loop. `async with ... as session`, or `start` and `close`."""
+
+    def __init__(
+        self, config: EngineConfig, decisions: list[Decision], deployment: Deployment, view: ProgressView
+    ) -> None:
+        self.config = config  # the resolved settings
+        self.decisions = decisions  # what was decided, and why
+        self._deployment = deployment
+        self._view = view
+        self._client: EngineClient | None = None
+        self._text: TextSide | None = None
+        self._in_flight: InFlight | None = None
+
+    async def start(self) -> None:
+        """Returns when every engine can answer; raises why one cannot."""
+        try:
+            text = TextSide.load(self.config)
+            await asyncio.to_thread(self._deployment.start)
+            client = self._client = self._deployment.client()
+            client.start()
+            await self._connect(client)
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            self._view.close()
+        facts = client.facts
+        assert facts is not None
+        text.set_facts(facts)
+        self._text = text
+        self._in_flight = InFlight.for_engines(facts, self.config.parallel.dp)
+
+    @staticmethod
+    async def _connect(client: EngineClient) -> None:
+        try:
+            await client.wait_up(CONNECT_TIMEOUT_S)
+        except TimeoutError:
+            down = [state for state in client.states() if not state.is_up]
+            reasons = "; ".join(f"engine {state.engine}: {state.reason}" for state in down)
+            raise EngineDeadError(f"no connection within {CONNECT_TIMEOUT_S:g} s: {reasons}") from None
+
+    async def close(self) -> None:
+        """Aborts what runs and lets go of the engines. May be called twice."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        await asyncio.to_thread(self._deployment.close)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ------------------------------------------------------------ requests
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | None = None
+    ) -> RequestOutput:
+        """Everything at once. Cancelling the task aborts the request."""
+        return await self.run(self.prepare(PromptSource.raw(prompt), params, salt))
+
+    async def chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, salt: str | None = None
+    ) -> RequestOutput:
+        """The answer to a conversation, through the model's chat template."""
+        return await self.run(self.prepare(PromptSource.talk(messages), params, salt))
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | None = None
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Token by token. Closing the generator (contextlib.aclosing) aborts the request."""
+        return self._stream(PromptSource.raw(prompt), params, salt)
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, salt: str | None = None
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """The answer to a conversation, token by token."""
+        return self._stream(PromptSource.talk(messages), params, salt)
+
+    def prepare(self, source: PromptSource, params: SamplingParams | None, salt: str | None = None) -> Request:
+        """Tokenizes and checks; raises RequestError before anything is sent."""
+        return self._ready()[1].request(source, params or SamplingParams(), salt)
+
+    async def run(self, request: Request) -> RequestOutput:
+        """A prepared request, as soon as the engines have room for it."""
+        client, text, in_flight = self._ready()
+        async with in_flight.room_for(request):
+            return await run_request(client, text, request)
+
+    async def _stream(
+        self, source: PromptSource, params: SamplingParams | None, salt: str | None
+    ) -> AsyncGenerator[OutputDelta, None]:
+        client, text, in_flight = self._ready()
+        request = self.prepare(source, params, salt)
+        async with in_flight.room_for(request), aclosing(stream_request(client, text, request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    # ------------------------------------------------------------ state
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        facts = self._ready()[0].facts
+        assert facts is not None
+        return facts.vocab_size
+
+    def health(self) -> list[EngineState]:
+        """How each engine stands now: up or down and why, its epoch, rows of ours, how long it has stalled."""
+        return self._ready()[0].states()
+
+    async def stats(self, engine: int = 0) -> dict[str, Any]:
+        """Counters and load of one engine. Raises EngineDeadError when it is away."""
+        found: dict[str, Any] = await self._ready()[0].call(engine, "stats")
+        return found
+
+    def _ready(self) -> tuple[EngineClient, TextSide, InFlight]:
+        if self._client is None or self._text is None or self._in_flight is None:
+            raise RuntimeError("not started, or closed")
+        return self._client, self._text, self._in_flight
+
+
+class Session:
+    """The blocking twin: prompts in, answers out, in the same order. Starts when made; close it, or use `with`.
+
+    May be used from any thread, one call at a time.
+    """
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+        self._loop = LoopThread("trireme")
+        try:
+            self._loop.wait(session.start())
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved settings."""
+        return self._session.config
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What was decided, and why."""
+        return self._session.decisions
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a Sequence[str]; the first overload wins
+        self,
+        prompts: str,
+        params: SamplingParams | None = None,
+        *,
+        salt: str | None = None,
+        progress: bool | None = None,
+    ) -> RequestOutput: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        salt: str | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        salt: str | None = None,
+        progress: bool | None = None,
+    ) -> Any:
+        """One RequestOutput for a text, a list of them for a list of texts or of token id lists.
+
+        All prompts are checked before the first is sent. `params` may be one for all or one per prompt. Shows a bar on a
+        terminal. The first error ends the whole call and aborts the rest.
+        """
+        many = not isinstance(prompts, str)
+        sources = [PromptSource.raw(prompt) for prompt in (prompts if many else [prompts])]
+        outputs = self._run_all(sources, params, salt, progress)
+        return outputs if many else outputs[0]
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        salt: str | None = None,
+        progress: bool | None = None,
+    ) -> RequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        salt: str | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        salt: str | None = None,
+        progress: bool | None = None,
+    ) -> Any:
+        """The answer to one conversation (a list of messages), or answers to a list of conversations."""
+        many = not (messages and isinstance(messages[0], Mapping))
+        sources = [PromptSource.talk(talk) for talk in (messages if many else [messages])]
+        outputs = self._run_all(sources, params, salt, progress)
+        return outputs if many else outputs[0]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | None = None
+    ) -> Iterator[OutputDelta]:
+        """Token by token. Leaving the loop early, also with Ctrl-C, aborts the request."""
+        return self._loop.iterate(self._session.stream(prompt, params, salt=salt))
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, salt: str | None = None
+    ) -> Iterator[OutputDelta]:
+        """The answer to a conversation, token by token."""
+        return self._loop.iterate(self._session.stream_chat(messages, params, salt=salt))
+
+    def health(self) -> list[EngineState]:
+        """How each engine stands now."""
+
+        async def states() -> list[EngineState]:
+            return self._session.health()
+
+        return self._loop.wait(states())
+
+    def stats(self, engine: int = 0) -> dict[str, Any]:
+        """Counters and load of one engine."""
+        return self._loop.wait(self._session.stats(engine))
+
+    def close(self) -> None:
+        """Aborts what runs and lets go of the engines. May be called twice."""
+        if self._loop.is_running:
+            self._loop.wait(self._session.close())
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run_all(
+        self,
+        sources: list[PromptSource],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        salt: str | None,
+        progress: bool | None,
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(sources)
+        if len(params) != len(sources):
+            raise ValueError(f"{len(sources)} prompts but {len(params)} params")
+        session = self._session
+        requests = [session.prepare(source, each, salt) for source, each in zip(sources, params, strict=True)]
+        view = ProgressView(progress)
+        try:
+            return self._loop.wait(_all_in_order(session, requests, view))
+        finally:
+            view.close()
+
+
+async def _all_in_order(session: AsyncSession, requests: list[Request], view: ProgressView) -> list[RequestOutput]:
+    tasks = [asyncio.create_task(session.run(request)) for request in requests]
+    try:
+        for num_done, task in enumerate(asyncio.as_completed(tasks), 1):
+            await task
+            view.on_progress(Progress("trireme", "requests", num_done, len(tasks)))
+    except BaseException:
+        for running in tasks:
+            running.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    return [task.result() for task in tasks]
