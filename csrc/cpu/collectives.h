@@ -1,0 +1,97 @@
+// Collectives of the CPU ranks of one engine over a shared-memory arena (laid out by trireme/arena.py). One Comm per worker,
+// used by one thread. Every rank must make the same calls in the same order. No call waits for ever: a time-out, the death
+// of a peer and the abort word all end it with CommError, after which this engine's arena is of no more use.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+struct CommError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// trireme/arena.py writes these fields.
+struct ArenaHeader {
+  uint32_t magic;
+  uint32_t version;
+  std::atomic<uint32_t> abort;  // 0, 1 by the owner, 16 + worker by that worker
+  uint32_t tp;
+  uint32_t pp;
+  uint32_t unused;
+  uint64_t slot_bytes;
+  uint64_t ring_bytes;
+  uint64_t group_bytes;
+  uint64_t rings_offset;
+  uint64_t total;
+};
+
+// A counter that others wait for. Lives in shared memory, zero at first, on cache lines of its own.
+struct alignas(128) Flag {
+  std::atomic<uint32_t> value;
+  std::atomic<uint32_t> waiters;
+};
+
+class Comm {
+ public:
+  // timeout_s bounds the wait for the other ranks of a stage, step_timeout_s that for a neighbouring stage.
+  Comm(const std::string& path, int tp_rank, int pp_rank, double timeout_s, double step_timeout_s);
+  ~Comm();
+  Comm(const Comm&) = delete;
+  Comm& operator=(const Comm&) = delete;
+
+  // x += the other ranks' x, summed in rank order whatever the size: all ranks get the same bits.
+  void all_reduce(float* x, size_t count);
+  // Rank r gives rows of sizes[r] bytes; out has rows of sum(sizes) bytes.
+  void all_gather(const char* x, char* out, size_t rows, const std::vector<size_t>& sizes);
+  // x has rows of sum(sizes) floats; out gets the summed columns of this rank.
+  void reduce_scatter(const float* x, float* out, size_t rows, const std::vector<size_t>& sizes);
+  void broadcast(char* x, size_t bytes, int root);
+  void barrier();
+  void send_next(const char* x, size_t bytes);
+  void recv_prev(char* x, size_t bytes);
+  // Fails all collectives of the engine, now and later.
+  void abort();
+
+ private:
+  struct Ring {
+    Flag* written = nullptr;
+    Flag* read = nullptr;
+    char* data = nullptr;
+    uint64_t position = 0;  // bytes that passed on this side
+  };
+
+  int worker_at(int stage, int tp_rank) const { return stage * tp_ + tp_rank; }
+  Flag& arrived(int rank) const;
+  char* slot(int rank) const;
+  void begin() { ++operation_; }
+  void arrive_and_wait(const char* what);
+  void wait(Flag& flag, uint32_t target, int peer, double timeout_s, const char* what);
+  bool sleep_until(Flag& flag, uint32_t target, int peer, double deadline, const char* what);
+  bool is_dead(int peer);
+  void check_abort(const char* what) const;
+  [[noreturn]] void fail(const std::string& message);
+  void reduce_once(float* x, size_t count);
+  void reduce_in_shares(float* x, size_t count);
+  void ring_write(const char* x, size_t bytes);
+  void ring_read(char* x, size_t bytes);
+
+  char* base_ = nullptr;
+  size_t total_ = 0;
+  ArenaHeader* header_ = nullptr;
+  std::atomic<uint32_t>* pids_ = nullptr;
+  int tp_ = 1, pp_ = 1, rank_ = 0, stage_ = 0;
+  double timeout_s_, step_timeout_s_;
+  bool may_spin_ = true;
+  uint32_t sequence_ = 0;   // of arrivals
+  uint64_t operation_ = 0;  // its parity names the slots in use
+  std::vector<int> pidfds_;
+  Ring next_, prev_;
+};
+
+}  // namespace trireme
