@@ -136,6 +136,13 @@ async def _read(front: Front, scope: Scope, receive: Receive, kind: type[Body]) 
         raise MediaTypeError("compressed bodies are not accepted")
     if media and not media.split(b";")[0].strip().lower().endswith((b"/json", b"+json")):
         raise MediaTypeError("send the body as JSON, with content-type: application/json")
+    body = await _read_body(front, receive, limit)
+    request, unknown = parse(body, kind)
+    names = ", ".join(name[:40] for name in unknown[:20] if name.isascii() and name.isprintable())
+    return request, [(b"x-ignored-fields", names.encode())] if unknown else []
+
+
+async def _read_body(front: Front, receive: Receive, limit: int) -> bytes:
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -143,17 +150,18 @@ async def _read(front: Front, scope: Scope, receive: Receive, kind: type[Body]) 
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise RequestError("the client left before its request was complete")
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
+                part = message.get("body", b"")
+                front.take_body_bytes(len(part))
+                size += len(part)
                 if size > limit:
                     raise TooLargeError(f"the body has more than {limit} bytes, the limit")
+                parts.append(part)
                 if not message.get("more_body", False):
-                    break
+                    return b"".join(parts)
     except TimeoutError:
         raise TimeoutRequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
-    request, unknown = parse(b"".join(parts), kind)
-    names = ", ".join(name[:40] for name in unknown[:20] if name.isascii() and name.isprintable())
-    return request, [(b"x-ignored-fields", names.encode())] if unknown else []
+    finally:
+        front.take_body_bytes(-size)
 
 
 def _pin(scope: Scope) -> int:
@@ -170,9 +178,7 @@ def _pin(scope: Scope) -> int:
 
 
 async def _chat(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    front.admit()
-    front.num_inside += 1
-    try:
+    with front.inside(generates=True):
         request, headers = await _read(front, scope, receive, ChatRequest)
         front.check_model(request.model)
         params = _chat_params(request)
@@ -197,8 +203,6 @@ async def _chat(front: Front, scope: Scope, receive: Receive, send: Send) -> Non
             )
 
         await _answer(front, scope, receive, send, request, params, rows, form, headers, route="chat")
-    finally:
-        front.num_inside -= 1
 
 
 def _chat_params(request: ChatRequest) -> SamplingParams:
@@ -222,11 +226,11 @@ def _chat_params(request: ChatRequest) -> SamplingParams:
 
 
 async def _completions(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    front.admit()
-    front.num_inside += 1
-    try:
+    with front.inside(generates=True):
         request, headers = await _read(front, scope, receive, CompletionRequest)
         front.check_model(request.model)
+        if request.prompt_logprobs is not None and request.stream:
+            raise RequestError("prompt_logprobs is not supported with stream=true", param="prompt_logprobs")
         echo_logprobs = request.logprobs if request.echo else None
         params = sampling_params(
             request,
@@ -251,8 +255,6 @@ async def _completions(front: Front, scope: Scope, receive: Receive, send: Send)
             )
 
         await _answer(front, scope, receive, send, request, params, rows, form, headers, route="completions")
-    finally:
-        front.num_inside -= 1
 
 
 def _prompt_tokens(front: Front, request: CompletionRequest, prompts: list[str | list[int]]) -> list[np.ndarray]:
@@ -338,6 +340,11 @@ async def _answer(
 
 
 async def _tokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    with front.inside(generates=False):
+        await _tokenize_inside(front, scope, receive, send)
+
+
+async def _tokenize_inside(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
     request, headers = await _read(front, scope, receive, TokenizeRequest)
     front.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
@@ -360,7 +367,8 @@ async def _tokenize(front: Front, scope: Scope, receive: Receive, send: Send) ->
 
 
 async def _detokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    request, headers = await _read(front, scope, receive, DetokenizeRequest)
+    with front.inside(generates=False):
+        request, headers = await _read(front, scope, receive, DetokenizeRequest)
     front.check_model(request.model)
     most = max(front.tokenizer.vocab_size, front.client.facts.vocab_size if front.client.facts else 0)
     for i, token in enumerate(request.tokens):

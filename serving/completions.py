@@ -98,6 +98,8 @@ class CompletionFormat:
         self._echoes = echoes
         self._head = {"id": answer_id, "created": created, "model": model}
         self._with_ids = bool(request.return_token_ids)
+        self._with_prompt = request.prompt_logprobs is not None
+        self._table = table
         wants = request.logprobs is not None
         hidden = table.special_ids if generation.params.skip_special_tokens else frozenset[int]()
         num_choices = len(generation.replays)
@@ -157,9 +159,31 @@ class CompletionFormat:
             }
             if self._with_ids:
                 shown["token_ids"] = choice.tokens
+            if self._with_prompt:
+                shown["prompt_logprobs"] = self._prompt_logprobs(index)
             choices.append(shown)
         usage = usage_object(generation.usage())
         return _encode({**self._head, "object": "text_completion", "choices": choices, "usage": usage})
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        """One entry per prompt token: null for the first, then token id -> what is known of it."""
+        known = self._generation.prompt_logprobs.get(index, [])
+        found: list[dict[str, Any] | None] = [None] * (len(self._generation.replays[index].prompt) - len(known))
+        for entry in known:
+            scored = {entry.token: (entry.logprob, entry.rank)}
+            for rank, (token, logprob) in enumerate(entry.top, 1):
+                scored.setdefault(token, (logprob, rank))
+            found.append(
+                {
+                    str(token): {
+                        "logprob": max(logprob, -9999.0),
+                        "rank": rank,
+                        "decoded_token": self._table.shown(token),
+                    }
+                    for token, (logprob, rank) in scored.items()
+                }
+            )
+        return found
 
     def _start(self, index: int, choice: _ChoiceText) -> str:
         """Once per choice: the echoed prompt, with its log-probabilities."""

@@ -6,8 +6,9 @@ Made by serving/main.py (or a test), used by the routes of serving/app.py. Holds
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ from trireme.errors import EngineDeadError, NotFoundError, OverloadedError, Requ
 
 STALLED_S = 15.0  # rows but no step for so long: the engine is stuck
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
+MIN_BODY_BUDGET = 64 << 20  # bytes of bodies being read at one time, all requests together
 OFF_LOOP_CHARS = 8192  # longer texts are tokenized in a thread
 
 Phase = Literal["loading", "ready", "degraded", "stuck", "down", "draining"]
@@ -71,6 +73,8 @@ class Front:
         self.is_draining = False  # told to leave: not ready any more
         self.is_refusing = False  # and the notice period is over
         self.num_inside = 0  # requests between the first byte of their body and their last byte out
+        self.body_bytes = 0  # of bodies being read
+        self._body_budget = max(MIN_BODY_BUDGET, 4 * config.serving.body_limit)
         self.progress: dict[str, dict[str, Any]] = {}  # start-up phases of engines, by source
         self._snapshots = snapshots
         self._eos_token_ids = frozenset(eos_token_ids) | {
@@ -106,18 +110,31 @@ class Front:
 
     # ------------------------------------------------------------ admission
 
-    def admit(self) -> None:
-        """Refuses a request before anything of its body is read. Raises OverloadedError, EngineDeadError."""
+    @contextlib.contextmanager
+    def inside(self, *, generates: bool) -> Iterator[None]:
+        """Holds a place for one request, refusing it before anything of its body is read. Raises OverloadedError, and
+        EngineDeadError when it `generates` and no engine is up."""
         if self.is_refusing:
             raise OverloadedError("this server is shutting down", retry_after_s=5.0)
         capacity = self.client.capacity
-        if capacity == 0:
-            loading = (
-                "the model is still loading" if not self._was_up and self.client.facts is None else "no engine is up"
-            )
-            raise EngineDeadError(loading, hint="see /ready")
-        if self.client.num_rows >= capacity or self.num_inside >= capacity + SPARE_REQUESTS:
+        if generates and capacity == 0:
+            loading = self.client.facts is None and not self._was_up
+            raise EngineDeadError("the model is still loading" if loading else "no engine is up", hint="see /ready")
+        if generates and self.client.num_rows >= capacity:
             raise OverloadedError(f"{self.client.num_rows} choices are running or queued; the limit is {capacity}")
+        if self.num_inside >= capacity + SPARE_REQUESTS:
+            raise OverloadedError(f"{self.num_inside} requests are open; the limit is {capacity + SPARE_REQUESTS}")
+        self.num_inside += 1
+        try:
+            yield
+        finally:
+            self.num_inside -= 1
+
+    def take_body_bytes(self, num_bytes: int) -> None:
+        """Counts bytes of a body being read (negative: done with them). Raises OverloadedError over the budget."""
+        if num_bytes > 0 and self.body_bytes + num_bytes > self._body_budget:
+            raise OverloadedError(f"more than {self._body_budget} bytes of requests are being read")
+        self.body_bytes += num_bytes
 
     def admit_rows(self, num_rows: int, num_tokens: int) -> None:
         """Refuses what could never be queued at once, and what does not fit just now."""

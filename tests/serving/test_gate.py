@@ -114,6 +114,25 @@ async def test_bodies_are_limited_while_they_are_read(tmp_path: Path) -> None:
         assert (await served.request("POST", "/tokenize", raw=b'{"prompt": "x"}'))[0] == 200
 
 
+async def test_all_bodies_together_have_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.front.MIN_BODY_BUDGET", 0)
+    async with serve(tmp_path, FakeEngine(), body_limit=4096) as served:
+        head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000\r\n\r\n"
+        slow = []
+        for _ in range(4):
+            _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(head + b" " * 3999)
+            slow.append(writer)
+        while served.front.body_bytes < 4 * 3999:
+            await asyncio.sleep(0.005)
+        assert (await served.request("POST", "/tokenize", raw=b" " * 1000))[0] == 503
+        for writer in slow:
+            writer.close()
+        while served.front.body_bytes:
+            await asyncio.sleep(0.005)
+        assert (await served.request("POST", "/tokenize", {"prompt": "x" * 1000}))[0] == 200
+
+
 async def test_headers_are_limited(tmp_path: Path) -> None:
     async with serve(tmp_path, FakeEngine()) as served:
         assert (await served.request("GET", "/health", headers={"x": "y" * 20_000}))[0] == 431

@@ -122,6 +122,20 @@ async def test_echo_without_generation(tmp_path: Path) -> None:
         assert again.choices[0].text == ""
 
 
+async def test_prompt_logprobs(tmp_path: Path) -> None:
+    async with serve(tmp_path, FakeEngine(words("z", EOS))) as served:
+        _, answer = await served.post("/v1/completions", {"model": "stub", "prompt": "abc", "prompt_logprobs": 1})
+        found = answer["choices"][0]["prompt_logprobs"]
+        assert found[0] is None
+        assert found[1] == {
+            "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+            "65": {"logprob": -1.0, "rank": 1, "decoded_token": "A"},
+        }
+        assert len(found) == 3
+        status, _ = await served.post("/v1/completions", {**TEXT, "prompt_logprobs": 1, "stream": True})
+        assert status == 400
+
+
 async def test_echo_streams_the_prompt_first(tmp_path: Path) -> None:
     async with serve(tmp_path, FakeEngine(words("zz", EOS))) as served:
         events = await served.events("/v1/completions", {**TEXT, "echo": True, "logprobs": 0})
