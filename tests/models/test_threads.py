@@ -1,0 +1,101 @@
+"""The native thread pool: every task exactly once, from several callers at once, after naps, and when resized."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from models.native import load_native
+
+NATIVE = load_native()
+
+
+@pytest.fixture(autouse=True)
+def keep_threads() -> Iterator[None]:
+    before = NATIVE.num_threads()
+    yield
+    NATIVE.set_num_threads(before)
+    NATIVE.set_spin_us(60)
+
+
+def count_tasks(num_tasks: int, rounds: int) -> np.ndarray:
+    counts = np.zeros(num_tasks, np.int32)
+    NATIVE.parallel_probe(num_tasks, rounds, counts.ctypes.data)
+    return counts
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_tasks", [0, 1, 2, 7, 100])
+def test_every_task_runs_exactly_once(threads: int, num_tasks: int) -> None:
+    NATIVE.set_num_threads(threads)
+    assert (count_tasks(num_tasks, 300) == 300).all()
+
+
+@pytest.mark.parametrize("spin_us", [0, 5, 200])
+def test_sleeping_threads_wake_up(spin_us: int) -> None:
+    """Calls spaced around the spinning time hit the moment of falling asleep."""
+    NATIVE.set_num_threads(3)
+    NATIVE.set_spin_us(spin_us)
+    for pause_us in (0, 1, 5, 20, 60, 200, 1000):
+        for _ in range(20):
+            assert (count_tasks(5, 1) == 1).all()
+            time.sleep(pause_us * 1e-6)
+
+
+def test_concurrent_callers_do_not_meet() -> None:
+    NATIVE.set_num_threads(3)
+    results: list[np.ndarray] = []
+    callers = [threading.Thread(target=lambda: results.append(count_tasks(9, 5000))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(results) == 4
+    assert all((counts == 5000).all() for counts in results)
+
+
+def test_resize_while_others_call() -> None:
+    stop = threading.Event()
+    wrong: list[np.ndarray] = []
+
+    def call() -> None:
+        while not stop.is_set():
+            counts = count_tasks(6, 50)
+            if not (counts == 50).all():
+                wrong.append(counts)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    for threads in (1, 4, 2, 3, 1, 2) * 3:
+        NATIVE.set_num_threads(threads)
+        time.sleep(0.002)
+    stop.set()
+    caller.join()
+    assert not wrong
+
+
+def test_idle_pool_uses_no_cpu() -> None:
+    NATIVE.set_num_threads(4)
+    count_tasks(16, 1)
+    time.sleep(0.02)
+    start = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - start < 0.1
+
+
+def test_count_below_one_means_one() -> None:
+    NATIVE.set_num_threads(0)
+    assert NATIVE.num_threads() == 1
+
+
+def test_unknown_and_missing_instruction_sets_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown instruction set 'sse9'"):
+        NATIVE.set_isa("sse9")
+    if NATIVE.best_isa() != "avx512vnni":
+        with pytest.raises(ValueError, match="this machine has no avx512vnni"):
+            NATIVE.set_isa("avx512vnni")
+    assert NATIVE.isa() == NATIVE.best_isa()
