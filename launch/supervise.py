@@ -282,8 +282,9 @@ class Supervisor:
         else:
             part.state, part.restart_at = "waiting", time.monotonic() + delay_s
         self._notify(Died(part.name, failed.error, delay_s, part.restarts.num_recent, failed))
-        if all(p.state == "down" for p in self._parts if p.role == part.role and p.role != "coordinator"):
-            self._abort(failed)
+        alike = [p for p in self._parts if p.role == part.role]
+        if part.role != "coordinator" and all(p.state == "down" for p in alike):
+            self._abort(failed)  # nothing is left that could ever serve again
 
     def _discard(self, part: Part, state: PartState) -> None:
         if part.child is not None:

@@ -54,7 +54,7 @@ class Child:
         self._process = process
         self._channel = channel
         self._decoder = Decoder(FromChild)
-        self._failed = False
+        self._failed: Failed | None = None  # its own, held back until it is dead
         self._epoll = select.epoll()
         self._epoll.register(channel.fileno(), select.EPOLLIN)
 
@@ -124,7 +124,8 @@ class Child:
             case Ready():
                 self.is_ready = True
             case Failed():
-                self._failed = True
+                self._failed = report
+                return
         reports.append(report)
 
     def _bury(self, reports: list[Progress | Ready | Failed]) -> None:
@@ -133,7 +134,9 @@ class Child:
         self.kill()
         self.is_dead = True
         code = self._process.returncode
-        if code and not self._failed:
+        if self._failed is not None:
+            reports.append(self._failed)
+        elif code:
             error = f"{self.name} {describe_exit(code)}"
             hint = "the system may have run out of memory: see dmesg" if code == -signal.SIGKILL else ""
             reports.append(Failed(self.name, error, hint, exit_code=code if code > 0 else 1))
@@ -283,7 +286,7 @@ class BootChannel:
             if isinstance(message, Drain):
                 self._drains.append(message)
                 self._waker.set()
-        if self.boot.role in ("front", "coordinator"):
+        if self.boot.role != "worker":  # a worker's parent may die and be started again
             remove_run_dir(self.boot.run_dir)
         os.kill(os.getpid(), signal.SIGKILL)
 
