@@ -89,6 +89,7 @@ class FakeEngine:
         self.takes_nothing = False
         self.refuses: str | None = None
         self.is_up = True
+        self.never = asyncio.Event()
         self.hold = asyncio.Event()
         self.hold.set()
         self.rows: dict[int, _Row] = {}
