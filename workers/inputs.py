@@ -51,17 +51,21 @@ class Wanted:
 
 
 class _Buffer:
-    """An int32 torch tensor with its numpy view; grows by doubling."""
+    """An int32 torch tensor with its numpy view; grows by doubling. Decode steps repeat a size: its slices are kept."""
 
     def __init__(self, size: int) -> None:
         self._tensor = torch.zeros(max(size, 1), dtype=torch.int32)
         self._array: Column = self._tensor.numpy()
+        self._taken = self._tensor, self._array
 
     def take(self, size: int) -> tuple[Tensor, Column]:
+        if size == self._taken[1].size:
+            return self._taken
         if size > self._array.size:
             self._tensor = torch.zeros(2 * size, dtype=torch.int32)
             self._array = self._tensor.numpy()
-        return self._tensor[:size], self._array[:size]
+        self._taken = self._tensor[:size], self._array[:size]
+        return self._taken
 
     def put(self, values: NDArray[Any]) -> Tensor:
         tensor, array = self.take(values.size)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from transport.messages import LogprobRow
+from workers.noise import Floats
 from workers.rules import Tokens
-from workers.truncation import Floats, top_ids
+from workers.truncation import top_ids
 
 
 def logprob_row(row: int, logits: Floats, targets: Tokens, k: int) -> LogprobRow:

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.params import RowParams
-from workers.noise import Ids
-from workers.truncation import Floats
+from workers.noise import Floats, Ids
 
 Tokens = NDArray[np.int32]
 

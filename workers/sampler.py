@@ -17,8 +17,8 @@ from transport.messages import LogprobRow, RowFault
 from trireme.params import RowParams
 from workers.batch import ROW_ERRORS, Batch
 from workers.logprobs import logprob_row
-from workers.noise import NoiseField, noise_key, race_among
-from workers.truncation import Floats, survivors
+from workers.noise import Floats, NoiseField, noise_key, race_among
+from workers.truncation import survivors
 
 
 @dataclass(slots=True)

@@ -11,9 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.noise import Ids
-
-Floats = NDArray[np.float32]
+from workers.noise import Floats, Ids
 
 _GROUP = 64  # values per group whose maximum bounds the k-th value
 _BINS = 256
@@ -49,14 +47,23 @@ def nucleus(depths: Floats, top_p: float) -> Ids:
     if depths.size <= _SORT_ALL:
         return np.sort(_prefix_reaching(depths, np.arange(depths.size), 0.0, top_p * float(_weights(depths).sum())))
     weights = np.exp(depths)
+    total = float(weights.sum())
+    # Tokens lighter than an equal part of what may be left out weigh less than that together: they stay out.
+    heavy = np.flatnonzero(weights >= np.float32((1.0 - top_p) * total / depths.size * (1.0 - 1e-3)))
+    if heavy.size <= _SORT_ALL:
+        return np.sort(_prefix_reaching(depths, heavy, 0.0, top_p * total))
+    return _nucleus_by_bins(depths[heavy], weights[heavy], heavy, top_p * total)
+
+
+def _nucleus_by_bins(depths: Floats, weights: Floats, ids: Ids, target: float) -> Ids:
+    """The same from the columns of many `ids`: whole bins of depth, and a sorted part of the one where target is reached."""
     bins = np.minimum(depths * np.float32(-_BINS_PER_NAT), np.float32(_BINS - 1)).astype(np.int32)
     mass = np.cumsum(np.bincount(bins, weights=weights, minlength=_BINS))
-    target = top_p * float(mass[-1])
     edge = min(int(np.searchsorted(mass, target)), _BINS - 1)
     crossing = np.flatnonzero(bins == edge)
     before = float(mass[edge - 1]) if edge else 0.0
     partly = _prefix_reaching(depths, crossing, before, target)
-    return np.sort(np.concatenate([np.flatnonzero(bins < edge), partly]))
+    return ids[np.sort(np.concatenate([np.flatnonzero(bins < edge), partly]))]
 
 
 def _weights(depths: Floats) -> NDArray[np.float64]:

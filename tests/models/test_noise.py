@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.native import load_native
 from workers.noise import NoiseField, gumbels, noise_key, race_among, uniforms
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
@@ -47,15 +50,26 @@ def test_the_definition_is_frozen() -> None:
     assert uniforms(key, np.arange(3)).tolist() == [0.6670244830893353, 0.26544644066598266, 0.5336691279662773]
 
 
-@settings(deadline=None)
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    native = load_native()
+    native.set_isa(name)
+    try:
+        yield
+    finally:
+        native.set_isa(native.best_isa())
+
+
+@settings(deadline=None, max_examples=300)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([0.01, 0.3, 1.0, 3.0, 100.0]),
     st.sampled_from([0.0, 0.5, 3.0, 30.0]),
     st.sampled_from([1, 2, 63, 320, 5000]),
+    st.sampled_from(["numpy", "portable", "native"]),
 )
-def test_race_finds_the_exact_winner(seed: int, temperature: float, spread: float, size: int) -> None:
-    """The search in float32 gives the token that the float64 definition gives, at any temperature and shape."""
+def test_race_finds_the_exact_winner(seed: int, temperature: float, spread: float, size: int, search: str) -> None:
+    """Every search in float32 gives the token that the float64 definition gives, at any temperature and shape."""
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal(size) * spread).astype(np.float32)
     logits[rng.random(size) < 0.2] = -np.inf
@@ -64,10 +78,21 @@ def test_race_finds_the_exact_winner(seed: int, temperature: float, spread: floa
     peak, key = float(logits.max()), noise_key(seed, 3, size)
     ids = np.arange(size)
     exact = race_among(ids, logits, peak, temperature, key)
-    assert NoiseField(size).race(logits, peak, temperature, key) == exact
+    with instruction_set("portable" if search == "portable" else load_native().best_isa()):
+        field = NoiseField(size, native=search != "numpy")
+        assert field.race(logits, peak, temperature, key) == exact
     assert logits[exact] > -np.inf
     scores = (logits.astype(np.float64) - peak) / temperature + gumbels(key, ids)
     assert exact == int(scores.argmax())
+
+
+def test_more_rivals_than_the_native_search_holds() -> None:
+    """Numpy takes over, with the same winner."""
+    logits = np.zeros(4000, np.float32)
+    field = NoiseField(4000)
+    expected = field.race(logits, 0.0, 1.0, 5)
+    field._rivals = np.empty(0, np.int32)
+    assert field.race(logits, 0.0, 1.0, 5) == expected
 
 
 def test_draws_are_fair() -> None:

@@ -1,0 +1,89 @@
+"""Times what a decode step costs besides the model: `python -m workers.bench`. A model that answers from memory stands in.
+
+Run by hand; prints CPU microseconds per step (median) for several batch sizes and sampling settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.forward import ForwardBatch, KVLayer
+from transport.messages import NewRow, StepPlan
+from trireme.mesh import Mesh
+from trireme.params import RowParams
+from workers.batch import Batch
+from workers.inputs import InputBuilder
+from workers.runner import Runner
+
+BLOCK, MAX_LEN, PROMPT = 16, 2048, 512
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top-k 50": {"temperature": 0.8, "top_k": 50},
+    "top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    "min-p 0.05": {"temperature": 0.8, "min_p": 0.05},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "logprobs 5": {"temperature": 0.0, "logprobs": 5},
+}
+
+
+class Silent:
+    """Gives the same logits each step: noise with a few likely tokens, as a language model's are."""
+
+    num_kv_layers, kv_heads, head_dim = 1, 1, 8
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        values = np.random.default_rng(0).standard_normal((num_rows, vocab_size)) * 2
+        values[:, ::97] += 6
+        self._logits = torch.from_numpy(values.astype(np.float32))
+
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor:
+        return self._logits[: batch.logits_index.numel()]
+
+
+def step_us(num_rows: int, vocab_size: int, params: RowParams, steps: int) -> float:
+    """Median CPU microseconds of one decode step of `num_rows` rows."""
+    blocks = -(-(PROMPT + steps + 1) // BLOCK)
+    batch = Batch(num_rows, MAX_LEN, BLOCK, vocab_size, num_rows * blocks)
+    builder = InputBuilder(2048, num_rows, MAX_LEN // BLOCK)
+    runner = Runner(Silent(num_rows, vocab_size), [], batch, builder, Mesh(1, 1, 1))
+    prompt = np.arange(PROMPT, dtype=np.int32)
+    rows = list(range(num_rows))
+    new = [NewRow(i, prompt, PROMPT, params, list(range(i * blocks, (i + 1) * blocks))) for i in rows]
+    sample, ones, last = [True] * num_rows, [1] * num_rows, [-1] * num_rows
+    runner.execute(StepPlan(0, [], new, [], [], rows, [PROMPT] * num_rows, [0] * num_rows, last, sample))
+    taken = []
+    for step in range(steps):
+        plan = StepPlan(step + 1, [], [], [], [], rows, ones, [PROMPT + step] * num_rows, [step % 7] * num_rows, sample)
+        started = time.thread_time()
+        runner.execute(plan)
+        taken.append(time.thread_time() - started)
+    return statistics.median(taken) * 1e6
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--vocab", type=int, default=49152)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"CPU us per decode step besides the model, vocabulary {options.vocab}, context {PROMPT}")
+    print("rows".ljust(12) + "".join(f"{rows:>10}" for rows in options.rows))
+    for name, fields in SETTINGS.items():
+        params = RowParams(MAX_LEN, seed=1, **fields)
+        cells = [step_us(rows, options.vocab, params, options.steps) for rows in options.rows]
+        print(name.ljust(12) + "".join(f"{cell:>10.0f}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
