@@ -6,6 +6,7 @@ Called by core. Only reads. A broken law raises IntegrityError with the numbers;
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 import msgspec
 
@@ -39,71 +40,72 @@ def audit(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) -> Aud
     return _check_blocks(scheduler)
 
 
-def _check(true: bool, law: str) -> None:
-    if not true:
-        raise IntegrityError(f"broken law: {law}")
+def _broken(law: str) -> IntegrityError:
+    return IntegrityError(f"broken law: {law}")
 
 
 def _check_rows(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) -> None:
+    """Every live request is in exactly one place, and the slots add up."""
     running, waiting = scheduler.running, list(scheduler.waiting)
-    _check(
-        {id(row) for row in requests.values()} == {id(row) for row in (*running, *waiting)},
-        f"{len(requests)} live requests = {len(running)} running + {len(waiting)} waiting",
-    )
-    _check(all(row.state is State.RUNNING for row in running), f"running rows are RUNNING: {running}")
-    _check(
-        all(row.state in (State.WAITING, State.PREEMPTED) for row in waiting), f"queued rows are not running: {waiting}"
-    )
-    _check(all(not row.blocks and row.row < 0 for row in waiting), f"queued rows own nothing: {waiting}")
-    slots = [row.row for row in running]
-    total = scheduler.limits.max_num_seqs
-    _check(
-        sorted(slots + scheduler.free_rows) == list(range(total)),
-        f"slots: {sorted(slots)} used + {len(scheduler.free_rows)} free = {total}",
-    )
-    tokens = sum(len(row.tokens) for row in waiting)
-    _check(scheduler.waiting.num_tokens == tokens, f"queued tokens: {scheduler.waiting.num_tokens} counted, {tokens}")
+    live = set(map(id, requests.values()))
+    if len(running) + len(waiting) != len(live) or live != set(map(id, running + waiting)):
+        raise _broken(f"{len(live)} live requests = {len(running)} running + {len(waiting)} waiting")
+    for row in running:
+        if row.state is not State.RUNNING:
+            raise _broken(f"running rows are RUNNING: {row}")
+    for row in waiting:
+        if row.state not in (State.WAITING, State.PREEMPTED) or row.blocks or row.row >= 0:
+            raise _broken(f"queued rows own nothing: {row} {row.blocks}")
+    slots, total = [row.row for row in running], scheduler.limits.max_num_seqs
+    if sorted(slots + scheduler.free_rows) != list(range(total)):
+        raise _broken(f"slots: {sorted(slots)} used + {len(scheduler.free_rows)} free = {total}")
+    num_tokens = sum(len(row.tokens) for row in waiting)
+    if scheduler.waiting.num_tokens != num_tokens:
+        raise _broken(f"queued tokens: {scheduler.waiting.num_tokens} counted = {num_tokens}")
     keys = [scheduler.policy.key(row) for row in running]
-    _check(keys == sorted(keys), f"running rows are in policy order: {keys}")
+    if keys != sorted(keys):
+        raise _broken(f"running rows are in policy order: {keys}")
 
 
 def _check_tables(scheduler: Scheduler) -> None:
     """Every running row has exactly the blocks that its computed tokens need."""
     cache = scheduler.cache
     for row in scheduler.running:
-        _check(0 <= row.num_computed <= len(row.tokens), f"computed tokens within known ones: {row}")
-        _check(row.capacity == len(row.blocks) * cache.block_size, f"capacity of {len(row.blocks)} blocks: {row}")
-        needed = cache.blocks_for(row.num_computed)
-        _check(len(row.blocks) == needed, f"{row} holds {len(row.blocks)} blocks and needs {needed}")
-        _check(len(set(row.blocks)) == len(row.blocks), f"no block twice in a table: {row} {row.blocks}")
-        is_decoding = row.unsent >= 0
-        _check(not is_decoding or row.num_left == 1, f"a row that just sampled lacks one token: {row}")
+        if not 0 <= row.num_computed <= len(row.tokens):
+            raise _broken(f"computed tokens within known ones: {row}")
+        if len(row.blocks) != cache.blocks_for(row.num_computed) or row.capacity != len(row.blocks) * cache.block_size:
+            raise _broken(f"{row} holds {len(row.blocks)} blocks, capacity {row.capacity}")
+        if len(set(row.blocks)) != len(row.blocks):
+            raise _broken(f"no block twice in a table: {row} {row.blocks}")
+        if row.unsent >= 0 and row.num_left != 1:
+            raise _broken(f"a row that has just sampled lacks one token: {row}")
 
 
 def _check_blocks(scheduler: Scheduler) -> Audit:
+    """Counts equal owners, and free + cached + owned = total, each block in one place."""
     pool = scheduler.cache.pool
-    fenced = [block for draft in scheduler.in_flight for block in draft.fenced]
-    held = Counter(block for row in scheduler.running for block in row.blocks)
-    owners = held + Counter(fenced)
+    held = Counter(chain.from_iterable(row.blocks for row in scheduler.running))
+    fenced = Counter(chain.from_iterable(draft.fenced for draft in scheduler.in_flight))
+    owners = held + fenced if fenced else held
     counts = {block: count for block, count in enumerate(pool.counts) if count}
-    _check(counts == dict(owners), f"block counts {counts} = tables and fences {dict(owners)}")
-    free, cached = set(pool.free), set(pool.cached)
-    _check(len(free) == len(pool.free), f"free blocks are listed once: {pool.free}")
-    places = len(free) + len(cached) + len(owners)
-    _check(
-        places == pool.num_blocks and len(free | cached | set(owners)) == places,
-        f"blocks: {len(free)} free + {len(cached)} cached + {len(owners)} owned = {pool.num_blocks}",
-    )
+    if counts != owners:
+        raise _broken(f"block counts {counts} = tables and fences {dict(owners)}")
+    places = [*pool.free, *pool.cached, *owners]
+    if len(places) != pool.num_blocks or len(set(places)) != pool.num_blocks:
+        sums = f"{len(pool.free)} free + {len(pool.cached)} cached + {len(owners)} owned = {pool.num_blocks}"
+        raise _broken(f"blocks: {sums}")
     known = {content: block for block, content in enumerate(pool.hash_of) if content is not None}
-    _check(known == pool.index, f"hash index of {len(pool.index)} = sealed blocks {len(known)}")
-    _check(all(pool.hash_of[block] is None for block in free), "free blocks have no content")
-    _check(all(pool.hash_of[block] is not None for block in cached), "cached blocks have content")
-    only_fenced = len(set(fenced) - set(held))
+    if known != pool.index:
+        raise _broken(f"hash index of {len(pool.index)} = {len(known)} sealed blocks")
+    if any(pool.hash_of[block] is not None for block in pool.free):
+        raise _broken("free blocks have no content")
+    if any(pool.hash_of[block] is None for block in pool.cached):
+        raise _broken("cached blocks have content")
     return Audit(
-        num_free=len(free),
-        num_cached=len(cached),
+        num_free=len(pool.free),
+        num_cached=len(pool.cached),
         num_owned=len(owners),
-        num_fenced=only_fenced,
+        num_fenced=len(fenced.keys() - held.keys()),
         num_blocks=pool.num_blocks,
         num_waiting=len(scheduler.waiting),
         num_running=len(scheduler.running),

@@ -159,6 +159,7 @@ class FakeWorker:
                 time.sleep(3600)
             if fake.row_fault_token in chunk:
                 faults.append(RowFault(row_id, "scripted fault"))
+                continue  # nothing is written: whoever reads these blocks gets other tokens
             positions = np.arange(start, end)
             blocks = np.array(row.blocks, np.int64)[positions // self.block_size]
             offsets = positions % self.block_size

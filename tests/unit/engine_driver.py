@@ -51,7 +51,7 @@ def make_worker(limits: Limits, fake: FakeOptions, worker: int = 0, pp: int = 1)
     return fake_worker
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """What a front end would know of a submitted row."""
 
