@@ -1,0 +1,197 @@
+"""Real front end processes under a real supervisor: several of them, deaths of engines and of front ends, draining."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.supervise import Event, Modules, Supervisor
+from tests.models.tiny import make_stub
+from trireme.config import EngineConfig, ModelConfig, ParallelConfig, ServingConfig
+
+BODY = {"model": "model", "prompt": "hello", "stream": True}
+
+
+class Running:
+    """A supervisor in a thread of its own, with scripted engines."""
+
+    def __init__(self, directory: Path, *, dp: int = 1, fronts: int = 1, delay_ms: float = 2.0) -> None:
+        model = make_stub(directory / "model", delay_ms=delay_ms)
+        config = EngineConfig(
+            model=ModelConfig(model=str(model)),
+            parallel=ParallelConfig(dp=dp),
+            serving=ServingConfig(port=0, api_servers=fronts, drain_timeout=10.0, drain_notice=0.3),
+        )
+        self.events: list[Event] = []
+        self.supervisor = Supervisor(config, self.events.append, modules=Modules(engine="tests.serving.engine_process"))
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        self.supervisor.start()
+        while not self.supervisor.is_finished and not self._stop:
+            self.supervisor.step(0.2)
+        self.supervisor.close()
+
+    @property
+    def port(self) -> int:
+        assert self.supervisor.address is not None
+        return self.supervisor.address[1]
+
+    def part(self, name: str) -> Any:
+        return next(part for part in self.supervisor.parts if part.name == name)
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+                return int(answer.status), answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError as error:
+            return 0, str(error)
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        wait(lambda: self.supervisor.is_ready and self.get("/ready")[0] == 200, 30, "ready")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join(20)
+
+
+def wait(true: Callable[[], Any], timeout_s: float, what: str) -> None:
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+class OpenStream(threading.Thread):
+    """One stream; `events` grows, `end` is "done", an error object, or what broke it."""
+
+    def __init__(self, running: Running, max_tokens: int, rank: int | None = None) -> None:
+        super().__init__(daemon=True)
+        self.events: list[Any] = []
+        self.end: Any = None
+        body = json.dumps({**BODY, "max_tokens": max_tokens}).encode()
+        headers = {"Content-Type": "application/json"} | (
+            {"X-data-parallel-rank": str(rank)} if rank is not None else {}
+        )
+        self._request = urllib.request.Request(f"http://127.0.0.1:{running.port}/v1/completions", body, headers)
+        self.start()
+        wait(lambda: len(self.events) > 2 or self.end, 10, "a stream under way")
+
+    def run(self) -> None:
+        try:
+            with urllib.request.urlopen(self._request, timeout=30) as answer:
+                for line in answer:
+                    if line.startswith(b"data: [DONE]"):
+                        self.end = "done"
+                    elif line.startswith(b"data: "):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            self.end = event["error"]
+                        else:
+                            self.events.append(event)
+        except Exception as error:
+            self.end = error
+        self.end = self.end or "closed"
+
+    @property
+    def text(self) -> str:
+        return "".join(event["choices"][0]["text"] for event in self.events)
+
+
+def samples(running: Running) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in running.get("/metrics")[1].splitlines() if line and line[0] != "#"]
+    return {name: float(value) for name, value in lines}
+
+
+@pytest.fixture
+def two_fronts(tmp_path: Path) -> Iterator[Running]:
+    with Running(tmp_path, fronts=2) as running:
+        yield running
+
+
+def test_any_front_end_tells_the_numbers_of_all(two_fronts: Running) -> None:
+    streams = [OpenStream(two_fronts, 5) for _ in range(12)]
+    wait(lambda: all(stream.end for stream in streams), 10, "the ends")
+    assert {stream.text for stream in streams} == {"abcde"}
+    for _ in range(6):
+        found = samples(two_fronts)
+        assert found['trireme_requests_total{outcome="complete"}'] == 12
+        assert found["trireme_generation_tokens_total"] == 60
+        assert found['trireme_requests_running{engine="0"}'] == 0
+
+
+def test_a_front_end_killed_touches_only_its_own(two_fronts: Running) -> None:
+    streams = [OpenStream(two_fronts, 2500) for _ in range(8)]
+    os.kill(two_fronts.part("front-0").child.pid, signal.SIGKILL)
+    wait(
+        lambda: two_fronts.part("front-0").epoch == 1 and two_fronts.part("front-0").state == "ready", 15, "the restart"
+    )
+    broken = [stream for stream in streams if stream.end is not None]
+    alive = [stream for stream in streams if stream.end is None]
+    assert all(isinstance(stream.end, Exception) or stream.end == "closed" for stream in broken)
+    wait(lambda: samples(two_fronts)['trireme_requests_running{engine="0"}'] == len(alive), 5, "freed rows")
+    assert all(OpenStream(two_fronts, 3).text for _ in range(4))
+
+
+def test_an_engine_killed_touches_only_its_own(tmp_path: Path) -> None:
+    with Running(tmp_path, dp=2, delay_ms=5) as running:
+        lost = [OpenStream(running, 3000, rank=0) for _ in range(2)]
+        kept = [OpenStream(running, 300, rank=1) for _ in range(2)]
+        free = [OpenStream(running, 3) for _ in range(6)]
+        wait(lambda: all(stream.end == "done" for stream in free), 5, "unpinned streams")
+        os.kill(running.part("engine-0").child.pid, signal.SIGKILL)
+        wait(lambda: all(stream.end for stream in lost), 5, "errors")
+        for stream in lost:
+            assert stream.end["code"] == "engine_dead"
+        assert running.get("/ready")[0] == 200  # the other one answers
+        assert OpenStream(running, 3).text == "abc"
+        assert OpenStream(running, 3, rank=0).text == "abc"  # waits for the restart
+        wait(lambda: all(stream.end for stream in kept), 20, "the other engine's streams")
+        assert [stream.end for stream in kept] == ["done", "done"]
+        found = samples(running)
+        assert found['trireme_engine_epoch{engine="0"}'] == 1
+        assert found['trireme_requests_total{outcome="error"}'] == 2
+
+
+def test_routing_survives_the_coordinator(tmp_path: Path) -> None:
+    with Running(tmp_path, dp=2) as running:
+        stream = OpenStream(running, 400)
+        os.kill(running.part("coordinator").child.pid, signal.SIGKILL)
+        assert [OpenStream(running, 3).text for _ in range(6)] == ["abc"] * 6
+        wait(lambda: running.part("coordinator").epoch == 1, 10, "the restart")
+        assert OpenStream(running, 3).text == "abc"
+        wait(lambda: stream.end, 10, "the stream")
+        assert stream.end == "done"
+        assert len(stream.text) == 400
+
+
+def test_draining_loses_nothing(tmp_path: Path) -> None:
+    with Running(tmp_path, fronts=2) as running:
+        streams = [OpenStream(running, 500) for _ in range(6)]
+        port = running.port
+        running.supervisor.request_stop("test", 0.3)
+        wait(lambda: running.get("/ready")[0] == 503, 2, "not ready")
+        late = OpenStream(running, 3)
+        assert late.text == "abc"
+        wait(lambda: all(stream.end for stream in streams), 15, "the ends")
+        assert [stream.end for stream in streams] == ["done"] * 6
+        wait(lambda: running.supervisor.is_finished, 10, "the end of the supervisor")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            pytest.fail("somebody still listens")
