@@ -1,7 +1,7 @@
 """Entry point of `trireme`: finds the command, parses its flags, runs it, and prints an error once, last.
 
-Imports only the table of commands; a command's module is imported when it is chosen. `except Exception` is allowed here:
-this is a process main.
+Imports only the table of commands; a command's module is imported when it is chosen. An exception that is not one of ours
+is a bug and shows its traceback.
 """
 
 from __future__ import annotations

@@ -170,16 +170,14 @@ def run(command: list[str]) -> int:
     with LOG.open("a") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
-        child = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert child.stdout is not None
+        pipe = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         status = Status()
-        for line in child.stdout:
-            log.write(line)
-            status.show(line.strip())
+        with subprocess.Popen(command, cwd=ROOT, text=True, **pipe) as child:  # type: ignore[call-overload]
+            for line in child.stdout:
+                log.write(line)
+                status.show(line.strip())
         status.close()
-    return child.wait()
+    return int(child.returncode)
 
 
 class Status:

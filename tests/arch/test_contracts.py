@@ -35,6 +35,9 @@ TORCH_FREE = (
     "serving.main",
 )
 
+# Where an error of any kind ends something smaller than the program, and nothing else hears of it.
+SWALLOWING = {"transport/boot.py": 1}
+
 
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -115,16 +118,16 @@ def test_names_say_something():
                 assert not BANNED_NAMES.search(words), f"{path}: {node.name}"
 
 
-def test_no_except_exception_outside_process_mains():
-    """STYLE 5.4, by count: `except Exception` sits where a process or a request ends, and each is known here."""
+def test_errors_are_swallowed_only_where_something_ends():
+    """STYLE 5.4: `except Exception` without raising again sits where a process, a request or a row ends, known here."""
     found: dict[str, int] = {}
     for path, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ExceptHandler):
+        for node in ast.walk(tree) if path.name != "main.py" else ():
+            if isinstance(node, ast.ExceptHandler) and not any(isinstance(n, ast.Raise) for n in ast.walk(node)):
                 caught = ast.unparse(node.type) if node.type else "bare"
                 if caught in ("bare", "Exception", "BaseException"):
                     found[relative(path)] = found.get(relative(path), 0) + 1
-    assert all(count <= 2 for count in found.values()), found
+    assert found == SWALLOWING
 
 
 def run_python(code: str) -> str:
@@ -140,8 +143,9 @@ def test_torch_is_absent_from_every_process_but_workers(module):
 
 
 def test_importing_trireme_imports_nothing_else():
-    code = "import sys, trireme; print([m for m in sys.modules if m.split('.')[0] not in sys.stdlib_module_names])"
-    assert run_python(code).strip() in ("['trireme']", "['sitecustomize', 'trireme']")
+    code = "import sys; known = {*sys.stdlib_module_names, *sys.modules}; import trireme; "
+    code += "print([m for m in sys.modules if m.split('.')[0] not in known])"
+    assert run_python(code).strip() == "['trireme']"
 
 
 def test_public_names_are_there():

@@ -1,0 +1,148 @@
+"""The console without a terminal: whole lines, nothing painted; and the events of a start as a person reads them."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+
+import pytest
+
+from launch import console as console_module
+from launch.cli import print_error
+from launch.console import Console
+from launch.serve import ServeView, curl_line, merge_decisions, url_of
+from launch.supervise import AllReady, Died, Restarted, Stopped, Stopping
+from launch.view import ProgressView
+from transport.messages import Failed, Progress, Ready
+from trireme.config import Decision
+from trireme.device import DeviceFacts
+from trireme.resolve import ModelFacts, Prepared
+from trireme.settings import load
+
+
+@pytest.fixture
+def out():
+    return io.StringIO()
+
+
+@pytest.fixture
+def console(out):
+    return Console(out)
+
+
+def test_a_phase_is_one_line_when_it_is_over(console, out):
+    for done in range(31):
+        console.progress("engine-0", "weights", done << 20, 30 << 20)
+    console.progress("engine-0", "weights", 30 << 20, 30 << 20)
+    (line,) = out.getvalue().splitlines()
+    assert "engine-0" in line
+    assert "30 MiB of 30 MiB" in line
+
+
+def test_a_long_phase_tells_how_far_it_is(console, out, monkeypatch):
+    monkeypatch.setattr(console_module, "PLAIN_EVERY_S", 0.0)
+    for done in range(4):
+        console.progress("engine-0", "layers", done, 3)
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["0/3", "1/3", "2/3", "3/3"]
+
+
+def test_tables_line_up_and_hold_no_escape_codes(console, out):
+    console.table(["", "tok/s"], [["c=1", "9.5"], ["c=32", "1200"]])
+    console.say("red", style="red")
+    text = out.getvalue()
+    assert "\x1b" not in text
+    assert len({len(line.rstrip()) for line in text.splitlines()[:3]}) == 1
+
+
+def test_nothing_is_shown_when_nobody_wants_it(capsys):
+    view = ProgressView(False)
+    view.on_progress(Progress("a", "b", 1, 1))
+    view.close()
+    assert capsys.readouterr() == ("", "")
+    view = ProgressView(True)
+    view.on_progress(Progress("a", "b", 1, 1))
+    view.close()
+    assert "a" in capsys.readouterr().err
+
+
+def test_an_error_is_its_message_then_its_cures(capsys):
+    print_error("no room", "--max-len 8\n--tp 2")
+    assert capsys.readouterr().err == "error: no room\n  try   --max-len 8\n  or    --tp 2\n"
+
+
+def view_of(console, **flags):
+    from tests.unit.test_resolve import SMOL
+
+    config = load({"served_name": "it's a model", **flags}, environ={}).config
+    device = DeviceFacts(cores=2, memory_free=1, memory_total=1, cpu="Oar 3")
+    return ServeView(
+        console, Prepared(config, [Decision("tp", "2", "asked")], ModelFacts(SMOL, "smol", 1), device), 0.0
+    )
+
+
+def test_the_ready_panel_has_address_curl_and_reasons(console, out):
+    view = view_of(console)
+    left = []
+    view.leave_pass = lambda: left.append(True)
+    view.show_title()
+    parts = {f"engine-{i}": Ready(f"engine-{i}", decisions=[("kv", "100 blocks", "memory")]) for i in range(2)}
+    view.on_event(AllReady(("127.0.0.1", 8123), parts, 1.0))
+    text = out.getvalue()
+    assert "http://127.0.0.1:8123" in text
+    assert "curl http://127.0.0.1:8123/v1/chat/completions" in text
+    assert text.count("100 blocks") == 1
+    assert "asked" in text
+    assert "Oar 3" in text
+    assert left == [True]
+
+
+def test_the_curl_line_survives_a_shell():
+    config = load({"served_name": "it's a model", "api_key": "k"}, environ={}).config
+    words = shlex.split(curl_line("http://x:1", config).replace("\\\n", ""))
+    assert json.loads(words[words.index("-d") + 1])["model"] == "it's a model"
+    assert "Authorization: Bearer $TRIREME_API_KEY" in words
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:1"), ("::1", "http://[::1]:1"), ("10.0.0.1", "http://10.0.0.1:1")],
+)
+def test_an_address_can_be_used_as_it_is(host, url):
+    assert url_of(host, 1) == url
+
+
+def test_an_open_server_is_warned_about(console, out):
+    view_of(console, host="0.0.0.0").on_event(AllReady(("0.0.0.0", 1), {}, 1.0))
+    assert "--api-key" in out.getvalue()
+
+
+def test_the_life_of_parts_is_told_in_sentences(console, out, capsys):
+    view = view_of(console)
+    view.on_event(Died("engine-0", "out of memory", 2.0, 1))
+    view.on_event(Restarted("engine-0", 1))
+    view.on_event(Died("engine-0", "again", None, 6))
+    view.on_event(Stopping("SIGTERM", 60.0))
+    told = out.getvalue().splitlines()
+    assert told[0] == "engine-0 died: out of memory; it starts again in 2 s"
+    assert told[1] == "engine-0 is back, in its life number 2"
+    assert told[2].endswith("it stays down")
+    assert "60 s" in told[3]
+    view.on_event(Stopped(3, Failed("engine-0", "no such tensor", "another file", exit_code=3)))
+    assert capsys.readouterr().err == "error: engine-0: no such tensor\n  try   another file\n"
+
+
+def test_a_fault_of_ours_shows_the_childs_own_traceback_before_the_error(console, capsys):
+    view_of(console).on_event(Stopped(1, Failed("engine-0", "KeyError: 3", "", "Traceback: in child")))
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "Traceback: in child"
+    assert told[-1] == "error: engine-0: KeyError: 3"
+
+
+def test_equal_decisions_are_said_once_in_order():
+    parts = {
+        "a": Ready("a", decisions=[("x", "1", "p"), ("y", "2", "q")]),
+        "b": Ready("b", decisions=[("x", "1", "p")]),
+    }
+    merged = merge_decisions([Decision("tp", "2", "r")], parts)
+    assert [d.what for d in merged] == ["tp", "x", "y"]
