@@ -39,7 +39,7 @@ def main(channel: BootChannel) -> None:
     config = msgspec.msgpack.decode(boot.config, type=EngineConfig)
     directory = Path(config.model.model)
     (directory / f"{boot.name}.{boot.epoch}.pid").write_text(str(os.getpid()))
-    state: dict[str, Any] = {"name": boot.name, "epoch": boot.epoch, "lost": [], "view": None}
+    state: dict[str, Any] = {"name": boot.name, "epoch": boot.epoch, "view": None}
     poller = Poller()
     links = [Connection.open(boot, f"engine-{i}.front", EngineToFront) for i in range(config.parallel.dp)]
     coordinator = Connection.open(boot, "coordinator", FromCoordinator) if config.parallel.dp > 1 else None
