@@ -56,6 +56,8 @@ class Link(Protocol):
 
     def send(self, message: Wire) -> bool: ...
 
+    def counts(self) -> dict[str, int]: ...
+
     def close(self) -> None: ...
 
 
@@ -251,6 +253,14 @@ class EngineClient:
             if engine.is_up and engine.welcome and engine.welcome.facts
         )
 
+    def counts(self) -> dict[str, int]:
+        """Sums over all links: malformed, dropped and such."""
+        total: dict[str, int] = {}
+        for link in (*(engine.link for engine in self._engines), self._coordinator):
+            for key, value in (link.counts() if link is not None else {}).items():
+                total[key] = total.get(key, 0) + value
+        return total
+
     def states(self) -> list[EngineState]:
         """How each engine stands now."""
         now = time.monotonic()
@@ -344,11 +354,10 @@ class EngineClient:
             return self._place_alone(pin), 0
         for _ in range(3):
             routed = await self._route(Route(next(self._rids), num_tokens, num_choices, pin))
-            if routed is None:
+            if routed is None or routed.engine < 0:
+                # away, or just back and not yet told what our own links know
                 self.num_fallbacks += 1
                 return self._place_alone(pin), 0
-            if routed.engine < 0:
-                raise EngineDeadError(f"no engine can take the request: {routed.error}")
             engine = self._engines[routed.engine]
             if await self._is_there(engine, routed):
                 return engine, routed.ticket

@@ -178,7 +178,15 @@ class Front:
         return Readiness("ready" if len(working) == len(engines) else "degraded", engines)
 
     def own_snapshot(self) -> Snapshot:
-        return self.telemetry.snapshot(trireme_routing_fallbacks=float(self.client.num_fallbacks))
+        """Numbers of this front end alone."""
+        counts = self.client.counts()
+        return self.telemetry.snapshot(
+            {
+                "trireme_routing_fallbacks": float(self.client.num_fallbacks),
+                "trireme_frames_malformed|front": float(counts.get("malformed", 0)),
+                "trireme_messages_dropped|front": float(counts.get("gaps", 0)),
+            }
+        )
 
     async def snapshots(self) -> list[Snapshot]:
         return await self._snapshots() if self._snapshots is not None else [self.own_snapshot()]

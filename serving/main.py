@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import time
@@ -94,6 +95,8 @@ async def _serve(channel: BootChannel, front: Front, siblings: Siblings, phases:
     await siblings.start()
     listener = Listener(make_app(front), socket.socket(fileno=boot.listen_fd))
     await listener.start()
+    gc.collect()
+    gc.freeze()  # what start-up made stays: no need to look at it again
     channel.ready(phases=phases, decisions=[("chat template", front.renderer.template.name, "see --chat-template")])
     log.info("listening. %s", facts(fd=boot.listen_fd, model=front.model_name, template=front.renderer.template.name))
     order = await leaving

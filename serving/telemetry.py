@@ -100,9 +100,11 @@ class Telemetry:
     def refused(self, code: str) -> None:
         self.count(f"trireme_requests_refused|{code}")
 
-    def snapshot(self, **extra: float) -> Snapshot:
-        """Numbers for the page; `extra` are counters kept elsewhere."""
-        return Snapshot({**self.counters, **extra}, {"trireme_streams_open": self.open}, self._histograms)
+    def snapshot(self, kept_elsewhere: Mapping[str, float] | None = None) -> Snapshot:
+        """Numbers for the page."""
+        return Snapshot(
+            {**self.counters, **(kept_elsewhere or {})}, {"trireme_streams_open": self.open}, self._histograms
+        )
 
 
 def merged(snapshots: Iterable[Snapshot]) -> Snapshot:

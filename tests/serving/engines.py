@@ -58,6 +58,9 @@ class FakeLink:
         self.engine.on_front(self, message)
         return True
 
+    def counts(self) -> dict[str, int]:
+        return {"malformed": 0}
+
     def close(self) -> None:
         self.closed = True
 

@@ -192,6 +192,9 @@ class FakeCoordinator:
             asyncio.get_running_loop().call_soon(self.on_message, routed)
         return self.is_up
 
+    def counts(self) -> dict[str, int]:
+        return {}
+
     def close(self) -> None: ...
 
 
@@ -251,10 +254,14 @@ async def test_places_nobody_uses_are_returned() -> None:
     assert coordinator.log[-1] == Released(engine=1, epoch=0, count=1)
 
 
-async def test_no_engine_for_the_coordinator() -> None:
-    coordinator = FakeCoordinator(lambda route: Routed(route.rid, -1, 0, 0, "all engines are down"))
-    _, _, client = await two_engines(coordinator)
-    with pytest.raises(EngineDeadError, match="all engines are down"):
+async def test_a_coordinator_that_knows_no_engine_yet_does_not_stop_us() -> None:
+    coordinator = FakeCoordinator(lambda route: Routed(route.rid, -1, 0, 0, "no engine is ready"))
+    first, second, client = await two_engines(coordinator)
+    assert ends(await drain(await client.submit([replay()]))) == [(0, "length", "")]
+    assert ends(await drain(await client.submit([replay()], pin=1))) == [(0, "length", "")]
+    first.die("first")
+    second.die("second")
+    with pytest.raises(EngineDeadError, match="first"):
         await client.submit([replay()])
 
 
