@@ -69,9 +69,10 @@ class Ledger:
             count -= 1
 
     def forget_front(self, front: str) -> None:
-        """The front end is gone, and with it the tickets it had not used."""
-        for name, engine in [key for key in self._tickets if key[0] == front]:
-            self._drop((name, engine))
+        """The front end is gone, and with it the tickets it had not used. Its numbers are still never given again."""
+        for key in [key for key in self._last if key[0] == front]:
+            self._base = max(self._base, self._last.pop(key))
+            self._drop(key)
 
     def forget_engine(self, engine: int) -> None:
         """The engine was lost: what was on its way to it is lost too."""
@@ -102,5 +103,5 @@ class Ledger:
         sums.num_tokens -= ticket.num_tokens
 
     def _drop(self, key: tuple[str, int]) -> None:
-        for ticket in self._tickets.pop(key):
+        for ticket in self._tickets.pop(key, ()):
             self._settle(key[1], ticket)

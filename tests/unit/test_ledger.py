@@ -56,6 +56,17 @@ def test_a_restarted_coordinator_never_gives_a_number_twice() -> None:
     assert Ledger(epoch=4).give("front-0", 0, 1, 1, now=0.0) > max(before)
 
 
+def test_front_ends_that_come_and_go_leave_nothing_but_their_numbers() -> None:
+    ledger = Ledger()
+    numbers = []
+    for i in range(100):
+        numbers += [ledger.give("front-0" if i % 2 else f"client-{i}", 0, 1, 1, now=0.0) for _ in range(3)]
+        ledger.forget_front("front-0" if i % 2 else f"client-{i}")
+    assert not ledger._last
+    assert not ledger._tickets
+    assert len(set(numbers)) == 300
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """Compares with a plain list of tickets."""
 
