@@ -163,8 +163,10 @@ inline __attribute__((always_inline)) void dot_q8(const uint8_t* values, const i
   }
 }
 
+// While it works on a tile, it fetches what lies `ahead` bytes further (0: nothing).
 template <WeightKind kind, int R>
-inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int tile, int first_row) {
+inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int tile, int first_row,
+                                                      size_t ahead) {
   constexpr size_t step = packed_block_bytes(kind);
   constexpr int scale_bytes = kind == WeightKind::q4_1 ? 64 : 32;
   const int num_blocks = args.k / kBlock;
@@ -181,8 +183,9 @@ inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int 
 
   for (int block = 0; block < num_blocks; ++block, packed += step, q += kBlock) {
     __m256i dot[R][2];
-    if constexpr (R == 1) {
-      for (size_t line = 0; line < step; line += 64) _mm_prefetch(reinterpret_cast<const char*>(packed + 2048 + line), _MM_HINT_T0);
+    if (ahead != 0) {
+      const char* next = reinterpret_cast<const char*>(packed) + ahead;
+      for (size_t line = 0; line < step; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
     }
     if constexpr (kind == WeightKind::q8_0) {
       dot_q8<R>(packed + scale_bytes, q, q_stride, dot);
@@ -219,13 +222,15 @@ inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int 
 
 template <WeightKind kind>
 void block_tiles(const TileArgs& args) {
+  // One row streams through the weights; more rows stay on a tile while the first of them fetch the next one.
+  const size_t ahead = args.m == 1 ? 2048 : args.tile_bytes;
   for (int tile = 0; tile < args.num_tiles; ++tile) {
     int row = 0;
-    for (; row + 4 <= args.m; row += 4) block_rows<kind, 4>(args, tile, row);
+    for (; row + 4 <= args.m; row += 4) block_rows<kind, 4>(args, tile, row, row == 0 ? ahead : 0);
     switch (args.m - row) {
-      case 3: block_rows<kind, 3>(args, tile, row); break;
-      case 2: block_rows<kind, 2>(args, tile, row); break;
-      case 1: block_rows<kind, 1>(args, tile, row); break;
+      case 3: block_rows<kind, 3>(args, tile, row, row == 0 ? ahead : 0); break;
+      case 2: block_rows<kind, 2>(args, tile, row, row == 0 ? ahead : 0); break;
+      case 1: block_rows<kind, 1>(args, tile, row, row == 0 ? ahead : 0); break;
     }
   }
 }

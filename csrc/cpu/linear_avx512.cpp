@@ -105,8 +105,10 @@ inline __attribute__((always_inline)) void dot_q8(const uint8_t* values, const i
   if constexpr (R == 1) dot[0] = _mm512_add_epi32(dot[0], second);
 }
 
+// While it works on a tile, it fetches what lies `ahead` bytes further (0: nothing).
 template <WeightKind kind, int R>
-inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int tile, int first_row) {
+inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int tile, int first_row,
+                                                      size_t ahead) {
   constexpr size_t step = packed_block_bytes(kind);
   constexpr int scale_bytes = kind == WeightKind::q4_1 ? 64 : 32;
   constexpr int offset_bits = kind == WeightKind::q8_0 ? 7 : kind == WeightKind::q4_0 ? 3 : 0;
@@ -129,8 +131,9 @@ inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int 
       const size_t i = static_cast<size_t>(r) * num_blocks + block;
       dot[r] = offset_bits == 0 ? _mm512_setzero_si512() : _mm512_slli_epi32(_mm512_set1_epi32(minus_sum[i]), offset_bits);
     }
-    if constexpr (R == 1) {
-      for (size_t line = 0; line < step; line += 64) _mm_prefetch(reinterpret_cast<const char*>(packed + 2048 + line), _MM_HINT_T0);
+    if (ahead != 0) {
+      const char* next = reinterpret_cast<const char*>(packed) + ahead;
+      for (size_t line = 0; line < step; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
     }
     if constexpr (kind == WeightKind::q8_0) {
       dot_q8<R>(packed + scale_bytes, q, q_stride, dot);
@@ -154,17 +157,19 @@ inline __attribute__((always_inline)) void block_rows(const TileArgs& args, int 
 
 template <WeightKind kind>
 void block_tiles(const TileArgs& args) {
+  // One row streams through the weights; more rows stay on a tile while the first of them fetch the next one.
+  const size_t ahead = args.m == 1 ? 2048 : args.tile_bytes;
   for (int tile = 0; tile < args.num_tiles; ++tile) {
     int row = 0;
-    for (; row + 8 <= args.m; row += 8) block_rows<kind, 8>(args, tile, row);
+    for (; row + 8 <= args.m; row += 8) block_rows<kind, 8>(args, tile, row, row == 0 ? ahead : 0);
     switch (args.m - row) {
-      case 7: block_rows<kind, 7>(args, tile, row); break;
-      case 6: block_rows<kind, 6>(args, tile, row); break;
-      case 5: block_rows<kind, 5>(args, tile, row); break;
-      case 4: block_rows<kind, 4>(args, tile, row); break;
-      case 3: block_rows<kind, 3>(args, tile, row); break;
-      case 2: block_rows<kind, 2>(args, tile, row); break;
-      case 1: block_rows<kind, 1>(args, tile, row); break;
+      case 7: block_rows<kind, 7>(args, tile, row, row == 0 ? ahead : 0); break;
+      case 6: block_rows<kind, 6>(args, tile, row, row == 0 ? ahead : 0); break;
+      case 5: block_rows<kind, 5>(args, tile, row, row == 0 ? ahead : 0); break;
+      case 4: block_rows<kind, 4>(args, tile, row, row == 0 ? ahead : 0); break;
+      case 3: block_rows<kind, 3>(args, tile, row, row == 0 ? ahead : 0); break;
+      case 2: block_rows<kind, 2>(args, tile, row, row == 0 ? ahead : 0); break;
+      case 1: block_rows<kind, 1>(args, tile, row, row == 0 ? ahead : 0); break;
     }
   }
 }
