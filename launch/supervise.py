@@ -247,6 +247,7 @@ class Supervisor:
             match report:
                 case Progress():
                     part.last_progress = report
+                    self._tell_fronts(part, report)
                     self._notify(report)
                 case Ready():
                     self._on_ready(part, report)
@@ -254,6 +255,12 @@ class Supervisor:
                     failed = report
         if child.is_dead:
             self._on_death(part, failed)
+
+    def _tell_fronts(self, part: Part, report: Progress) -> None:
+        """Front ends answer /ready while engines load: they must know how far those are."""
+        for front in self._parts:
+            if part.role == "engine" and front.role == "front" and front.child is not None:
+                front.child.tell(report)
 
     def _on_ready(self, part: Part, report: Ready) -> None:
         part.state, part.ready = "ready", report

@@ -426,7 +426,7 @@ async def _ready(front: Front, scope: Scope, receive: Receive, send: Send) -> No
         ],
     }
     if front.progress and not readiness.can_answer:
-        answer["progress"] = list(front.progress.values())
+        answer["progress"] = [{"source": source, **phase} for source, phase in front.progress.items()]
     await send_body(send, 200 if readiness.can_answer else 503, _encode(answer))
 
 

@@ -172,6 +172,7 @@ class Listener:
             loop="none",
             access_log=False,
             log_config=None,
+            log_level="warning",
             server_header=False,
             date_header=True,
             proxy_headers=False,

@@ -82,6 +82,8 @@ async def _serve(channel: BootChannel, front: Front, siblings: Siblings, phases:
 
     def on_order() -> None:
         channel.acknowledge()
+        for report in channel.news():
+            front.progress[report.source] = {"phase": report.phase, "done": report.done, "total": report.total}
         for order in channel.receive():
             if leaving.done():
                 late.set()  # told twice: enough

@@ -87,6 +87,10 @@ class Child:
         """Asks the child to take new work for `notice_s`, then to finish what it has within `deadline_s`, and to leave."""
         self._send(Drain(deadline_s, notice_s))
 
+    def tell(self, report: Progress) -> None:
+        """Lets the child know how far another part's start is (front ends show it in /ready)."""
+        self._send(report)
+
     def kill(self) -> None:
         """SIGKILL, and reaps. Its own children die with it."""
         self._process.kill()
@@ -202,6 +206,7 @@ class BootChannel:
         self._channel = channel
         self._lock = threading.Lock()
         self._drains: deque[Drain] = deque()
+        self._news: deque[Progress] = deque(maxlen=64)
         self._waker = Waker()
         self._last_progress = 0.0
         self._next_beat = 0.0
@@ -248,6 +253,13 @@ class BootChannel:
             drains.append(self._drains.popleft())
         return drains
 
+    def news(self) -> list[Progress]:
+        """Start-up progress of other parts since the last call, never blocking; old news is dropped."""
+        news = []
+        while self._news:
+            news.append(self._news.popleft())
+        return news
+
     def fileno(self) -> int:
         """For asyncio's add_reader; call acknowledge() in the reader, then receive()."""
         return self._waker.fileno()
@@ -285,6 +297,9 @@ class BootChannel:
                 continue
             if isinstance(message, Drain):
                 self._drains.append(message)
+                self._waker.set()
+            elif isinstance(message, Progress):
+                self._news.append(message)
                 self._waker.set()
         if self.boot.role != "worker":  # a worker's parent may die and be started again
             remove_run_dir(self.boot.run_dir)

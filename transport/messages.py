@@ -381,5 +381,5 @@ WorkerToCore = Hello | LoadProgress | WorkerLoaded | WorkerReady | WorkerFault |
 CoreToWorker = Welcome | Refused | WorkerInit | SetupKV | StepPlan | Call | Ping
 ToCoordinator = Hello | Load | Route | Released | Call | Ping
 FromCoordinator = Welcome | Refused | Routed | View | CallReply | Pong
-ToChild = Boot | Drain
+ToChild = Boot | Drain | Progress
 FromChild = Progress | Ready | Failed | Beat

@@ -87,6 +87,9 @@ class _Engine:
 
 
 def main(channel: BootChannel) -> None:
+    for done in range(1, 5):
+        channel.progress("weights", done, 4)
+        time.sleep(0.1)
     engine = _Engine(channel)
     poller = Poller()
     poller.add(engine.server, engine.read)

@@ -544,12 +544,12 @@ async def test_ready_tells_the_truth(tmp_path: Path) -> None:
     engine = FakeEngine(words("x", EOS))
     engine.is_up = False
     async with serve(tmp_path, engine) as served:
-        served.front.progress["engine-0"] = {"source": "engine-0", "phase": "weights", "done": 1, "total": 4}
+        served.front.progress["engine-0"] = {"phase": "weights", "done": 1, "total": 4}
         status, _, body = await served.request("GET", "/ready")
         assert status == 503
         answer = json.loads(body)
         assert answer["status"] == "loading"
-        assert answer["progress"][0]["phase"] == "weights"
+        assert answer["progress"] == [{"source": "engine-0", "phase": "weights", "done": 1, "total": 4}]
         assert (await served.request("GET", "/health"))[0] == 200
         assert (await served.request("GET", "/startup"))[0] == 503
         status, refused = await served.post("/v1/completions", TEXT)

@@ -126,6 +126,20 @@ def two_fronts(tmp_path: Path) -> Iterator[Running]:
         yield running
 
 
+def test_ready_shows_how_far_the_engines_are(tmp_path: Path) -> None:
+    with Running(tmp_path, fronts=1) as running:
+        seen: list[dict[str, Any]] = []
+        os.kill(running.part("engine-0").child.pid, signal.SIGKILL)
+        end = time.monotonic() + 15
+        part = running.part("engine-0")
+        while time.monotonic() < end and (part.epoch, part.state) != (1, "ready"):
+            status, body = running.get("/ready")
+            seen += json.loads(body).get("progress", []) if status == 503 else []
+            time.sleep(0.02)
+        assert {"source": "engine-0", "phase": "weights", "done": 2, "total": 4} in seen
+        wait(lambda: running.get("/ready")[0] == 200, 5, "ready again")
+
+
 def test_any_front_end_tells_the_numbers_of_all(two_fronts: Running) -> None:
     streams = [OpenStream(two_fronts, 5) for _ in range(12)]
     wait(lambda: all(stream.end for stream in streams), 10, "the ends")
