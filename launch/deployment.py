@@ -6,16 +6,24 @@ One worker runs here, with nothing between it and the caller but queues; several
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+from engine_core.executor.base import WorkerPlace, make_executor
+from engine_core.loop import EngineLoop
+from engine_core.main import start_core
 from launch.supervise import Died, Event, Supervisor
 from serving.client import EngineClient
 from serving.connect import client_over_sockets
-from transport.messages import Failed, Progress
+from transport.local import LocalServer
+from transport.messages import Failed, LoadProgress, Progress
+from transport.poller import Poller, Waker
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, EngineError, ModelError, TriremeError
+
+log = logging.getLogger(__name__)
 
 OnProgress: TypeAlias = Callable[[Progress], None]
 
@@ -36,7 +44,67 @@ class Deployment(Protocol):
 
 def make_deployment(config: EngineConfig, on_progress: OnProgress) -> Deployment:
     """The one that a resolved configuration asks for."""
+    if config.parallel.dp == 1 and config.parallel.executor == "inproc":
+        return InProcess(config, on_progress)
     return UnderSupervisor(config, on_progress)
+
+
+class InProcess:
+    """One engine with its one worker in threads of this process; a LocalServer in place of sockets."""
+
+    def __init__(self, config: EngineConfig, on_progress: OnProgress) -> None:
+        self._config = config
+        self._on_progress = on_progress
+        self._server = LocalServer("engine-0")
+        self._waker = Waker()
+        self._stop = False
+        self._settled = threading.Event()  # ready, or failed
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._settled.wait()
+        if self._error is not None:
+            raise self._error
+
+    def client(self) -> EngineClient:
+        return EngineClient([lambda on_message: self._server.connect("front-0", on_message)])
+
+    def close(self) -> None:
+        self._stop = True
+        if self._thread.is_alive():
+            self._waker.set()
+            self._thread.join()
+
+    def _run(self) -> None:
+        """The engine's whole life. An error before readiness goes to `start`, a later one to whoever has a request running."""
+        config = self._config
+        poller = Poller()
+        poller.add(self._waker, lambda: None)
+        executor = make_executor(config, WorkerPlace(0), poller)
+        reason = "the engine was closed"
+        try:
+            started = start_core(config, executor, self._forward)
+            self._server.set_facts(started.core.facts())
+            loop = EngineLoop(started.core, executor, self._server, poller, step_timeout=config.launch.step_timeout)
+            self._settled.set()
+            while not self._stop:
+                loop.turn()
+        except Exception as error:  # the end of a thread: whoever waits for the engine must learn why
+            self._error = error
+            reason = str(error) or type(error).__name__
+            if self._settled.is_set():
+                log.error("the engine failed", exc_info=error)
+        finally:
+            executor.close()
+            self._server.close(reason=reason)
+            poller.remove(self._waker)
+            self._waker.close()
+            self._settled.set()
+
+    def _forward(self, report: LoadProgress) -> None:
+        self._on_progress(Progress("engine-0", report.phase, report.done, report.total))
 
 
 class UnderSupervisor:
