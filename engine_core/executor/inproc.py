@@ -1,0 +1,119 @@
+"""The one worker of an engine, in a thread of the engine's process: no serialization, no sockets, same interface.
+
+Used by the engine loop. The worker is touched by its thread only; orders and answers pass through two queues.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from engine_core.executor.base import MODULES, OnReply, WorkerPlace
+from transport.messages import LoadProgress, StepPlan, StepResult, WorkerInit, WorkerLoaded
+from transport.poller import Poller, Waker
+from trireme.config import EngineConfig
+from trireme.errors import ConfigError, TriremeError
+
+
+class InprocExecutor:
+    """One worker in a thread."""
+
+    depth = 1
+
+    def __init__(self, config: EngineConfig, place: WorkerPlace, poller: Poller) -> None:
+        if config.parallel.tp * config.parallel.pp != 1:
+            raise ConfigError("the in-process executor runs one worker", hint="--executor procs")
+        self._init = WorkerInit(msgspec.msgpack.encode(config), place.dp_rank, 0)
+        self._module = MODULES[config.parallel.worker]
+        self._poller = poller
+        self._waker = Waker()
+        self._poller.add(self._waker, lambda: None)
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: deque[StepResult] = deque()
+        self._replies: deque[tuple[OnReply, list[Any], str]] = deque()
+        self._progress: deque[LoadProgress] = deque()
+        self._done: deque[Any] = deque()  # answers to load and setup_kv
+        self._error: BaseException | None = None
+        self._worker: Any = None
+        self._is_set_up = False
+        self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> list[WorkerLoaded]:
+        self._thread.start()
+        self._orders.put(self._do_load)
+        loaded: WorkerLoaded = self._wait(progress)
+        return [loaded]
+
+    def setup_kv(self, num_blocks: int) -> None:
+        self._orders.put(lambda: self._done.append(self._worker.setup_kv(num_blocks)))
+        self._wait(lambda message: None)
+        self._is_set_up = True
+
+    def submit(self, plan: StepPlan) -> None:
+        self._orders.put(lambda: self._results.append(self._worker.execute(plan)))
+
+    def take_results(self) -> list[StepResult]:
+        while self._replies:
+            on_reply, results, error = self._replies.popleft()
+            on_reply(results, error)
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        if self._error is not None and not results:
+            raise self._error
+        return results
+
+    def call(self, method: str, args: dict[str, Any], on_reply: OnReply) -> None:
+        self._orders.put(lambda: self._do_call(method, args, on_reply))
+
+    def close(self) -> None:
+        """Lets the step under way finish, if it does so soon; a load under way is left to the end of the process."""
+        if self._thread.is_alive():
+            self._orders.put(None)
+            self._thread.join(timeout=5.0 if self._is_set_up else 0.0)
+        self._poller.remove(self._waker)
+        if not self._thread.is_alive():
+            self._waker.close()
+
+    def _wait(self, progress: Callable[[LoadProgress], None]) -> Any:
+        while not self._done:
+            if self._error is not None:
+                raise self._error
+            self._poller.wait(1.0)
+            while self._progress:
+                progress(self._progress.popleft())
+        return self._done.popleft()
+
+    # ------------------------------------------------------------ the worker's thread
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            try:
+                order()
+            except BaseException as error:  # main of a thread: the engine loop raises it again as the root cause
+                self._error = error
+                self._waker.set()
+                return
+            self._waker.set()
+        if self._worker is not None:
+            self._worker.close()
+
+    def _do_load(self) -> None:
+        self._worker = importlib.import_module(self._module).Worker(self._init, self._report)
+        self._done.append(self._worker.load())
+
+    def _report(self, phase: str, done: int, total: int) -> None:
+        self._progress.append(LoadProgress(0, phase, done, total))
+        self._waker.set()
+
+    def _do_call(self, method: str, args: dict[str, Any], on_reply: OnReply) -> None:
+        try:
+            self._replies.append((on_reply, [self._worker.call(method, args)], ""))
+        except TriremeError as error:
+            self._replies.append((on_reply, [], error.message))

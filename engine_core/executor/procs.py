@@ -1,0 +1,227 @@
+"""Workers of an engine as processes of their own: one per rank of TP x PP, over a socket that only they connect to.
+
+Used by the engine loop. Starts the workers by module name, hands every plan to all of them, and turns the death of any into the
+one error that explains it. Must never outlive or be outlived by its workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from engine_core.executor.base import OnReply, WorkerLost, WorkerPlace
+from transport.boot import Child, spawn
+from transport.messages import (
+    Call,
+    CallReply,
+    Failed,
+    Hello,
+    LoadProgress,
+    SetupKV,
+    StepPlan,
+    StepResult,
+    WorkerFault,
+    WorkerInit,
+    WorkerLoaded,
+    WorkerReady,
+    WorkerToCore,
+)
+from transport.sockets import Left, Peer, Poller, Server
+from trireme.arch import read_arch
+from trireme.arena import Arena, create_arena
+from trireme.config import EngineConfig
+from trireme.errors import ConfigError, ModelError, TriremeError
+from trireme.mesh import Mesh
+
+WORKER_MODULE = "workers.main"
+LAST_WORDS_S = 0.4  # after the first death: other workers may know the cause
+SECONDARY = ("CollectiveError", "the engine core")  # what workers report who only saw another one die
+
+
+class ProcsExecutor:
+    """TP x PP worker processes."""
+
+    def __init__(self, config: EngineConfig, place: WorkerPlace, poller: Poller) -> None:
+        if place.boot is None:
+            raise ConfigError("worker processes need an engine process", hint="--executor inproc")
+        self._config = config
+        self._boot = place.boot
+        self._dp_rank = place.dp_rank
+        parallel = config.parallel
+        self.depth = parallel.pp
+        self._mesh = Mesh(parallel.dp, parallel.pp, parallel.tp, place.dp_rank)
+        self._poller = poller
+        self._arena: Arena | None = None
+        self._server: Server | None = None
+        self._children: list[Child] = []
+        self._peers: dict[int, Peer] = {}
+        self._loaded: dict[int, WorkerLoaded] = {}
+        self._ready: set[int] = set()
+        self._results: deque[StepResult] = deque()
+        self._calls: dict[int, tuple[OnReply, dict[int, CallReply]]] = {}
+        self._next_call = 0
+        self._progress: Callable[[LoadProgress], None] = lambda message: None
+        self._deaths: list[Failed] = []  # reports of dead or dying workers, in the order they came in
+
+    # ------------------------------------------------------------ the interface
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> list[WorkerLoaded]:
+        self._progress = progress
+        self._arena = self._make_arena()
+        self._server = Server.open(self._boot, f"{self._boot.name}.workers", WorkerToCore, silence_s=None)
+        self._poller.add(self._server, self._on_messages)
+        for worker in range(self._mesh.num_workers):
+            self._start(worker)
+        self._wait(lambda: len(self._loaded) == self._mesh.num_workers)
+        return [self._loaded[worker] for worker in range(self._mesh.num_workers)]
+
+    def setup_kv(self, num_blocks: int) -> None:
+        self._broadcast(SetupKV(num_blocks))
+        self._wait(lambda: len(self._ready) == self._mesh.num_workers)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._broadcast(plan)
+
+    def take_results(self) -> list[StepResult]:
+        if self._deaths:
+            self._raise_root_cause()
+        results = list(self._results)
+        self._results.clear()
+        return results
+
+    def call(self, method: str, args: dict[str, Any], on_reply: OnReply) -> None:
+        self._next_call += 1
+        self._calls[self._next_call] = (on_reply, {})
+        self._broadcast(Call(self._next_call, method, args))
+
+    def close(self) -> None:
+        for child in self._children:
+            self._poller.remove(child)
+            child.close()
+        self._children.clear()
+        if self._server is not None:
+            self._poller.remove(self._server)
+            self._server.close(0.0)
+            self._server = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    # ------------------------------------------------------------ start
+
+    def _make_arena(self) -> Arena | None:
+        """Shared memory for collectives; fake workers and single workers have none."""
+        if self._mesh.num_workers == 1 or self._config.parallel.worker == "fake":
+            return None
+        arch = read_arch(self._config.model.model)
+        return create_arena(self._mesh, self._config.scheduler.max_num_tokens, arch.hidden, arch.vocab_size)
+
+    def _start(self, worker: int) -> None:
+        name = f"{self._boot.name}.worker-{worker}"
+        boot = msgspec.structs.replace(self._boot, role="worker", name=name, index=worker, listen_fd=-1)
+        child = spawn(WORKER_MODULE, boot)
+        self._children.append(child)
+        self._poller.add(child, lambda: self._on_child(child))
+
+    def _wait(self, true: Callable[[], bool]) -> None:
+        while not true():
+            self._poller.wait(1.0)
+            if self._deaths:
+                self._raise_root_cause()
+
+    # ------------------------------------------------------------ what workers say
+
+    def _on_messages(self) -> None:
+        assert self._server is not None
+        for peer, message in self._server.receive():
+            worker = self._worker_of(peer.name)
+            if worker is None:
+                self._server.drop(peer, f"{peer.name} is no worker of {self._boot.name}")
+                continue
+            self._on_message(worker, peer, message)
+
+    def _on_message(self, worker: int, peer: Peer, message: Any) -> None:
+        match message:
+            case StepResult():
+                self._results.append(message)
+            case Hello():
+                self._on_hello(worker, peer)
+            case LoadProgress():
+                self._progress(message)
+            case WorkerLoaded():
+                self._loaded[worker] = message
+            case WorkerReady():
+                self._ready.add(worker)
+            case CallReply():
+                self._on_reply(worker, message)
+            case WorkerFault():
+                self._deaths.append(Failed(peer.name, message.error, message.hint, message.traceback))
+            case Left():
+                self._deaths.append(Failed(peer.name, f"{peer.name} is gone: {message.reason}"))
+
+    def _on_hello(self, worker: int, peer: Peer) -> None:
+        self._peers[worker] = peer
+        assert self._server is not None
+        arena = self._arena.path if self._arena is not None else ""
+        self._server.send(peer, WorkerInit(self._boot.config, self._dp_rank, worker, arena))
+
+    def _on_reply(self, worker: int, reply: CallReply) -> None:
+        call = self._calls.get(reply.call_id)
+        if call is None:
+            return
+        on_reply, replies = call
+        replies[worker] = reply
+        if len(replies) == self._mesh.num_workers:
+            del self._calls[reply.call_id]
+            errors = [reply.error for reply in replies.values() if not reply.ok]
+            on_reply([] if errors else [replies[rank].result for rank in sorted(replies)], errors[0] if errors else "")
+
+    def _on_child(self, child: Child) -> None:
+        self._deaths += [report for report in child.receive() if isinstance(report, Failed)]
+        if child.is_dead:
+            self._poller.remove(child)
+            if not self._deaths:
+                self._deaths.append(Failed(child.name, f"{child.name} ended although nobody asked it to"))
+
+    # ------------------------------------------------------------ what we say to them
+
+    def _broadcast(self, message: SetupKV | StepPlan | Call) -> None:
+        assert self._server is not None
+        self._server.broadcast(message, role="worker")
+
+    def _worker_of(self, name: str) -> int | None:
+        for worker, child in enumerate(self._children):
+            if child.name == name:
+                return worker
+        return None
+
+    def _raise_root_cause(self) -> None:
+        """Raises the first error that is not merely the echo of another worker's death, after a moment for last words."""
+        if self._arena is not None:
+            self._arena.abort()
+        until = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < until and all(_rank(report) > 0 for report in self._deaths):
+            self._poller.wait(0.05)
+        raise _error_of(min(self._deaths, key=_rank))  # min keeps the first of equals
+
+
+def _rank(report: Failed) -> int:
+    """0: a worker's own exception; 1: killed by something unseen; 2: gone, no more known; 3: saw another one die."""
+    if any(word in report.traceback for word in SECONDARY):
+        return 3
+    if report.traceback:
+        return 0
+    return 2 if " is gone: " in report.error else 1
+
+
+def _error_of(report: Failed) -> TriremeError:
+    """The report as an exception of the kind that its exit code stands for, so that the supervisor exits alike."""
+    text = report.error if report.source in report.error else f"{report.source}: {report.error}"
+    for kind in (ConfigError, ModelError):
+        if report.exit_code == kind.exit_code:
+            return kind(text, hint=report.hint)
+    return WorkerLost(text, hint=report.hint, traceback=report.traceback)

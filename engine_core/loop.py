@@ -1,0 +1,259 @@
+"""The engine loop: one thread that moves messages between front ends, the EngineCore and the workers.
+
+Used by main (own process) and by launch for an engine inside the caller's process. It decides nothing: EngineCore does. Health is
+told by what it does: the progress counter moves only when steps complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from engine_core.core import EngineCore
+from engine_core.executor.base import Executor
+from engine_core.scheduler import Limits
+from transport.messages import Abort, Call, CallReply, Drain, EngineDown, Hello, Load, Submit, Wire
+from transport.poller import Poller, Source
+from transport.server import Peer
+from transport.wired import Left
+from trireme.config import EngineConfig
+from trireme.errors import EngineError
+from trireme.log import facts
+
+log = logging.getLogger("trireme.engine")
+
+LOAD_S, LOAD_IDLE_S = 0.02, 1.0  # between reports: at least so long, at most so long
+STATS_S = 10.0
+FIRST_STEP_S = 300.0  # the first step may compile, or touch all weights for the first time
+
+
+class FrontServer(Source, Protocol):
+    """What the loop needs of transport's Server and LocalServer."""
+
+    progress: int
+
+    @property
+    def peers(self) -> Any: ...
+
+    def receive(self, limit: int = 1024) -> Any: ...
+
+    def send(self, peer: Peer, message: Wire) -> bool: ...
+
+    def broadcast(self, message: Wire, role: Any = None) -> None: ...
+
+    def counts(self) -> dict[str, int]: ...
+
+
+def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int) -> Limits:
+    """Numbers for the scheduler; whatever a resolved config leaves open gets its documented default."""
+    scheduler, cache = config.scheduler, config.cache
+    max_len = min(config.model.max_len or num_blocks * cache.block_size, num_blocks * cache.block_size)
+    max_waiting = 4 * scheduler.max_num_seqs if scheduler.max_waiting is None else scheduler.max_waiting
+    most_tokens = scheduler.max_waiting_tokens
+    return Limits(
+        max_len=max_len,
+        vocab_size=vocab_size,
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_tokens=scheduler.max_num_tokens,
+        chunk=scheduler.max_num_tokens if scheduler.chunk is None else scheduler.chunk,
+        max_waiting=max_waiting,
+        max_waiting_tokens=8 * max(scheduler.max_num_tokens, max_len) if most_tokens is None else most_tokens,
+        queue_timeout=scheduler.queue_timeout,
+        prefix_cache=cache.prefix_cache,
+    )
+
+
+class EngineLoop:
+    """Turns of one engine. `on_load` gets reports for the coordinator; `on_turn` is called on every turn (heartbeat)."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: Executor,
+        server: FrontServer,
+        poller: Poller,
+        *,
+        step_timeout: float = 60.0,
+        on_load: Callable[[Load], object] | None = None,
+        on_turn: Callable[[int], None] | None = None,
+    ) -> None:
+        self.core = core
+        self.is_over = False
+        self._executor = executor
+        self._server = server
+        self._poller = poller
+        self._step_timeout = step_timeout
+        self._on_load = on_load
+        self._on_turn = on_turn
+        self._changed = True  # since the last Load
+        self._next_load = self._latest_load = 0.0
+        self._next_stats = time.monotonic() + STATS_S
+        self._steps_logged = 0
+        self._was_idle = True
+        self._drain_from = self._drain_until = float("inf")
+        poller.add(server, self._on_messages)
+
+    def run(self) -> None:
+        """Turns until a drain is over. Raises EngineError (or the workers' error) when the engine cannot go on."""
+        while not self.is_over:
+            self.turn()
+
+    def turn(self, wait_s: float = 1.0) -> None:
+        """One look at everything. Waits for something to happen, at most `wait_s`."""
+        now = time.monotonic()
+        for result in self._executor.take_results():
+            self.core.on_result(result, now)
+            self._changed = True
+        self.core.tick(now)
+        while (plan := self.core.next_plan(now)) is not None:
+            self._executor.submit(plan)
+        self._send_outputs()
+        self._server.progress = self.core.counters.steps
+        self._check_health(now)
+        self._report(now)
+        if self._on_turn is not None:
+            self._on_turn(self.core.counters.steps)
+        self._poller.wait(max(0.0, min(wait_s, self._next_due() - time.monotonic())))
+
+    def drain(self, order: Drain) -> None:
+        """Takes new work for `notice_s`, finishes what there is until the deadline, then ends."""
+        now = time.monotonic()
+        self._drain_from = min(self._drain_from, now + order.notice_s)
+        self._drain_until = min(self._drain_until, now + order.notice_s + order.deadline_s)
+
+    def last_words(self, error: str) -> None:
+        """Tells every front end why its rows are lost."""
+        self._server.broadcast(EngineDown(self.core.engine, error))
+
+    def report_now(self) -> None:
+        """The coordinator is new or back: it needs a Load at once."""
+        self._changed, self._next_load = True, 0.0
+
+    # ------------------------------------------------------------ front ends
+
+    def _on_messages(self) -> None:
+        now = time.monotonic()
+        for peer, message in self._server.receive():
+            self._changed = True
+            match message:
+                case Submit():
+                    self.core.submit(peer.name, message, now)
+                case Abort():
+                    self.core.abort(peer.name, message.rids)
+                case Call():
+                    self._on_call(peer, message)
+                case Hello():
+                    log.info("front end connected %s", facts(name=peer.name, epoch=peer.epoch, pid=peer.pid))
+                case Left():
+                    log.info("front end left %s", facts(name=peer.name, epoch=peer.epoch, reason=repr(message.reason)))
+                    self.core.front_gone(peer.name)
+
+    def _send_outputs(self) -> None:
+        peers = self._server.peers
+        for front, outputs in self.core.take_outputs().items():
+            peer = peers.get(front)
+            if peer is not None:
+                self._server.send(peer, outputs)
+
+    def _on_call(self, peer: Peer, call: Call) -> None:
+        """Answers a rare request; unknown methods and those that fail get an error text."""
+        own: dict[str, Callable[[], Any]] = {
+            "stats": self.stats,
+            "audit": lambda: msgspec.to_builtins(self.core.audit()),
+            "reset_prefix_cache": self.core.reset_prefix_cache,
+        }
+        if call.method in own:
+            self._server.send(peer, CallReply(call.call_id, True, own[call.method]()))
+        elif call.method == "workers":
+            self._executor.call("info", {}, lambda found, error: self._reply(peer, call.call_id, found, error))
+        else:
+            known = ", ".join([*own, "workers"])
+            error = f"an engine has no method {call.method!r:.40}; it has {known}"
+            self._server.send(peer, CallReply(call.call_id, False, None, error))
+
+    def _reply(self, peer: Peer, call_id: int, found: list[Any], error: str) -> None:
+        self._server.send(peer, CallReply(call_id, not error, found, error))
+
+    def stats(self) -> dict[str, Any]:
+        """Everything countable, flat: load, totals, blocks, prefix cache, socket."""
+        core = self.core
+        scheduler, cache = core.scheduler, core.scheduler.cache
+        load = msgspec.to_builtins(core.stats(time.monotonic()))
+        names = Load.__struct_fields__
+        found: dict[str, Any] = dict(zip(names, load[-len(names) :], strict=True))
+        return {
+            **found,
+            **msgspec.to_builtins(core.counters),
+            "preemptions": scheduler.num_preemptions,
+            "prefix_queries": cache.num_queried,
+            "prefix_hits": cache.num_hit,
+            "blocks_free": len(cache.pool.free),
+            "blocks_cached": len(cache.pool.cached),
+            "blocks_owned": core.limits.num_blocks - cache.num_available,
+            "num_in_flight": len(scheduler.in_flight),
+            "socket": self._server.counts(),
+        }
+
+    # ------------------------------------------------------------ health
+
+    def _check_health(self, now: float) -> None:
+        """A step that never ends ends the engine; an idle engine checks its books; a drained one leaves."""
+        oldest = self.core.oldest_step_s()
+        patience = self._step_timeout if self.core.counters.steps else max(self._step_timeout, FIRST_STEP_S)
+        if oldest is not None and now - oldest > patience:
+            raise EngineError(
+                f"step {self.core.counters.steps + 1} has not ended after {now - oldest:.0f} s: a worker is stuck",
+                hint=f"--step-timeout {2 * patience:.0f}",
+            )
+        is_idle = self.core.is_idle
+        if is_idle and not self._was_idle:
+            self.core.audit()
+        self._was_idle = is_idle
+        if now >= self._drain_from:
+            self.core.draining = True
+            if is_idle or now >= self._drain_until:
+                if not is_idle:
+                    self.last_words("the engine was shut down before this request ended")
+                self.is_over = True
+
+    def _report(self, now: float) -> None:
+        if self._on_load is not None and (now >= self._latest_load or (self._changed and now >= self._next_load)):
+            self._changed = False
+            self._next_load, self._latest_load = now + LOAD_S, now + LOAD_IDLE_S
+            self._on_load(self.core.stats(now))
+        if now >= self._next_stats:
+            self._next_stats = now + STATS_S
+            self._log_stats(now)
+
+    def _log_stats(self, now: float) -> None:
+        totals = self.core.counters
+        if totals.steps == self._steps_logged and self.core.is_idle:
+            return
+        load = self.core.stats(now)
+        log.info(
+            "busy %s",
+            facts(
+                running=load.num_running,
+                waiting=load.num_waiting,
+                steps=totals.steps - self._steps_logged,
+                output_tokens=totals.output_tokens,
+                blocks=f"{load.blocks_used}/{load.num_blocks}",
+                preemptions=self.core.scheduler.num_preemptions,
+            ),
+        )
+        self._steps_logged = totals.steps
+
+    def _next_due(self) -> float:
+        """When the loop has something to do although nothing arrives."""
+        due = self.core.next_deadline() or float("inf")
+        if self._on_load is not None:
+            due = min(due, self._next_load if self._changed else self._latest_load)
+        if self._drain_from != float("inf"):
+            due = min(due, self._drain_from if not self.core.draining else self._drain_until)
+        return due

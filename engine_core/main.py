@@ -1,0 +1,143 @@
+"""The engine's process: boots, starts its workers, sizes the KV memory, binds the socket of the front ends, runs the loop.
+
+Started by launch/supervise.py as `spawn("engine_core.main", boot)`. On any failure front ends hear the root cause
+(EngineDown), the workers end, and the supervisor gets it as Failed and starts the next life.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from engine_core.core import EngineCore
+from engine_core.executor.base import Executor, WorkerLost, WorkerPlace, make_executor
+from engine_core.loop import EngineLoop, limits_from_config
+from transport.boot import BootChannel
+from transport.messages import (
+    Failed,
+    FromCoordinator,
+    FrontToEngine,
+    LoadProgress,
+    Progress,
+    Welcome,
+    WorkerLoaded,
+)
+from transport.sockets import Connection, Poller, Server
+from trireme.budget import num_kv_blocks
+from trireme.config import Decision, EngineConfig
+from trireme.errors import TriremeError
+from trireme.log import configure, facts
+
+log = logging.getLogger("trireme.engine")
+
+
+class Started:
+    """Workers that are ready for steps, and the core that fits them."""
+
+    def __init__(self, core: EngineCore, workers: list[WorkerLoaded], kv: Decision, phases: dict[str, float]) -> None:
+        self.core = core
+        self.phases = phases
+        self.decisions = [choice for loaded in workers[:1] for choice in loaded.decisions]
+        self.decisions.append((kv.what, kv.value, kv.because))
+
+
+def start_core(
+    config: EngineConfig,
+    executor: Executor,
+    progress: Callable[[LoadProgress], None],
+    *,
+    engine: int = 0,
+    epoch: int = 0,
+) -> Started:
+    """Loads the workers, sizes the KV memory by the poorest one, and makes the core. Raises what stood in the way."""
+    began = time.monotonic()
+    workers = executor.load(progress)
+    loaded = time.monotonic()
+    num_blocks, decision = num_kv_blocks(config, [(worker.block_bytes, worker.free_bytes) for worker in workers])
+    executor.setup_kv(num_blocks)
+    limits = limits_from_config(config, vocab_size=workers[0].vocab_size, num_blocks=num_blocks)
+    core = EngineCore(limits, engine=engine, epoch=epoch, depth=executor.depth, check=config.scheduler.check)
+    phases = {"load": loaded - began, "kv": time.monotonic() - loaded}
+    for worker in workers:
+        for phase, seconds in worker.phases.items():
+            phases[phase] = max(seconds, phases.get(phase, 0.0))
+    return Started(core, workers, decision, phases)
+
+
+def main(channel: BootChannel) -> None:
+    """Entry of the child process."""
+    boot = channel.boot
+    config = msgspec.msgpack.decode(boot.config, type=EngineConfig)
+    configure(boot.name, level=config.launch.log_level, form=config.launch.log_format)
+    poller = Poller()
+    executor = make_executor(config, WorkerPlace(boot.index, boot), poller)
+    try:
+        _serve(channel, config, poller, executor)
+    except WorkerLost as error:
+        executor.close()
+        channel.fail(Failed(boot.name, error.message, error.hint, error.traceback, error.exit_code))
+    finally:
+        executor.close()
+
+
+def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor: Executor) -> None:
+    boot = channel.boot
+    is_alone = config.parallel.tp * config.parallel.pp == 1
+
+    def progress(message: LoadProgress) -> None:
+        source = boot.name if is_alone else f"{boot.name}.worker-{message.worker}"
+        channel.forward(Progress(source, message.phase, message.done, message.total))
+
+    poller.add(channel, lambda: _leave_if_asked(channel))
+    started = start_core(config, executor, progress, engine=boot.index, epoch=boot.epoch)
+    server = Server.open(boot, f"{boot.name}.front", FrontToEngine, facts=started.core.facts())
+    coordinator = Connection.open(boot, "coordinator", FromCoordinator) if config.parallel.dp > 1 else None
+    loop = EngineLoop(
+        started.core,
+        executor,
+        server,
+        poller,
+        step_timeout=config.launch.step_timeout,
+        on_load=coordinator.send if coordinator is not None else None,
+        on_turn=channel.beat,
+    )
+    if coordinator is not None:
+        poller.add(coordinator, lambda: _on_coordinator(coordinator, loop))
+    poller.remove(channel)
+    poller.add(channel, lambda: _on_orders(channel, loop))
+    gc.collect()
+    gc.freeze()  # modules, config and weights live as long as the process
+    channel.ready(msgspec.structs.asdict(started.core.facts()), started.phases, started.decisions)
+    log.info("ready %s", facts(blocks=started.core.limits.num_blocks, max_len=started.core.limits.max_len))
+    try:
+        loop.run()
+    except Exception as error:  # a process main: whoever waits for us must learn why
+        reason = error.message if isinstance(error, TriremeError) else f"{type(error).__name__}: {error}"
+        loop.last_words(reason)
+        raise
+    finally:
+        server.close()
+        if coordinator is not None:
+            coordinator.close()
+
+
+def _leave_if_asked(channel: BootChannel) -> None:
+    """While loading there is nothing to finish."""
+    if channel.receive():
+        raise SystemExit(0)
+
+
+def _on_orders(channel: BootChannel, loop: EngineLoop) -> None:
+    for order in channel.receive():
+        loop.drain(order)
+
+
+def _on_coordinator(coordinator: Connection, loop: EngineLoop) -> None:
+    """Only its arrival matters: it is soft state, and rebuilds from our report."""
+    for message in coordinator.receive():
+        if isinstance(message, Welcome):
+            loop.report_now()
