@@ -178,7 +178,7 @@ def int8_activations(model: Any) -> Any:
         return ((torch.round(x / scale.clamp(min=1e-30)) * scale).flatten(-2),)
 
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, torch.nn.Linear) and not module._forward_pre_hooks:
             module.register_forward_pre_hook(round_input)
     return model
 
