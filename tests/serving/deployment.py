@@ -13,14 +13,19 @@ from typing import Any
 
 import openai
 
+from launch.deployment import InProcess
 from serving.app import make_app
+from serving.client import EngineClient
 from serving.front import Front
 from serving.listener import Listener
 from serving.tokens import load_tokenizer
-from tests.models.tiny import EOS, make_stub
+from tests.models.tiny import make_stub
 from tests.serving.engines import FakeEngine, client_of
-from trireme.config import EngineConfig, ServingConfig
+from trireme.arch import read_arch
+from trireme.config import EngineConfig, ModelConfig, ServingConfig
 from trireme.packaged import find_model
+from trireme.resolve import prepare
+from trireme.settings import load
 
 
 class Served:
@@ -28,7 +33,7 @@ class Served:
 
     def __init__(self, front: Front, engines: Sequence[FakeEngine], listener: Listener, port: int) -> None:
         self.front, self.engines, self.listener, self.port = front, engines, listener, port
-        self.engine = engines[0]
+        self.engine = engines[0] if engines else FakeEngine()
         self.url = f"http://127.0.0.1:{port}"
 
     @functools.cached_property
@@ -88,6 +93,15 @@ class Served:
             while self.front.num_inside or self.front.client.num_rows:
                 await asyncio.sleep(0.005)
 
+    async def freed(self) -> None:
+        """Waits until the real engine holds no row and no block of anybody."""
+        async with asyncio.timeout(2):
+            while True:
+                stats = await self.front.client.call(0, "stats")
+                if not (stats["num_running"] or stats["num_waiting"] or stats["blocks_owned"]):
+                    return
+                await asyncio.sleep(0.01)
+
 
 def _dechunk(data: bytes) -> bytes:
     out = b""
@@ -102,25 +116,53 @@ def _dechunk(data: bytes) -> bytes:
 async def serve(
     directory: Path, *engines: FakeEngine, extra: Sequence[str] = (), **settings: Any
 ) -> AsyncIterator[Served]:
-    """A front end for a T-byte model with these extra tokens; `settings` go to ServingConfig."""
-    files = find_model(make_stub(directory / "model", extra=extra))
-    config = EngineConfig(serving=ServingConfig(**settings))
+    """A front end over scripted engines, for a T-byte model with these extra tokens; `settings` go to ServingConfig."""
+    model = make_stub(directory / "model", extra=extra)
+    config = EngineConfig(model=ModelConfig(model=str(model), served_name="stub"), serving=ServingConfig(**settings))
     client = client_of(*engines)
-    front = Front(config, client, load_tokenizer(files), model_name="stub", eos_token_ids=[EOS])
+    try:
+        async with _front_end(config, client, engines) as served:
+            if all(engine.is_up for engine in engines):
+                await client.wait_up(2)
+            yield served
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def serve_model(model: Path, **settings: Any) -> AsyncIterator[Served]:
+    """A front end over a real engine with a real worker, in threads of this process. `settings` as on the command line."""
+    prepared = prepare(load({"model": str(model), "served_name": "stub", **settings}).config)
+    engine = InProcess(prepared.config, lambda _: None)
+    await asyncio.to_thread(engine.start)
+    client = engine.client()
+    try:
+        client.start()
+        async with _front_end(prepared.config, client) as served:
+            await client.wait_up(5)
+            yield served
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+@contextlib.asynccontextmanager
+async def _front_end(
+    config: EngineConfig, client: EngineClient, engines: Sequence[FakeEngine] = ()
+) -> AsyncIterator[Served]:
+    files = find_model(config.model.model)
+    arch = read_arch(files)
+    front = Front(config, client, load_tokenizer(files), model_name="stub", eos_token_ids=arch.eos_token_ids)
     front.ticker.start()
     listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
     listener = Listener(make_app(front), listening)
+    port = listening.getsockname()[1]
     await listener.start()
     served = Served(front, engines, listener, port)
     try:
-        if all(engine.is_up for engine in engines):
-            await client.wait_up(2)
         yield served
     finally:
         if "openai" in vars(served):
             await served.openai.close()
         await listener.stop(0.2)
         front.close()
-        for engine in engines:
-            engine.stop()
