@@ -44,19 +44,16 @@ class Draft:
         self.total_tokens = 0
 
     def add(self, request: Request, num_tokens: int, *, sample: bool) -> None:
-        """Plans the next `num_tokens` tokens of a request that has blocks for them."""
+        """Plans the next `num_tokens` tokens, which the workers know, of a request that has blocks for them."""
         self.requests.append(request)
         self.rows.append(request.row)
         self.num_tokens.append(num_tokens)
         self.num_computed.append(request.num_computed)
-        self.tokens.append(request.unsent)
+        self.tokens.append(-1)
         self.sample.append(sample)
         self.total_tokens += num_tokens
-        request.unsent = -1
         request.num_computed += num_tokens
         request.last_step = self.step
-        if sample:
-            request.sample_step = self.step
 
     def place(self, request: Request) -> None:
         """A row new to the workers (or back after preemption), with everything known of it."""

@@ -64,7 +64,6 @@ class Request:
         "rid",
         "row",
         "salt",
-        "sample_step",
         "state",
         "stops",
         "tokens",
@@ -92,7 +91,6 @@ class Request:
         self.num_sealed = 0  # leading blocks that the prefix cache knows
         self.unsent = -1  # token sampled since the workers last saw this row
         self.last_step = 0  # newest plan with this row
-        self.sample_step = 0  # newest plan that samples it
         self.num_scored = 0  # prompt positions whose log-probabilities went out
         self.num_cached = -1  # prompt tokens found in the prefix cache at first admission
         self.num_preemptions = 0

@@ -85,7 +85,6 @@ class Scheduler:
             for draft in self.in_flight:
                 draft.requests = [None if row is request else row for row in draft.requests]
             self._preempt(request)
-            request.last_step = request.sample_step = self.completed
 
     def complete(self) -> Draft:
         """The oldest step in flight is over: lifts its fence and returns it."""
@@ -117,11 +116,11 @@ class Scheduler:
     # ------------------------------------------------------------ passes of one step
 
     def _decode(self, draft: Draft) -> list[Request]:
-        """Plans one token for every row that has just sampled one; returns the rows that lack more than that.
+        """Plans one token for every row that has just sampled one; returns the others.
 
         This loop sees every running row in every step, so it is written out flat.
         """
-        cache, block_size, completed = self.cache, self.limits.block_size, self.completed
+        cache, block_size = self.cache, self.limits.block_size
         sealing, step = cache.prefix_cache, draft.step
         requests, rows, computed, tokens = draft.requests, draft.rows, draft.num_computed, draft.tokens
         prefills: list[Request] = []
@@ -129,8 +128,7 @@ class Scheduler:
         for request in self.running:
             token = request.unsent
             if token < 0:
-                if request.sample_step <= completed:
-                    prefills.append(request)
+                prefills.append(request)
                 continue
             if room == 0:
                 continue
@@ -142,7 +140,7 @@ class Scheduler:
             room -= 1
             request.unsent = -1
             request.num_computed = at + 1
-            request.last_step = request.sample_step = step
+            request.last_step = step
             requests.append(request)
             rows.append(request.row)
             computed.append(at)

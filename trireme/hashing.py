@@ -7,6 +7,7 @@ process, on every machine, in every run. Never depends on Python's `hash`, on di
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -54,7 +55,8 @@ def block_hash(parent: bytes, tokens: np.ndarray | memoryview | bytes, extra: tu
     """
     raw = tokens.tobytes() if isinstance(tokens, np.ndarray) else bytes(tokens)
     tail = cbor(extra) if extra else _NO_EXTRA
-    return hashlib.sha256(b"\x83" + _head(2, len(parent)) + parent + _head(2, len(raw)) + raw + tail).digest()
+    before, between = _heads(len(parent), len(raw))
+    return hashlib.sha256(before + parent + between + raw + tail).digest()
 
 
 def first_extra(salt: bytes) -> tuple[Cbor, ...]:
@@ -79,6 +81,12 @@ def block_hashes(tokens: np.ndarray, block_size: int, *, salt: bytes = b"") -> l
 def config_hash(config: bytes) -> bytes:
     """16 bytes that name a resolved configuration (given as msgpack), compared in every handshake."""
     return hashlib.sha256(b"trireme config\x00" + config).digest()[:16]
+
+
+@lru_cache(maxsize=64)
+def _heads(parent_size: int, token_size: int) -> tuple[bytes, bytes]:
+    """What stands before the parent and before the tokens of a block; engines ask for one pair of sizes all the time."""
+    return b"\x83" + _head(2, parent_size), _head(2, token_size)
 
 
 def _head(major: int, number: int) -> bytes:

@@ -156,6 +156,24 @@ def test_rows_that_share_blocks_with_a_fault_are_recomputed_with_several_plans_i
     driver.check_tokens(clean)
 
 
+def test_a_sharer_in_flight_when_the_fault_arrives_is_voided_and_recomputed() -> None:
+    driver = Driver(depth=2, fake=FakeOptions(row_fault_token=300))
+    common = [(3 * i) % 200 for i in range(8)]
+    bad = driver.submit([*common, 300], max_tokens=4)
+    driver.plan()
+    mate = driver.submit([*common, 9, 10], max_tokens=4)
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.num_computed == [8], "the mate reads blocks that the first plan was to fill"
+    driver.answer()
+    assert bad.end.reason == "error"
+    again = driver.plan()
+    assert again is not None
+    assert again.num_computed == [0]
+    driver.run()
+    driver.check_tokens(mate)
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [

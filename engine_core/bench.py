@@ -1,0 +1,97 @@
+"""Model-free speed of the engine core: `python -m engine_core.bench [rows ...]` times plans and results of a decoding batch.
+
+Run by developers and by tests/unit; touches no socket and no worker. A step is next_plan + on_result + take_outputs.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from engine_core.core import EngineCore
+from engine_core.scheduler import Limits
+from transport.messages import StepPlan, StepResult, Submit
+from trireme.params import RowParams
+
+STEPS = 200
+BLOCK_SIZE = 16
+
+
+class Timing(NamedTuple):
+    """Microseconds per step (medians) for one batch size, and what they allow."""
+
+    num_rows: int
+    plan_us: float
+    result_us: float
+    outputs_us: float
+
+    @property
+    def steps_per_s(self) -> float:
+        return 1e6 / (self.plan_us + self.result_us + self.outputs_us)
+
+
+def make_core(num_rows: int, num_tokens: int) -> EngineCore:
+    blocks = num_rows * (-(-num_tokens // BLOCK_SIZE) + 1)
+    limits = Limits(
+        max_len=num_tokens,
+        vocab_size=50000,
+        num_blocks=blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=num_rows,
+        max_num_tokens=1 << 20,
+        chunk=1 << 20,
+        max_waiting=num_rows,
+        max_waiting_tokens=1 << 30,
+    )
+    return EngineCore(limits)
+
+
+def answer(plan: StepPlan) -> StepResult:
+    """What a worker would say: some token for every row that samples."""
+    rows = [row for row, sample in zip(plan.rows, plan.sample, strict=True) if sample]
+    return StepResult(plan.step, rows, [7 + row % 100 for row in rows])
+
+
+def measure(num_rows: int, num_steps: int = STEPS) -> Timing:
+    """Times steady decoding of `num_rows` rows with prompts of different lengths (blocks fill at different steps)."""
+    core = make_core(num_rows, 64 + num_steps + 2 * BLOCK_SIZE)
+    dice = np.random.default_rng(1)
+    for rid in range(num_rows):
+        prompt = dice.integers(0, 50000, 32 + rid % BLOCK_SIZE, dtype=np.int32)
+        core.submit("front-0", Submit(rid, prompt, RowParams(num_steps + BLOCK_SIZE, eos_token_ids=(2,))), 0.0)
+    plan = core.next_plan(0.0)
+    assert plan is not None
+    core.on_result(answer(plan), 0.0)
+    core.take_outputs()
+    clock, samples = time.perf_counter, []
+    for _ in range(num_steps):
+        start = clock()
+        plan = core.next_plan(0.0)
+        planned = clock()
+        assert plan is not None
+        result = answer(plan)
+        before = clock()
+        core.on_result(result, 0.0)
+        applied = clock()
+        core.take_outputs()
+        samples.append((planned - start, applied - before, clock() - applied))
+    plan_s, result_s, outputs_s = (median(column) for column in zip(*samples, strict=True))
+    return Timing(num_rows, plan_s * 1e6, result_s * 1e6, outputs_s * 1e6)
+
+
+def main(sizes: list[int]) -> None:
+    print(f"{'rows':>6} {'plan us':>9} {'result us':>10} {'outputs us':>11} {'steps/s':>9}")
+    for num_rows in sizes:
+        timing = measure(num_rows)
+        print(
+            f"{timing.num_rows:>6} {timing.plan_us:>9.1f} {timing.result_us:>10.1f} {timing.outputs_us:>11.1f}"
+            f" {timing.steps_per_s:>9.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main([int(word) for word in sys.argv[1:]] or [1, 64, 256, 1024])
