@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
-from collections.abc import Callable
 
 import msgspec
 
-from engine_core.core import EngineCore
 from engine_core.executor.base import Executor, WorkerLost, WorkerPlace, make_executor
-from engine_core.loop import EngineLoop, limits_from_config
+from engine_core.loop import EngineLoop
+from engine_core.start import start_core
 from transport.boot import BootChannel
 from transport.messages import (
     Failed,
@@ -24,48 +22,13 @@ from transport.messages import (
     LoadProgress,
     Progress,
     Welcome,
-    WorkerLoaded,
 )
 from transport.sockets import Connection, Poller, Server
-from trireme.budget import num_kv_blocks
-from trireme.config import Decision, EngineConfig
+from trireme.config import EngineConfig
 from trireme.errors import TriremeError
 from trireme.log import configure, facts
 
 log = logging.getLogger("trireme.engine")
-
-
-class Started:
-    """Workers that are ready for steps, and the core that fits them."""
-
-    def __init__(self, core: EngineCore, workers: list[WorkerLoaded], kv: Decision, phases: dict[str, float]) -> None:
-        self.core = core
-        self.phases = phases
-        self.decisions = [choice for loaded in workers[:1] for choice in loaded.decisions]
-        self.decisions.append((kv.what, kv.value, kv.because))
-
-
-def start_core(
-    config: EngineConfig,
-    executor: Executor,
-    progress: Callable[[LoadProgress], None],
-    *,
-    engine: int = 0,
-    epoch: int = 0,
-) -> Started:
-    """Loads the workers, sizes the KV memory by the poorest one, and makes the core. Raises what stood in the way."""
-    began = time.monotonic()
-    workers = executor.load(progress)
-    loaded = time.monotonic()
-    num_blocks, decision = num_kv_blocks(config, [(worker.block_bytes, worker.free_bytes) for worker in workers])
-    executor.setup_kv(num_blocks)
-    limits = limits_from_config(config, vocab_size=workers[0].vocab_size, num_blocks=num_blocks)
-    core = EngineCore(limits, engine=engine, epoch=epoch, depth=executor.depth, check=config.scheduler.check)
-    phases = {"load": loaded - began, "kv": time.monotonic() - loaded}
-    for worker in workers:
-        for phase, seconds in worker.phases.items():
-            phases[phase] = max(seconds, phases.get(phase, 0.0))
-    return Started(core, workers, decision, phases)
 
 
 def main(channel: BootChannel) -> None:

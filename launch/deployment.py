@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 from engine_core.executor.base import WorkerPlace, make_executor
 from engine_core.loop import EngineLoop
-from engine_core.main import start_core
+from engine_core.start import start_core
 from launch.supervise import Died, Event, Supervisor
 from serving.client import EngineClient
 from serving.connect import client_over_sockets

@@ -1,0 +1,70 @@
+"""From workers that have not loaded yet to a core that fits them: load, size the KV memory, set the limits.
+
+Used by main (own process) and local (a thread). Blocks while workers load; touches no socket of front ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine_core.core import EngineCore
+from engine_core.executor.base import Executor
+from engine_core.scheduler import Limits
+from transport.messages import LoadProgress, WorkerLoaded
+from trireme.budget import num_kv_blocks
+from trireme.config import Decision, EngineConfig
+
+
+def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int) -> Limits:
+    """Numbers for the scheduler; whatever a resolved config leaves open gets its documented default."""
+    scheduler, cache = config.scheduler, config.cache
+    max_len = min(config.model.max_len or num_blocks * cache.block_size, num_blocks * cache.block_size)
+    max_waiting = 4 * scheduler.max_num_seqs if scheduler.max_waiting is None else scheduler.max_waiting
+    most_tokens = scheduler.max_waiting_tokens
+    return Limits(
+        max_len=max_len,
+        vocab_size=vocab_size,
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_tokens=scheduler.max_num_tokens,
+        chunk=scheduler.max_num_tokens if scheduler.chunk is None else scheduler.chunk,
+        max_waiting=max_waiting,
+        max_waiting_tokens=8 * max(scheduler.max_num_tokens, max_len) if most_tokens is None else most_tokens,
+        queue_timeout=scheduler.queue_timeout,
+        prefix_cache=cache.prefix_cache,
+    )
+
+
+class Started:
+    """Workers that are ready for steps, and the core that fits them."""
+
+    def __init__(self, core: EngineCore, workers: list[WorkerLoaded], kv: Decision, phases: dict[str, float]) -> None:
+        self.core = core
+        self.phases = phases
+        self.decisions = [choice for loaded in workers[:1] for choice in loaded.decisions]
+        self.decisions.append((kv.what, kv.value, kv.because))
+
+
+def start_core(
+    config: EngineConfig,
+    executor: Executor,
+    progress: Callable[[LoadProgress], None],
+    *,
+    engine: int = 0,
+    epoch: int = 0,
+) -> Started:
+    """Loads the workers, sizes the KV memory by the poorest one, and makes the core. Raises what stood in the way."""
+    began = time.monotonic()
+    workers = executor.load(progress)
+    loaded = time.monotonic()
+    num_blocks, decision = num_kv_blocks(config, [(worker.block_bytes, worker.free_bytes) for worker in workers])
+    executor.setup_kv(num_blocks)
+    limits = limits_from_config(config, vocab_size=workers[0].vocab_size, num_blocks=num_blocks)
+    core = EngineCore(limits, engine=engine, epoch=epoch, depth=executor.depth, check=config.scheduler.check)
+    phases = {"load": loaded - began, "kv": time.monotonic() - loaded}
+    for worker in workers:
+        for phase, seconds in worker.phases.items():
+            phases[phase] = max(seconds, phases.get(phase, 0.0))
+    return Started(core, workers, decision, phases)
