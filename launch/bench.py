@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from launch.options import Invocation
 from trireme import __version__
+from trireme.config import EngineConfig
 from trireme.device import read_device
 from trireme.metrics import percentile
-from trireme.settings import table
+from trireme.settings import SECRET, table
 
 # Frequent English words; in most vocabularies each is one token together with the space before it.
 _TEXT = (
@@ -78,10 +79,10 @@ def make_ids(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(low, min(vocab_size, 32000)), k=num_tokens)
 
 
-def publish(invocation: Invocation, model: str, rows: Sequence[Row]) -> None:
-    """Prints the result."""
+def publish(invocation: Invocation, model: str, rows: Sequence[Row], config: EngineConfig | None) -> None:
+    """Prints the result. `config` is the resolved one of the engine measured; None for a server that we did not start."""
     if invocation.options["json"]:
-        print(json.dumps(_document(invocation, model, rows), indent=1))
+        print(json.dumps(_document(invocation, model, rows, config), indent=1))
         return
     from launch.console import Console
 
@@ -96,16 +97,15 @@ def _figure(value: float | None) -> str:
     return f"{value:.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
 
 
-def _document(invocation: Invocation, model: str, rows: Sequence[Row]) -> dict[str, Any]:
-    config, device = invocation.loaded.config, read_device()
-    settings = {s.name: getattr(getattr(config, s.group), s.name) for s in table() if s.name != "api_key"}
-    changed = {s.name: settings[s.name] for s in table() if s.name in settings and settings[s.name] != s.default}
+def _document(invocation: Invocation, model: str, rows: Sequence[Row], config: EngineConfig | None) -> dict[str, Any]:
+    device = read_device()
+    values = [] if config is None else [(s, getattr(getattr(config, s.group), s.name)) for s in table()]
     return {
         "command": invocation.command.name,
         "version": __version__,
         "model": model,
         "machine": {"cpu": device.cpu, "cores": device.cores, "isa": device.isa, "gpus": device.num_gpus},
         "options": {k: v for k, v in invocation.options.items() if k not in ("json", "config")},
-        "settings": changed,
+        "settings": {s.name: value for s, value in values if value != s.default and s.name not in SECRET},
         "rows": [{"name": row.name, **{k: None if v != v else v for k, v in row.figures.items()}} for row in rows],
     }

@@ -35,7 +35,7 @@ async def _run(invocation: Invocation) -> int:
             )
         await measure(llm, invocation, -1)  # warm-up: first touch of memory, threads, caches
         rows = [Row(f"run {i + 1}", await measure(llm, invocation, i)) for i in range(options["repeats"])]
-        publish(invocation, llm.config.model.served_name or "", rows)
+        publish(invocation, llm.config.model.served_name or "", rows, llm.config)
     return 0
 
 

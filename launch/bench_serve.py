@@ -7,7 +7,9 @@ servers in turn, with the same prompts, so that the ratio holds on a noisy machi
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,7 @@ from launch.deployment import UnderSupervisor
 from launch.http import Endpoint, ServerError, endpoint, get_json, stream
 from launch.options import Invocation
 from launch.view import ProgressView
+from trireme.config import EngineConfig
 from trireme.errors import ConfigError
 from trireme.resolve import prepare
 
@@ -28,22 +31,22 @@ WARM_UP_TOKENS = 8
 def run(invocation: Invocation) -> int:
     """Prints one row per concurrency, repeat and server."""
     counts = _counts(invocation.options["concurrency"])
-    with _server(invocation) as server:
+    with _server(invocation) as (server, config):
         servers = {"trireme" if invocation.options["peer"] else "": server}
         if invocation.options["peer"]:
             servers["peer"] = endpoint(invocation.options["peer"])
         rows, model = asyncio.run(_measure(invocation, servers, counts))
-    publish(invocation, model, rows)
+    publish(invocation, model, rows, config)
     return 1 if any(row.figures["errors"] for row in rows) else 0
 
 
 @contextmanager
-def _server(invocation: Invocation) -> Iterator[Endpoint]:
+def _server(invocation: Invocation) -> Iterator[tuple[Endpoint, EngineConfig | None]]:
     """The server under test; one of our own is stopped at the end."""
     config = invocation.loaded.config
     key = config.serving.api_key[0] if config.serving.api_key else ""
     if invocation.options["url"]:
-        yield endpoint(invocation.options["url"], key)
+        yield endpoint(invocation.options["url"], key), None
         return
     serving = msgspec.structs.replace(config.serving, port=0)
     config = msgspec.structs.replace(config, serving=serving)
@@ -57,7 +60,7 @@ def _server(invocation: Invocation) -> Iterator[Endpoint]:
         view.close()
         assert deployment.address is not None
         host, port = deployment.address
-        yield Endpoint(host, port, False, "", key)
+        yield Endpoint(host, port, False, "", key), resolved
     finally:
         view.close()
         deployment.close()
@@ -101,7 +104,10 @@ async def _closed_loops(
 
     begun = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(concurrency)))
-    return summarize(samples, time.perf_counter() - begun)
+    wall_s = time.perf_counter() - begun
+    for error, times in Counter(sample.error for sample in samples if sample.error).items():
+        print(f"{times} x {error}", file=sys.stderr)
+    return summarize(samples, wall_s)
 
 
 async def _one(to: Endpoint, model: str, prompt: str, max_tokens: int) -> Sample:

@@ -16,7 +16,7 @@ from launch.console import Console
 from launch.options import Invocation
 from launch.rpc import write_pass
 from launch.supervise import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
-from transport.messages import Failed, Progress, Ready
+from transport.messages import Boot, Failed, Progress, Ready
 from trireme import __version__, log
 from trireme.config import Decision, EngineConfig
 from trireme.resolve import Prepared, describe, prepare
@@ -38,7 +38,7 @@ def run(invocation: Invocation) -> int:
     view = ServeView(Console(), prepared, begun)
     view.show_title()
     supervisor = Supervisor(prepared.config, view.on_event)
-    view.leave_pass = lambda: write_pass(supervisor.boot_for("front", "client"))
+    view.make_boot = lambda: supervisor.boot_for("front", "client")
     try:
         return supervisor.run()
     finally:
@@ -52,7 +52,7 @@ class ServeView:
         self.console = console
         self.prepared = prepared
         self.begun = begun
-        self.leave_pass: Callable[[], None] = lambda: None
+        self.make_boot: Callable[[], Boot] | None = None  # how another program may join
 
     def show_title(self) -> None:
         device, model = self.prepared.device, self.prepared.model
@@ -83,7 +83,11 @@ class ServeView:
                     print_failed(event.failed)
 
     def _on_all_ready(self, event: AllReady) -> None:
-        self.leave_pass()
+        run_dir = ""
+        if self.make_boot is not None:
+            boot = self.make_boot()
+            write_pass(boot)
+            run_dir = boot.run_dir
         self.console.close()
         self.console.decisions(merge_decisions(self.prepared.decisions, event.parts))
         config = self.prepared.config
@@ -93,7 +97,8 @@ class ServeView:
             )
         if event.address is not None:
             address = url_of(*event.address)
-            also = f"also   {address}/metrics   {address}/ready   trireme chat --url {address}"
+            also = f"also   {address}/metrics   trireme chat --url {address}"
+            also += f"   trireme.Client({run_dir!r})" if run_dir else ""
             self.console.ready(time.monotonic() - self.begun, address, curl_line(address, config), also)
 
 
@@ -112,11 +117,11 @@ def curl_line(address: str, config: EngineConfig) -> str:
 
 
 def merge_decisions(first: list[Decision], parts: dict[str, Ready]) -> list[Decision]:
-    """The resolver's decisions, then what the parts decided themselves; what several parts say alike is said once."""
-    merged = dict.fromkeys(first)
-    for part in parts.values():
-        merged.update(dict.fromkeys(Decision(*decision) for decision in part.decisions))
-    return list(merged)
+    """The resolver's decisions, then what the parts decided themselves. What several parts say alike is said once, and
+    where a part was told by the resolver, the resolver's reason stands."""
+    told = {decision.what for decision in first}
+    found = (Decision(*decision) for part in parts.values() for decision in part.decisions)
+    return [*first, *dict.fromkeys(d for d in found if d.what.replace(" ", "-") not in told)]
 
 
 def print_failed(failed: Failed) -> None:

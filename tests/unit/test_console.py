@@ -11,10 +11,11 @@ import pytest
 from launch import console as console_module
 from launch.cli import print_error
 from launch.console import Console
+from launch.rpc import PASS_NAME, read_pass
 from launch.serve import ServeView, curl_line, merge_decisions, url_of
 from launch.supervise import AllReady, Died, Restarted, Stopped, Stopping
 from launch.view import ProgressView
-from transport.messages import Failed, Progress, Ready
+from transport.messages import Boot, Failed, Progress, Ready
 from trireme.config import Decision
 from trireme.device import DeviceFacts
 from trireme.resolve import ModelFacts, Prepared
@@ -81,10 +82,9 @@ def view_of(console, **flags):
     )
 
 
-def test_the_ready_panel_has_address_curl_and_reasons(console, out):
+def test_the_ready_panel_has_address_curl_and_reasons(console, out, tmp_path):
     view = view_of(console)
-    left = []
-    view.leave_pass = lambda: left.append(True)
+    view.make_boot = lambda: Boot("front", "client", 0, b"config", b"hash", str(tmp_path))
     view.show_title()
     parts = {f"engine-{i}": Ready(f"engine-{i}", decisions=[("kv", "100 blocks", "memory")]) for i in range(2)}
     view.on_event(AllReady(("127.0.0.1", 8123), parts, 1.0))
@@ -94,7 +94,11 @@ def test_the_ready_panel_has_address_curl_and_reasons(console, out):
     assert text.count("100 blocks") == 1
     assert "asked" in text
     assert "Oar 3" in text
-    assert left == [True]
+    assert f"trireme.Client('{tmp_path}')" in text
+    left = read_pass(tmp_path)
+    assert left.config == b"config"
+    assert left.name.startswith("client-")
+    assert (tmp_path / PASS_NAME).stat().st_mode & 0o777 == 0o600
 
 
 def test_the_curl_line_survives_a_shell():

@@ -1,0 +1,120 @@
+"""The Python API over real engines: in this process, over processes, and joined to a running server; same tokens everywhere."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.deployment import Deployment
+from tests.models.tiny import make_stub, make_tiny_llama
+from trireme import LLM, AsyncLLM, Client, SamplingParams
+from trireme.errors import ConfigError, ModelError, RequestError
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=12, temperature=1.0, seed=7, n=2, ignore_eos=True)
+PROMPTS = ["The oars", "strike as one", "three banks of them, one stroke, and the ship moves on " * 4]
+SMALL = {"kv_memory": "4MiB", "max_len": 512, "threads": 1}
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def tokens(outputs):
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    """What one engine in this process says; every other topology must say the same."""
+    with LLM(tiny, **SMALL) as llm:
+        assert llm.config.parallel.executor == "inproc"
+        outputs = [llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS, SEEDED)]
+        one_by_one = [llm.generate(prompt, GREEDY) for prompt in PROMPTS]
+        streamed = [tuple(t for d in llm.stream(prompt, GREEDY) for t in d.token_ids) for prompt in PROMPTS]
+        assert tokens(one_by_one) == tokens(outputs[0]) == [[ids] for ids in streamed]
+        assert "".join(d.text for d in llm.stream(PROMPTS[0], GREEDY)) == one_by_one[0].text
+        stats = llm.stats()
+        assert stats["num_running"] == stats["num_waiting"] == stats["blocks_owned"] == 0
+    return tokens(outputs[0]), tokens(outputs[1])
+
+
+def test_seeds_and_choices_differ_but_repeat(alone):
+    greedy, seeded = alone
+    assert all(len(ids) == 12 for choices in greedy + seeded for ids in choices)
+    assert all(first != second for first, second in seeded)
+
+
+@pytest.mark.parametrize("shape", [{"tp": 2}, {"dp": 2}, {"executor": "procs"}], ids=str)
+def test_other_topologies_say_the_same(tiny, alone, shape):
+    with LLM(tiny, **SMALL, **shape) as llm:
+        assert (tokens(llm.generate(PROMPTS, GREEDY)), tokens(llm.generate(PROMPTS, SEEDED))) == alone
+
+
+async def test_async_streams_side_by_side(tiny, alone):
+    import asyncio
+
+    async def collect(llm, prompt):
+        return tuple([t async for d in llm.stream(prompt, GREEDY) for t in d.token_ids])
+
+    async with AsyncLLM(tiny, **SMALL) as llm:
+        streams = await asyncio.gather(*(collect(llm, prompt) for prompt in PROMPTS))
+        assert [[ids] for ids in streams] == alone[0]
+        with pytest.raises(RequestError, match="context"):
+            await llm.generate("x" * 600)
+        assert (await llm.chat([{"role": "user", "content": "hi"}], GREEDY)).outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("shape", [{}, {"executor": "procs"}], ids=str)
+def test_a_broken_model_is_the_callers_error(tmp_path, shape):
+    make_tiny_llama(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="safetensors"):
+        LLM(tmp_path, **SMALL, **shape)
+
+
+def test_wrong_settings_are_refused_before_anything_starts(tiny):
+    with pytest.raises(ConfigError, match="did you mean max_len"):
+        LLM(tiny, max_length=5)
+    with pytest.raises(ConfigError, match="--max-len is 99999"):
+        LLM(tiny, max_len=99999)
+    with pytest.raises(ModelError, match="no model"):
+        LLM(tiny / "nothing")
+
+
+def test_closing_leaves_nothing_behind(tiny):
+    import threading
+
+    before = set(threading.enumerate())
+    llm = LLM(tiny, **SMALL)
+    llm.close()
+    llm.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_client_joins_a_running_server(tmp_path, monkeypatch):
+    """RPC without HTTP: the same model, the same engine, found by itself when it is the only one."""
+    short = tempfile.mkdtemp(prefix="t-")  # unix socket paths are short
+    monkeypatch.setenv("TMPDIR", short)
+    monkeypatch.setattr(tempfile, "tempdir", short)
+    with pytest.raises(ConfigError, match="no server"):
+        Client()
+    with Deployment(make_stub(tmp_path), "--worker", "fake", "--served-name", "fake") as served:
+        (directory,) = Path(short).glob("trireme-*")
+        with Client() as client, Client(directory) as second:
+            output = client.generate("hello", GREEDY)
+            assert output.outputs[0].token_ids == second.generate("hello", GREEDY).outputs[0].token_ids
+            assert "".join(d.text for d in client.stream("hello", GREEDY)) == output.text
+            assert [state.is_up for state in client.health()] == [True]
+            assert client.stats()["finished"] >= 3
+            body = {"model": "fake", "prompt": "hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            assert served.post("/v1/completions", body)["choices"][0]["text"] == output.text
+        assert (directory / "client.pass").stat().st_mode & 0o777 == 0o600
+        assert os.stat(directory).st_mode & 0o777 == 0o700
