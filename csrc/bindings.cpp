@@ -10,6 +10,7 @@ namespace py = pybind11;
 void bind_linear(py::module_& m);
 void bind_ops(py::module_& m);
 void bind_collectives(py::module_& m);
+void bind_decoder(py::module_& m);
 void bind_sampling(py::module_& m);
 
 PYBIND11_MODULE(_native, m) {
@@ -33,5 +34,6 @@ PYBIND11_MODULE(_native, m) {
   bind_linear(m);
   bind_ops(m);
   bind_collectives(m);
+  bind_decoder(m);
   bind_sampling(m);
 }

@@ -22,7 +22,7 @@ try:
 except ImportError:
     pass
 
-_KV_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+KV_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def _runs_native(x: Tensor) -> bool:
@@ -125,7 +125,7 @@ def rope_and_cache(
 def _kv_arguments(kv: KVLayer) -> tuple[int, int, int, int, int, int]:
     keys = kv.k
     _, heads, dim, block_size = keys.shape
-    return keys.data_ptr(), kv.v.data_ptr(), _KV_CODES[keys.dtype], heads, dim, block_size
+    return keys.data_ptr(), kv.v.data_ptr(), KV_CODES[keys.dtype], heads, dim, block_size
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

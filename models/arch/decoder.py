@@ -19,6 +19,7 @@ from models.forward import ForwardBatch, Group, KVLayer
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 from models.layers.rope import cos_sin_table
+from models.native import load_native
 from models.weights import RawMatrix, WeightSource
 from trireme.arch import ArchSpec
 from trireme.mesh import HeadSpans, Mesh, Span, split_evenly, split_heads
@@ -86,7 +87,7 @@ class _Builder:
 
 
 class _Layer:
-    """Weights of one layer; the computation is Decoder.forward."""
+    """Weights of one layer; the computation is in Decoder and FusedStage."""
 
     __slots__ = (
         "attn_norm",
@@ -123,6 +124,47 @@ class _Layer:
     @property
     def nbytes(self) -> int:
         return sum(linear.nbytes for linear in (self.qkv, self.o, self.gate_up, self.down))
+
+
+class FusedStage:
+    """All layers in one native call, for a rank that needs no sums with others; same bits as Decoder._run_layers."""
+
+    def __init__(self, layers: list[_Layer], arch: ArchSpec, widths: tuple[int, int, int], cos_sin: Tensor) -> None:
+        """`widths` are the columns of q, of k, and of the ffn on this rank."""
+        q, kv, ffn = widths
+        dim, rot = arch.head_dim, cos_sin.shape[1]
+        sizes = (arch.hidden, q // dim, kv // dim, dim, ffn, rot)
+        self._owners = (layers, cos_sin)  # native code points into them
+        self._stage = load_native().DecoderStage(sizes, arch.norm_eps, arch.head_dim**-0.5, cos_sin.data_ptr())
+        self._kv: list[KVLayer] | None = None
+        for layer in layers:
+            norms = (layer.attn_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
+            self._stage.add_layer(
+                [0 if norm is None else norm.data_ptr() for norm in norms],
+                layer.window or 0,
+                [part.native_pieces() for part in (layer.qkv, layer.o, layer.gate_up, layer.down)],
+            )
+
+    def run(self, batch: ForwardBatch, kv: list[KVLayer], buffers: list[Tensor]) -> None:
+        """One step; `buffers` are those of Decoder._views, dense. Releases the interpreter lock throughout."""
+        if kv is not self._kv:
+            self._bind_kv(kv)
+        table = batch.block_table
+        inputs = (batch.positions, batch.slots, batch.query_start, batch.context_len, table)
+        self._stage.run(
+            batch.token_ids.shape[0],
+            table.shape[0],
+            [tensor.data_ptr() for tensor in inputs],
+            table.stride(0),
+            [buffer.data_ptr() for buffer in buffers],
+        )
+
+    def _bind_kv(self, kv: list[KVLayer]) -> None:
+        """Remembers the caches; a worker passes the same list in every step."""
+        first = kv[0].k
+        caches = [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in kv]
+        self._stage.bind_kv(ops.KV_CODES[first.dtype], first.shape[3], caches)
+        self._kv = kv
 
 
 class Decoder:
@@ -164,6 +206,7 @@ class Decoder:
         self._scale = arch.head_dim**-0.5
         self._widths = (arch.hidden, arch.hidden, build.q.size + 2 * build.kv.size, build.q.size, 2 * build.ffn.size)
         self._buffers = self._allocate(0)
+        self._fused = FusedStage(self._layers, arch, (build.q.size, build.kv.size, build.ffn.size), self._cos_sin)
 
     def _build_ends(self, build: _Builder) -> None:
         """Embedding on the first stage, norm and head on the last; one matrix serves both where they are tied."""
@@ -191,18 +234,29 @@ class Decoder:
     def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor | None:
         """Logits [S, V] float32 on the last stage, None elsewhere. Views of internal buffers are never returned."""
         num_tokens = batch.token_ids.shape[0]
-        hidden, normed, qkv, attended, gate_up, product = self._views(num_tokens)
+        buffers = self._views(num_tokens)
+        hidden = buffers[0]
         if self._embedding is not None:
             self._embedding(batch.token_ids, hidden)
         else:
             hidden.copy_(self._group.recv_prev((num_tokens, self.arch.hidden), torch.float32))
-        eps, cos_sin, scale, group = self.arch.norm_eps, self._cos_sin, self._scale, self._group
-        alone = group.size == 1
-        rms_norm, attention, swiglu = ops.rms_norm, ops.rope_cache_attention, ops.swiglu
+        if self._group.size == 1:
+            self._fused.run(batch, kv, buffers)
+        else:
+            self._run_layers(batch, kv, buffers)
+        if self._head is None:
+            self._group.send_next(hidden)
+            return None
+        return self._logits(hidden, batch.logits_index)
+
+    def _run_layers(self, batch: ForwardBatch, kv: list[KVLayer], buffers: list[Tensor]) -> None:
+        """Layer by layer, with the sums over ranks between the products."""
+        hidden, normed, qkv, attended, gate_up, product = buffers
+        eps, cos_sin, scale, all_reduce = self.arch.norm_eps, self._cos_sin, self._scale, self._group.all_reduce
         for layer, layer_kv in zip(self._layers, kv, strict=True):
-            rms_norm(hidden, layer.attn_norm, eps, normed)
+            ops.rms_norm(hidden, layer.attn_norm, eps, normed)
             layer.qkv(normed, qkv)
-            attention(
+            ops.rope_cache_attention(
                 qkv,
                 layer_kv,
                 batch,
@@ -214,21 +268,10 @@ class Decoder:
                 eps=eps,
                 out=attended,
             )
-            if alone:
-                layer.o(attended, hidden, True)
-                rms_norm(hidden, layer.ffn_norm, eps, normed)
-            else:
-                ops.add_rms_norm(group.all_reduce(layer.o(attended, normed)), hidden, layer.ffn_norm, eps, normed)
+            ops.add_rms_norm(all_reduce(layer.o(attended, normed)), hidden, layer.ffn_norm, eps, normed)
             layer.gate_up(normed, gate_up)
-            swiglu(gate_up, product)
-            if alone:
-                layer.down(product, hidden, True)
-            else:
-                hidden += group.all_reduce(layer.down(product, normed))
-        if self._head is None:
-            group.send_next(hidden)
-            return None
-        return self._logits(hidden, batch.logits_index)
+            ops.swiglu(gate_up, product)
+            hidden += all_reduce(layer.down(product, normed))
 
     def _logits(self, hidden: Tensor, index: Tensor) -> Tensor:
         assert self._head is not None

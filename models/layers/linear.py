@@ -7,7 +7,7 @@ mix kinds keep one product per kind, written into slices of one output.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,10 @@ class Linear:
         self._single = self._pieces[0].weight if len(self._pieces) == 1 else None
         self._bias = bias
         self.nbytes = sum(piece.weight.nbytes for piece in self._pieces)
+
+    def native_pieces(self) -> list[tuple[Any, int]]:
+        """(native weight, address of its bias or 0) side by side, for the fused stage. Valid while this object lives."""
+        return [(piece.weight.native, 0 if piece.bias is None else piece.bias.data_ptr()) for piece in self._pieces]
 
     @property
     def weights(self) -> list[PackedWeight]:

@@ -47,6 +47,11 @@ class PackedWeight:
         self.k = k
         self.nbytes: int = handle.nbytes
 
+    @property
+    def native(self) -> Any:
+        """The native object, for code that hands it to other native code."""
+        return self._handle
+
     def __repr__(self) -> str:
         return f"PackedWeight({self.kind}, n={self.n}, k={self.k})"
 

@@ -155,6 +155,16 @@ def test_chunks_and_batches_change_no_bit(tmp_path: Path) -> None:
         assert torch.equal(logits_of(model, TEXT, chunk=chunk, block_size=16), whole)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_fused_stage_equals_layer_by_layer_bit_for_bit(tmp_path: Path, family: str) -> None:
+    path = make_tiny(tmp_path / "hf", family)
+    kinds = {"attn_v.weight": "Q8_0", "ffn_up.weight": "F16"}
+    model = load(gguf_from_directory(path, tmp_path / "model.gguf", "Q4_0", kinds=kinds))
+    fused = logits_of(model, TEXT, chunk=9)
+    model._fused.run = model._run_layers
+    assert torch.equal(logits_of(model, TEXT, chunk=9), fused)
+
+
 # ---------------------------------------------------------------- GGUF
 
 
