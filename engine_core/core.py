@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from engine_core.intake import check_submit
-from engine_core.integrity import Audit, audit
+from engine_core.integrity import Audit, IntegrityError, audit, check_idle
 from engine_core.outputs import Outbox, end_reason
 from engine_core.plan import Draft
 from engine_core.policy import find_policy
@@ -208,11 +208,19 @@ class EngineCore:
     def audit(self) -> Audit:
         """Checks every conservation law. Raises IntegrityError."""
         counts = audit(self.scheduler, self.requests)
+        self._check_totals()
+        return counts
+
+    def check_idle(self) -> None:
+        """The same for an idle engine, cheaply. Raises IntegrityError."""
+        check_idle(self.scheduler)
+        self._check_totals()
+
+    def _check_totals(self) -> None:
         totals = self.counters
         ended = totals.stop + totals.length + totals.abort + totals.error
         if totals.submitted != ended + len(self.requests):
-            raise EngineError(f"{totals.submitted} submitted, but {ended} ended and {len(self.requests)} live")
-        return counts
+            raise IntegrityError(f"{totals.submitted} submitted, but {ended} ended and {len(self.requests)} live")
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached prefixes; returns how many blocks were known. Running rows keep theirs."""

@@ -40,6 +40,17 @@ def audit(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) -> Aud
     return _check_blocks(scheduler)
 
 
+def check_idle(scheduler: Scheduler) -> None:
+    """The laws of an idle engine, in time that even a large pool does not notice: nobody holds anything."""
+    scheduler.drop_ended()
+    pool = scheduler.cache.pool
+    num_available, num_slots = pool.num_available, len(scheduler.free_rows)
+    if num_available != pool.num_blocks or any(pool.counts) or len(pool.index) != len(pool.cached):
+        raise _broken(f"idle blocks: {len(pool.free)} free + {len(pool.cached)} cached = {pool.num_blocks}")
+    if num_slots != scheduler.limits.max_num_seqs or scheduler.running or scheduler.waiting.num_tokens:
+        raise _broken(f"idle slots: {num_slots} free = {scheduler.limits.max_num_seqs}; nobody runs or waits")
+
+
 def _broken(law: str) -> IntegrityError:
     return IntegrityError(f"broken law: {law}")
 

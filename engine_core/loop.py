@@ -190,7 +190,7 @@ class EngineLoop:
             )
         is_idle = self.core.is_idle
         if is_idle and not self._was_idle:
-            self.core.audit()
+            self.core.check_idle()
         self._was_idle = is_idle
         if now >= self._drain_from:
             self.core.draining = True

@@ -304,6 +304,34 @@ def test_totals_balance_when_quiet() -> None:
     assert all(row.ends for row in rows)
 
 
+def test_broken_books_are_found_by_both_audits() -> None:
+    def damage_pool(core: EngineCore) -> None:
+        core.scheduler.cache.pool.free.pop()
+
+    def damage_counts(core: EngineCore) -> None:
+        core.scheduler.cache.pool.counts[3] += 1
+
+    def damage_slots(core: EngineCore) -> None:
+        core.scheduler.free_rows.pop()
+
+    def damage_index(core: EngineCore) -> None:
+        core.scheduler.cache.pool.index[b"nothing"] = 0
+
+    def damage_totals(core: EngineCore) -> None:
+        core.counters.stop += 1
+
+    for damage in (damage_pool, damage_counts, damage_slots, damage_index, damage_totals):
+        driver = Driver()
+        driver.submit(9)
+        driver.run()
+        driver.core.check_idle()
+        damage(driver.core)
+        with pytest.raises(EngineError):
+            driver.core.check_idle()
+        with pytest.raises(EngineError):
+            driver.core.audit()
+
+
 def test_core_is_torch_free() -> None:
     import subprocess
     import sys
