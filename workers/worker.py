@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from models.forward import Group, KVLayer, Model, SoloGroup
+from models.forward import KVLayer, Model
 from models.load import load_model
 from models.native import load_native
 from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
@@ -25,6 +25,7 @@ from trireme.errors import ConfigError, EngineError
 from trireme.mesh import Mesh
 from trireme.packaged import find_model
 from workers.batch import Batch
+from workers.collectives import make_group
 from workers.inputs import InputBuilder
 from workers.kv_tensors import allocate_kv, block_bytes, choose_kv_dtype, poison_blocks
 from workers.memory import activation_bytes, kv_share, read_memory, usable_cores
@@ -44,6 +45,7 @@ class Worker:
         self._loaded: tuple[ArchSpec, Model, torch.dtype] | None = None
         self._kv: list[KVLayer] = []
         self._runner: Runner | None = None
+        self._abort_group: Callable[[], None] | None = None
 
     def load(self) -> WorkerLoaded:
         """Loads this worker's slice of the weights. Raises ModelError or ConfigError with the cause."""
@@ -51,7 +53,8 @@ class Worker:
         num_threads, decision = self._set_threads()
         files = find_model(self.config.model.model)
         arch = read_arch(files)
-        group = self._make_group()
+        group = make_group(self.mesh, self._arena, step_timeout_s=self.config.launch.step_timeout)
+        self._abort_group = getattr(group, "abort", None)
         dtype, max_len = self.config.model.dtype, self.config.model.max_len
         model = load_model(files, arch, self.mesh, group, dtype, self._progress, max_len=max_len)
         if self._native is not None and num_threads > 1:
@@ -82,10 +85,15 @@ class Worker:
         self._runner = Runner(model, self._kv, batch, inputs, self.mesh)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Runs one step; see Runner.execute."""
+        """Runs one step; see Runner.execute. When it raises, the other workers' collectives fail at once instead of waiting."""
         if self._runner is None:
             raise EngineError("a step arrived before setup_kv")
-        return self._runner.execute(plan)
+        try:
+            return self._runner.execute(plan)
+        except BaseException:
+            if self._abort_group is not None:
+                self._abort_group()
+            raise
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """Rare requests, by name: `info`, and `poison` (fills KV blocks with NaN; tests). Others raise EngineError."""
@@ -97,7 +105,7 @@ class Worker:
         raise EngineError(f"a worker has no method {method!r}; it has info, poison")
 
     def close(self) -> None:
-        """Forgets model and KV, and leaves the group."""
+        """Forgets model and KV."""
         self._runner = None
         self._loaded = None
         self._kv = []
@@ -112,13 +120,6 @@ class Worker:
         rows = self._runner.num_rows if self._runner else 0
         facts = read_memory()
         return {"worker": self.mesh.worker, "steps": steps, "rows": rows, "pid": os.getpid(), "own_bytes": facts.own}
-
-    def _make_group(self) -> Group:
-        if self.mesh.num_workers == 1:
-            return SoloGroup()
-        from workers.collectives import make_group
-
-        return make_group(self.mesh, self._arena)
 
     def _set_threads(self) -> tuple[int, Decision]:
         """Sizes torch's threads and the native pool: no more threads on the machine than cores."""

@@ -156,11 +156,11 @@ def test_token_equals_the_reference(row: tuple[list[int], int, RowParams], seed:
 def test_a_row_does_not_feel_its_batch_mates(rows: list[Any], seed: int, rng: Any) -> None:
     """Tokens, logprobs and faults of each row: the same alone and in any company, in any order. Logits stay untouched."""
     logits = random_logits(seed, len(rows))
-    untouched = logits.copy()
     order = list(range(len(rows)))
     rng.shuffle(order)
-    together = sample(logits[order], batch_of(*rows), order)
-    assert np.array_equal(logits, untouched)
+    shuffled = logits[order]
+    together = sample(shuffled, batch_of(*rows), order)
+    assert np.array_equal(shuffled, logits[order])
     by_row = dict(zip(together.rows, together.tokens, strict=True))
     for i, row in enumerate(rows):
         alone = sample(logits[i : i + 1], batch_of(row), [0])
@@ -286,7 +286,7 @@ def test_logprobs_are_of_the_untouched_logits() -> None:
     logits = random_logits(5, 3)
     params = RowParams(4, temperature=0.0, logit_bias=((4, 100.0),), logprobs=3)
     batch = batch_of(*[([1], 1, params)] * 3)
-    result = sample(logits, batch, [0, 1, 2])
+    result = sample(logits.copy(), batch, [0, 1, 2])
     assert result.tokens == [4, 4, 4]
     for i, entry in enumerate(result.logprobs):
         exact = logits[i].astype(np.float64)
