@@ -52,6 +52,7 @@ class ServeView:
         self.console = console
         self.prepared = prepared
         self.begun = begun
+        self.run_dir = ""
         self.make_boot: Callable[[], Boot] | None = None  # how another program may join
 
     def show_title(self) -> None:
@@ -64,6 +65,7 @@ class ServeView:
     def on_event(self, event: Event) -> None:
         match event:
             case Progress():
+                self._leave_pass()
                 self.console.progress(event.source, event.phase, event.done, event.total)
             case Ready():
                 pass  # AllReady says it for all of them
@@ -82,12 +84,15 @@ class ServeView:
                 if event.failed is not None:
                     print_failed(event.failed)
 
-    def _on_all_ready(self, event: AllReady) -> None:
-        run_dir = ""
-        if self.make_boot is not None:
+    def _leave_pass(self) -> None:
+        """Once, as soon as something runs: a client that comes early waits for the engines."""
+        if self.make_boot is not None and not self.run_dir:
             boot = self.make_boot()
             write_pass(boot)
-            run_dir = boot.run_dir
+            self.run_dir = boot.run_dir
+
+    def _on_all_ready(self, event: AllReady) -> None:
+        self._leave_pass()
         self.console.close()
         self.console.decisions(merge_decisions(self.prepared.decisions, event.parts))
         config = self.prepared.config
@@ -98,7 +103,7 @@ class ServeView:
         if event.address is not None:
             address = url_of(*event.address)
             also = f"also   {address}/metrics   trireme chat --url {address}"
-            also += f"   trireme.Client({run_dir!r})" if run_dir else ""
+            also += f"   trireme.Client({self.run_dir!r})" if self.run_dir else ""
             self.console.ready(time.monotonic() - self.begun, address, curl_line(address, config), also)
 
 

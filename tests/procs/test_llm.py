@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.deployment import Deployment
 from tests.models.tiny import make_stub, make_tiny_llama
 from trireme import LLM, AsyncLLM, Client, SamplingParams
-from trireme.errors import ConfigError, ModelError, RequestError
+from trireme.errors import ConfigError, ModelError, RequestError, TriremeError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=12, temperature=1.0, seed=7, n=2, ignore_eos=True)
@@ -76,7 +76,7 @@ def test_a_broken_model_is_the_callers_error(tmp_path, shape):
     make_tiny_llama(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match="safetensors"):
+    with pytest.raises(TriremeError, match="not a safetensors file"):
         LLM(tmp_path, **SMALL, **shape)
 
 
