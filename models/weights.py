@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.quant.base import BLOCKS, PACKED_KINDS, Bytes, bytes_of, kind_of, row_bytes, slice_cols
+from models.quant.base import PACKED_KINDS, Bytes, bytes_of, kind_of, row_bytes
 from models.quant.gguf_expand import dequantize
 from trireme.errors import ModelError
 from trireme.gguf import GgufFile, read_gguf
@@ -35,16 +35,6 @@ class RawMatrix(NamedTuple):
 
     def rows(self, span: Span) -> RawMatrix:
         return RawMatrix(self.kind, self.raw[span.start : span.stop], span.size, self.k)
-
-    def columns(self, span: Span) -> RawMatrix:
-        """Columns; a quantized matrix that cannot be cut there (not on a block border) is expanded first."""
-        if span.size == self.k:
-            return self
-        block = BLOCKS[self.kind][0]
-        if span.start % block or span.stop % block:
-            return self.as_kind("F16").columns(span)
-        cut = slice_cols(self.kind, self.raw, self.k, slice(span.start, span.stop))
-        return RawMatrix(self.kind, cut, self.n, span.size)
 
     def as_kind(self, kind: str) -> RawMatrix:
         """The matrix in a dense kind (F32, F16, BF16), rounded to nearest."""

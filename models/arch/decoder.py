@@ -20,9 +20,9 @@ from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 from models.layers.rope import cos_sin_table
 from models.native import load_native
-from models.weights import RawMatrix, WeightSource
+from models.weights import WeightSource
 from trireme.arch import ArchSpec
-from trireme.mesh import HeadSpans, Mesh, Span, split_evenly, split_heads
+from trireme.mesh import Mesh, Span, split_evenly, split_heads
 
 
 def weight_names(arch: ArchSpec) -> Iterator[str]:
@@ -48,42 +48,43 @@ def weight_names(arch: ArchSpec) -> Iterator[str]:
 
 
 class _Builder:
-    """Cuts this rank's share out of the source, layer by layer."""
+    """Cuts this rank's share out of the source, layer by layer. Every matrix is split by output rows, never along the
+    inputs: each output is then one sum in one order whatever the number of ranks, and TP changes no bit."""
 
     def __init__(self, arch: ArchSpec, mesh: Mesh, source: WeightSource, dense: str | None) -> None:
         self.arch = arch
-        self.mesh = mesh
         self.source = source
-        self.dense = dense
-        self.heads: HeadSpans = split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, mesh.tp_rank)
-        unit = 32 if arch.ffn % 32 == 0 else 1
-        self.ffn: Span = split_evenly(arch.ffn, mesh.tp, mesh.tp_rank, unit=unit)
-        self.vocab: Span = split_evenly(arch.vocab_size, mesh.tp, mesh.tp_rank)
-        dim = arch.head_dim
-        self.q = Span(self.heads.q.start * dim, self.heads.q.stop * dim)
-        self.kv = Span(self.heads.kv.start * dim, self.heads.kv.stop * dim)
+        self.vector = source.vector
+        self._dense = dense
+        self.q: list[Span] = []  # per rank, in columns
+        self.kv: list[Span] = []
+        for rank in range(mesh.tp):
+            heads = split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, rank)
+            self.q.append(_scaled(heads.q, arch.head_dim))
+            self.kv.append(_scaled(heads.kv, arch.head_dim))
+        self.ffn = _split(arch.ffn, mesh.tp)
+        self.hidden = _split(arch.hidden, mesh.tp)
+        self.vocab = _split(arch.vocab_size, mesh.tp)
 
-    def across(self, at: str, parts: list[tuple[str, int, Span]], *, bias: bool) -> Linear:
-        """Matrices split by output rows; `parts` are (name, rows of the whole, rows of this rank)."""
-        matrices = [self._matrix(f"{at}{name}.weight", n, self.arch.hidden).rows(rows) for name, n, rows in parts]
-        biases = [self.source.vector(f"{at}{name}.bias", n)[rows.start : rows.stop] for name, n, rows in parts if bias]
-        return Linear([matrix.computable(self.dense) for matrix in matrices], biases)
+    def linear(self, at: str, parts: list[tuple[str, int, Span]], k: int, *, bias: bool) -> Linear:
+        """Matrices with k inputs, one under the other; `parts` are (name, rows of the whole, rows of this rank)."""
+        matrices = [self.source.matrix(f"{at}{name}.weight", n, k).rows(rows) for name, n, rows in parts]
+        biases = [self.vector(f"{at}{name}.bias", n)[rows.start : rows.stop] for name, n, rows in parts if bias]
+        return Linear([matrix.computable(self._dense) for matrix in matrices], biases)
 
-    def along(self, name: str, k: int, columns: Span, *, bias: bool) -> Linear:
-        """A matrix split by input columns, whose products are summed over ranks; the first rank adds the bias."""
-        matrix = self._matrix(name + ".weight", self.arch.hidden, k).columns(columns).computable(self.dense)
-        biases = [self.source.vector(name + ".bias", self.arch.hidden)] if bias and self.mesh.tp_rank == 0 else None
-        return Linear([matrix], biases)
 
-    def vocab_matrix(self, name: str) -> Linear:
-        matrix = self._matrix(name, self.arch.vocab_size, self.arch.hidden).rows(self.vocab)
-        return Linear([matrix.computable(self.dense)])
+def _split(total: int, parts: int) -> list[Span]:
+    """Spans of all ranks, in whole tiles of 16 where possible."""
+    unit = 16 if total % 16 == 0 and total // 16 >= parts else 1
+    return [split_evenly(total, parts, part, unit=unit) for part in range(parts)]
 
-    def vector(self, name: str, size: int) -> Tensor:
-        return self.source.vector(name, size)
 
-    def _matrix(self, name: str, n: int, k: int) -> RawMatrix:
-        return self.source.matrix(name, n, k)
+def _scaled(span: Span, factor: int) -> Span:
+    return Span(span.start * factor, span.stop * factor)
+
+
+def _sizes(spans: list[Span]) -> list[int]:
+    return [span.size for span in spans]
 
 
 class _Layer:
@@ -101,24 +102,21 @@ class _Layer:
         "window",
     )
 
-    def __init__(self, build: _Builder, index: int) -> None:
+    def __init__(self, build: _Builder, index: int, rank: int) -> None:
         arch, at = build.arch, f"model.layers.{index}."
-        dim = arch.head_dim
+        dim, hidden, ffn = arch.head_dim, arch.hidden, arch.ffn
         q_rows, kv_rows = arch.num_heads * dim, arch.num_kv_heads * dim
-        self.attn_norm = build.vector(at + "input_layernorm.weight", arch.hidden)
-        self.ffn_norm = build.vector(at + "post_attention_layernorm.weight", arch.hidden)
+        q, kv, ffn_part, hidden_part = build.q[rank], build.kv[rank], build.ffn[rank], build.hidden[rank]
+        self.attn_norm = build.vector(at + "input_layernorm.weight", hidden)
+        self.ffn_norm = build.vector(at + "post_attention_layernorm.weight", hidden)
         self.q_norm = build.vector(at + "self_attn.q_norm.weight", dim) if arch.qk_norm else None
         self.k_norm = build.vector(at + "self_attn.k_norm.weight", dim) if arch.qk_norm else None
-        self.qkv = build.across(
-            at + "self_attn.",
-            [("q_proj", q_rows, build.q), ("k_proj", kv_rows, build.kv), ("v_proj", kv_rows, build.kv)],
-            bias=arch.qkv_bias,
-        )
-        self.o = build.along(at + "self_attn.o_proj", q_rows, build.q, bias=arch.o_bias)
-        self.gate_up = build.across(
-            at + "mlp.", [("gate_proj", arch.ffn, build.ffn), ("up_proj", arch.ffn, build.ffn)], bias=arch.mlp_bias
-        )
-        self.down = build.along(at + "mlp.down_proj", arch.ffn, build.ffn, bias=arch.mlp_bias)
+        qkv = [("q_proj", q_rows, q), ("k_proj", kv_rows, kv), ("v_proj", kv_rows, kv)]
+        self.qkv = build.linear(at + "self_attn.", qkv, hidden, bias=arch.qkv_bias)
+        self.o = build.linear(at + "self_attn.", [("o_proj", hidden, hidden_part)], q_rows, bias=arch.o_bias)
+        gate_up = [("gate_proj", ffn, ffn_part), ("up_proj", ffn, ffn_part)]
+        self.gate_up = build.linear(at + "mlp.", gate_up, hidden, bias=arch.mlp_bias)
+        self.down = build.linear(at + "mlp.", [("down_proj", hidden, hidden_part)], ffn, bias=arch.mlp_bias)
         self.window = None if index in arch.full_attention_layers else arch.sliding_window
 
     @property
@@ -188,13 +186,14 @@ class Decoder:
         self._group = group
         build = _Builder(arch, mesh, source, dense)
         stage = mesh.layers(arch.num_layers)
+        rank = mesh.tp_rank
         self.num_kv_layers = stage.size
-        self.kv_heads = build.heads.kv.size
+        self.kv_heads = build.kv[rank].size // arch.head_dim
         total = stage.size + (1 if mesh.is_first_stage or mesh.is_last_stage else 0)
         progress("weights", 0, total)
         self._layers: list[_Layer] = []
         for done, index in enumerate(range(stage.start, stage.stop), start=1):
-            self._layers.append(_Layer(build, index))
+            self._layers.append(_Layer(build, index, rank))
             progress("weights", done, total)
         self._build_ends(build)
         progress("weights", total, total)
@@ -203,33 +202,36 @@ class Decoder:
         )
         positions = min(max_len or arch.max_position, arch.max_position)
         self._cos_sin = cos_sin_table(arch.rope, positions, divisors)
-        self._scale = arch.head_dim**-0.5
-        self._widths = (arch.hidden, arch.hidden, build.q.size + 2 * build.kv.size, build.q.size, 2 * build.ffn.size)
+        self._q_sizes, self._ffn_sizes, self._hidden_sizes = _sizes(build.q), _sizes(build.ffn), _sizes(build.hidden)
+        q, kv, ffn = build.q[rank].size, build.kv[rank].size, build.ffn[rank].size
+        self._widths = (arch.hidden, arch.hidden, q + 2 * kv, q, 2 * ffn, ffn)
         self._buffers = self._allocate(0)
-        self._fused = FusedStage(self._layers, arch, (build.q.size, build.kv.size, build.ffn.size), self._cos_sin)
+        self._fused = FusedStage(self._layers, arch, (q, kv, ffn), self._cos_sin)
 
     def _build_ends(self, build: _Builder) -> None:
         """Embedding on the first stage, norm and head on the last; one matrix serves both where they are tied."""
         arch, mesh = self.arch, self._mesh
-        tied = "model.embed_tokens.weight"
+        rows = build.vocab[mesh.tp_rank]
         self._head: Linear | None = None
         self._embedding: Embedding | None = None
         if mesh.is_last_stage:
-            self._head = build.vocab_matrix(tied if arch.tie_embeddings else "lm_head.weight")
+            name = "model.embed_tokens" if arch.tie_embeddings else "lm_head"
+            self._head = build.linear("", [(name, arch.vocab_size, rows)], arch.hidden, bias=False)
             self._norm = build.vector("model.norm.weight", arch.hidden)
-            self._vocab_sizes = [split_evenly(arch.vocab_size, mesh.tp, rank).size for rank in range(mesh.tp)]
+            self._vocab_sizes = _sizes(build.vocab)
         if mesh.is_first_stage:
             shared = self._head if arch.tie_embeddings else None
-            matrix = shared or build.vocab_matrix(tied)
-            self._embedding = Embedding(matrix.weights[0], build.vocab, self._group)
+            own = [("model.embed_tokens", arch.vocab_size, rows)]
+            matrix = shared or build.linear("", own, arch.hidden, bias=False)
+            self._embedding = Embedding(matrix.weights[0], rows, self._group)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of packed weights and tables on this rank."""
-        ends = {id(end): end.nbytes for end in (self._head,) if end is not None}
-        shared = self._head is not None and self.arch.tie_embeddings
-        embedding = 0 if self._embedding is None or shared else self._embedding.nbytes
-        return sum(layer.nbytes for layer in self._layers) + sum(ends.values()) + embedding + self._cos_sin.nbytes
+        head = 0 if self._head is None else self._head.nbytes
+        shares = self._head is not None and self.arch.tie_embeddings
+        embedding = 0 if self._embedding is None or shares else self._embedding.nbytes
+        return sum(layer.nbytes for layer in self._layers) + head + embedding + self._cos_sin.nbytes
 
     def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor | None:
         """Logits [S, V] float32 on the last stage, None elsewhere. Views of internal buffers are never returned."""
@@ -250,9 +252,15 @@ class Decoder:
         return self._logits(hidden, batch.logits_index)
 
     def _run_layers(self, batch: ForwardBatch, kv: list[KVLayer], buffers: list[Tensor]) -> None:
-        """Layer by layer, with the sums over ranks between the products."""
+        """Layer by layer. Ranks put their columns together before and after each product that needs all inputs."""
         hidden, normed, qkv, attended, gate_up, product = buffers
-        eps, cos_sin, scale, all_reduce = self.arch.norm_eps, self._cos_sin, self._scale, self._group.all_reduce
+        eps, cos_sin, scale, gather = (
+            self.arch.norm_eps,
+            self._cos_sin,
+            self.arch.head_dim**-0.5,
+            self._group.all_gather,
+        )
+        part = torch.empty(hidden.shape[0], self._hidden_sizes[self._mesh.tp_rank])
         for layer, layer_kv in zip(self._layers, kv, strict=True):
             ops.rms_norm(hidden, layer.attn_norm, eps, normed)
             layer.qkv(normed, qkv)
@@ -268,17 +276,21 @@ class Decoder:
                 eps=eps,
                 out=attended,
             )
-            ops.add_rms_norm(all_reduce(layer.o(attended, normed)), hidden, layer.ffn_norm, eps, normed)
+            layer.o(gather(attended, self._q_sizes), part)
+            ops.add_rms_norm(gather(part, self._hidden_sizes), hidden, layer.ffn_norm, eps, normed)
             layer.gate_up(normed, gate_up)
             ops.swiglu(gate_up, product)
-            hidden += all_reduce(layer.down(product, normed))
+            layer.down(gather(product, self._ffn_sizes), part)
+            hidden += gather(part, self._hidden_sizes)
 
     def _logits(self, hidden: Tensor, index: Tensor) -> Tensor:
         assert self._head is not None
-        rows = hidden if index.shape[0] == hidden.shape[0] else hidden.index_select(0, index)
-        logits = torch.empty(rows.shape[0], self._head.n)
-        if rows.shape[0]:
-            self._head(ops.rms_norm(rows, self._norm, self.arch.norm_eps), logits)
+        num_rows = index.shape[0]
+        if num_rows == 0:
+            return torch.empty(0, self.vocab_size)
+        rows = hidden if num_rows == hidden.shape[0] else hidden.index_select(0, index)
+        logits = torch.empty(num_rows, self._head.n)
+        self._head(ops.rms_norm(rows, self._norm, self.arch.norm_eps), logits)
         return logits if self._group.size == 1 else self._group.all_gather(logits, self._vocab_sizes)
 
     def _views(self, num_tokens: int) -> list[Tensor]:
@@ -287,5 +299,4 @@ class Decoder:
         return [buffer[:num_tokens] for buffer in self._buffers]
 
     def _allocate(self, num_tokens: int) -> list[Tensor]:
-        hidden, normed, qkv, q, gate_up = self._widths
-        return [torch.empty(num_tokens, width) for width in (hidden, normed, qkv, q, gate_up, gate_up // 2)]
+        return [torch.empty(num_tokens, width) for width in self._widths]

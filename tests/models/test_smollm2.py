@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from serving.tokens import load_tokenizer
-from tests.models.drive import Driver, load, logits_of
+from tests.models.drive import Driver, RankedModel, load, logits_of
 from tests.models.test_parity_files import int8_activations
 from trireme.packaged import find_model
 
@@ -180,3 +180,9 @@ def test_decode_in_a_batch_equals_prefill_bit_for_bit(prompts: list[list[int]]) 
     for row, text in enumerate(texts):
         whole = logits_of(model, text[:-1], chunk=33, block_size=32)[-8:]
         assert torch.equal(whole, torch.stack([step[row] for step in seen]))
+
+
+def test_ranks_together_change_no_bit(prompts: list[list[int]]) -> None:
+    alone, ranked = load("smollm2", max_len=512), RankedModel("smollm2", tp=2, pp=2, max_len=512)
+    for prompt in (prompts[0], prompts[13]):
+        assert torch.equal(logits_of(ranked, prompt, chunk=20), logits_of(alone, prompt))
