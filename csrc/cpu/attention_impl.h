@@ -37,11 +37,14 @@ constexpr int num_columns(int queries) {
 #endif
 }
 
-// Where the keys and values of one tile are: a pointer per 16 tokens, strides in elements.
+// Where the keys and values of one tile are: a pointer per 16 tokens, strides in elements. `ahead` are those of the next
+// tile, to be fetched meanwhile, a line per step: blocks are scattered, which the hardware does not foresee.
 template <class T>
 struct Tile {
   const T* keys[kSubs];    // [dim][16]
   const T* values[kSubs];  // [16][dim]
+  const T* ahead_keys[kSubs];
+  const T* ahead_values[kSubs];
   int64_t key_stride;
   int64_t value_stride;
 };
@@ -95,14 +98,23 @@ static TaskState lay_out_scratch(const AttentionArgs& a, const AttentionTask& ta
 // ---------------------------------------------------------------- register tiles
 
 template <int R, int N, class T>
-TRIREME_INLINE void score_columns(const float* q, int dim, const T* const* keys, int64_t key_stride, float* scores) {
+TRIREME_INLINE void score_columns(const float* q, int dim, const Tile<T>& tile, int sub, float* scores) {
+  const int64_t key_stride = tile.key_stride;
+  const T *keys[N], *ahead[N];
+  for (int n = 0; n < N; ++n) {
+    keys[n] = tile.keys[sub + n];
+    ahead[n] = tile.ahead_keys[sub + n];
+  }
   Vec sums[R][N];
   for (int r = 0; r < R; ++r) {
     for (int n = 0; n < N; ++n) sums[r][n] = zero();
   }
   for (int d = 0; d < dim; ++d) {
     Vec key[N];
-    for (int n = 0; n < N; ++n) key[n] = load(keys[n] + d * key_stride);
+    for (int n = 0; n < N; ++n) {
+      key[n] = load(keys[n] + d * key_stride);
+      __builtin_prefetch(ahead[n] + d * key_stride, 0, 2);
+    }
     for (int r = 0; r < R; ++r) {
       const Vec value = set1(q[static_cast<int64_t>(r) * dim + d]);
       for (int n = 0; n < N; ++n) sums[r][n] = fma(value, key[n], sums[r][n]);
@@ -119,9 +131,9 @@ static void score_tile(const TaskState& s, int query, const Tile<T>& tile, int f
   const float* q = s.q + static_cast<int64_t>(query) * s.dim;
   int sub = first_sub;
   for (; sub + N <= last_sub; sub += N) {
-    score_columns<R, N>(q, s.dim, tile.keys + sub, tile.key_stride, scores + sub * kLanes);
+    score_columns<R, N>(q, s.dim, tile, sub, scores + sub * kLanes);
   }
-  for (; sub < last_sub; ++sub) score_columns<R, 1>(q, s.dim, tile.keys + sub, tile.key_stride, scores + sub * kLanes);
+  for (; sub < last_sub; ++sub) score_columns<R, 1>(q, s.dim, tile, sub, scores + sub * kLanes);
 }
 
 template <int R, int N, class T>
@@ -136,10 +148,12 @@ TRIREME_INLINE void add_columns(const float* weights, const float* alpha, const 
   for (int j = first; j < last;) {
     const int sub = j / kLanes;
     const int stop = last < (sub + 1) * kLanes ? last : (sub + 1) * kLanes;
-    const T* row = tile.values[sub] + (j - sub * kLanes) * tile.value_stride + column;
-    for (; j < stop; ++j, row += tile.value_stride) {
+    const int64_t offset = (j - sub * kLanes) * tile.value_stride + column;
+    const T *row = tile.values[sub] + offset, *ahead = tile.ahead_values[sub] + offset;
+    for (; j < stop; ++j, row += tile.value_stride, ahead += tile.value_stride) {
       Vec value[N];
       for (int n = 0; n < N; ++n) value[n] = load(row + n * kLanes);
+      __builtin_prefetch(ahead, 0, 2);
       for (int r = 0; r < R; ++r) {
         const Vec weight = set1(weights[r * kTileTokens + j]);
         for (int n = 0; n < N; ++n) sums[r][n] = fma(weight, value[n], sums[r][n]);
@@ -313,7 +327,7 @@ struct HeadCache {
 };
 
 template <class T>
-TRIREME_INLINE Tile<T> direct_tile(const HeadCache<T>& cache, int tile_start, Range available) {
+TRIREME_INLINE Tile<T> direct_tile(const HeadCache<T>& cache, int tile_start, Range available, int last_position) {
   Tile<T> tile;
   tile.key_stride = cache.block_size;
   tile.value_stride = cache.dim;
@@ -322,6 +336,9 @@ TRIREME_INLINE Tile<T> direct_tile(const HeadCache<T>& cache, int tile_start, Ra
     const int token = tile_start + sub * kLanes;
     tile.keys[sub] = used ? cache.key(token) : nullptr;
     tile.values[sub] = used ? cache.value(token) : nullptr;
+    const bool has_next = token + kTileTokens <= last_position;
+    tile.ahead_keys[sub] = has_next ? cache.key(token + kTileTokens) : tile.keys[sub];
+    tile.ahead_values[sub] = has_next ? cache.value(token + kTileTokens) : tile.values[sub];
   }
   return tile;
 }
@@ -364,6 +381,8 @@ static Tile<float> packed_tile(const HeadCache<T>& cache, const TaskState& s, in
     float* keys = s.packed_keys + static_cast<int64_t>(sub) * s.dim * kLanes;
     tile.keys[sub] = keys;
     tile.values[sub] = s.packed_values + static_cast<int64_t>(sub) * kLanes * s.dim_padded;
+    tile.ahead_keys[sub] = tile.keys[sub];
+    tile.ahead_values[sub] = tile.values[sub];
     if (sub >= available.first_sub() && sub < available.last_sub()) pack_keys(cache, tile_start, sub, available, keys);
   }
   for (int token = available.first; token < available.last; ++token) {
@@ -418,7 +437,7 @@ static void attend_part(const AttentionArgs& a, const AttentionTask& task, const
   for (int tile_start = begin / kTileTokens * kTileTokens; tile_start < end; tile_start += kTileTokens) {
     const Range available = {larger(0, begin - tile_start), smaller(kTileTokens, end - tile_start)};
     if (is_direct) {
-      attend_tile(a, task, s, direct_tile(cache, tile_start, available), tile_start, available);
+      attend_tile(a, task, s, direct_tile(cache, tile_start, available, last_position), tile_start, available);
     } else {
       attend_tile(a, task, s, packed_tile(cache, s, tile_start, available), tile_start, available);
     }
