@@ -168,11 +168,15 @@ class ThreadGroup:
 class RankedModel:
     """All ranks of one engine behind the interface of a single model whose KV spans every stage and head."""
 
-    def __init__(self, path: Path | str, *, tp: int, pp: int, **options: Any) -> None:
+    def __init__(
+        self, path: Path | str, *, tp: int, pp: int, group_of: Callable[[Mesh], Group] | None = None, **options: Any
+    ) -> None:
+        """`group_of` makes the group of a rank (default: between threads, in plain torch)."""
         mesh = Mesh(1, pp, tp)
         hub = _Hub(mesh)
+        make = group_of or (lambda at: ThreadGroup(at, hub))
         self._meshes = [mesh.at_worker(worker) for worker in range(mesh.num_workers)]
-        self.ranks = [load(path, at, ThreadGroup(at, hub), **options) for at in self._meshes]
+        self.ranks = [load(path, at, make(at), **options) for at in self._meshes]
         self._kv: list[list[KVLayer]] = []
         self.head_dim = self.ranks[0].head_dim
         self.kv_heads = 1

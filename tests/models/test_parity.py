@@ -11,6 +11,9 @@ import torch
 
 from tests.models.drive import RankedModel, greedy, load, logits_of
 from tests.models.tiny import make_tiny
+from trireme.arena import create_arena
+from trireme.mesh import Mesh
+from workers.collectives.shm import ShmGroup
 
 transformers = pytest.importorskip("transformers")
 
@@ -65,3 +68,11 @@ def test_ranks_together_change_no_bit(tmp_path: Path, family: str, shape: tuple[
     assert_parity(path, model)
     text = PROMPTS[1] + PROMPTS[3]
     assert torch.equal(logits_of(model, text, chunk=9), logits_of(load(path), text))
+
+
+def test_ranks_over_shared_memory_change_no_bit(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, num_hidden_layers=3, vocab_size=321)
+    text = [*PROMPTS[1], *PROMPTS[3]]
+    with create_arena(Mesh(1, 2, 2), 64, 64, 321) as arena:
+        model = RankedModel(path, tp=2, pp=2, group_of=lambda mesh: ShmGroup(arena.path, mesh))
+        assert torch.equal(logits_of(model, text, chunk=9), logits_of(load(path), text))
