@@ -6,9 +6,12 @@ and nothing is animated. NO_COLOR is honoured (by rich).
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -98,6 +101,40 @@ class Console:
             self._bars.stop()
             self._bars = None
             self._tasks.clear()
+
+    # ------------------------------------------------------------ lines of others
+
+    @contextmanager
+    def around_stderr(self) -> Iterator[None]:
+        """While it lasts, what this process and its children write to stderr comes out above the bars, line by line.
+
+        For terminals only; elsewhere nothing is changed. Children started inside must have ended before it is left.
+        """
+        if not self.is_terminal:
+            yield
+            return
+        sys.stderr.flush()
+        terminal = os.dup(2)
+        reading, writing = os.pipe()
+        os.dup2(writing, 2)
+        os.close(writing)
+        former, self._rich.file = self._rich.file, os.fdopen(terminal, "w", buffering=1)
+        lines = threading.Thread(target=self._pass_on, args=(reading,), name="stderr", daemon=True)
+        lines.start()
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            lines.join(1.0)
+            self.close()
+            self._rich.file.close()
+            self._rich.file = former
+
+    def _pass_on(self, reading: int) -> None:
+        with os.fdopen(reading, errors="replace") as lines:
+            for line in lines:
+                self._rich.print(Text(line.rstrip("\n")))
 
     # ------------------------------------------------------------ panels and tables
 

@@ -40,9 +40,15 @@ def run(invocation: Invocation) -> int:
     supervisor = Supervisor(prepared.config, view.on_event)
     view.make_boot = lambda: supervisor.boot_for("front", "client")
     try:
-        return supervisor.run()
+        with view.console.around_stderr():
+            for part in supervisor.parts:
+                view.console.progress(part.name, "start", 0, 1)
+            status = supervisor.run()
     finally:
         view.console.close()
+    if supervisor.failed is not None:
+        print_failed(supervisor.failed)
+    return status
 
 
 class ServeView:
@@ -68,7 +74,7 @@ class ServeView:
                 self._leave_pass()
                 self.console.progress(event.source, event.phase, event.done, event.total)
             case Ready():
-                pass  # AllReady says it for all of them
+                self.console.progress(event.source, "start", 1, 1)
             case AllReady():
                 self._on_all_ready(event)
             case Died():
@@ -81,8 +87,6 @@ class ServeView:
                 self.console.say(f"{event.reason}: finishing what runs, at most {event.deadline_s:g} s; {again}")
             case Stopped():
                 self.console.close()
-                if event.failed is not None:
-                    print_failed(event.failed)
 
     def _leave_pass(self) -> None:
         """Once, as soon as something runs: a client that comes early waits for the engines."""

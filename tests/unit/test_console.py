@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +18,7 @@ from launch import console as console_module
 from launch.cli import print_error
 from launch.console import Console
 from launch.rpc import PASS_NAME, read_pass
-from launch.serve import ServeView, curl_line, merge_decisions, url_of
+from launch.serve import ServeView, curl_line, merge_decisions, print_failed, url_of
 from launch.supervise import AllReady, Died, Restarted, Stopped, Stopping
 from launch.view import ProgressView
 from transport.messages import Boot, Failed, Progress, Ready
@@ -20,6 +26,8 @@ from trireme.config import Decision
 from trireme.device import DeviceFacts
 from trireme.resolve import ModelFacts, Prepared
 from trireme.settings import load
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -132,12 +140,13 @@ def test_the_life_of_parts_is_told_in_sentences(console, out, capsys):
     assert told[1] == "engine-0 is back, in its life number 2"
     assert told[2].endswith("it stays down")
     assert "60 s" in told[3]
-    view.on_event(Stopped(3, Failed("engine-0", "no such tensor", "another file", exit_code=3)))
+    view.on_event(Stopped(0, None))
+    print_failed(Failed("engine-0", "no such tensor", "another file", exit_code=3))
     assert capsys.readouterr().err == "error: engine-0: no such tensor\n  try   another file\n"
 
 
-def test_a_fault_of_ours_shows_the_childs_own_traceback_before_the_error(console, capsys):
-    view_of(console).on_event(Stopped(1, Failed("engine-0", "KeyError: 3", "", "Traceback: in child")))
+def test_a_fault_of_ours_shows_the_childs_own_traceback_before_the_error(capsys):
+    print_failed(Failed("engine-0", "KeyError: 3", "", "Traceback: in child"))
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "Traceback: in child"
     assert told[-1] == "error: engine-0: KeyError: 3"
@@ -150,3 +159,39 @@ def test_equal_decisions_are_said_once_in_order():
     }
     merged = merge_decisions([Decision("tp", "2", "r")], parts)
     assert [d.what for d in merged] == ["tp", "x", "y"]
+
+
+ON_A_TERMINAL = """
+import subprocess, sys, time
+from launch.console import Console
+console = Console()
+assert console.is_terminal
+with console.around_stderr():
+    for done in range(4):
+        console.progress("engine-0", "weights", done, 3)
+        subprocess.run(["sh", "-c", "echo a line of a child >&2"], check=True)
+        print("a line of our own", file=sys.stderr, flush=True)
+        time.sleep(0.15)
+    console.close()
+print("after", file=sys.stderr)
+"""
+
+
+def test_on_a_terminal_lines_of_children_come_out_whole_above_the_bars():
+    ours, theirs = os.openpty()
+    env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "100"}
+    command = [sys.executable, "-c", ON_A_TERMINAL]
+    child = subprocess.Popen(command, stderr=theirs, stdout=theirs, cwd=ROOT, env=env)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal says that the other end is closed
+        while piece := os.read(ours, 65536):
+            shown += piece
+    os.close(ours)
+    assert child.wait(30) == 0, shown.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
+    assert lines.count("a line of a child") == 4
+    assert lines.count("a line of our own") == 4
+    assert any("weights" in line and "3/3" in line for line in lines)
+    assert lines[-2] == "after"
