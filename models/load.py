@@ -35,8 +35,9 @@ def load_model(
 ) -> Model:
     """This rank's stage. `dtype` is the type of dense weights (auto: as stored); quantized blocks stay as they are.
 
-    `max_len` bounds the positions that will ever be computed (default: the model's). `progress("weights", done, total)`
-    counts layers, the embedding and the head. Raises ModelError for files that do not fit together.
+    `max_len` is how many positions will ever be computed (default: the model's own limit; more is allowed).
+    `progress("weights", done, total)` counts layers, and the embedding with the head as one. Raises ModelError for files
+    that do not fit together.
     """
     if arch.family == "stub":
         return StubModel(arch, mesh, group)

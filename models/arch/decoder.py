@@ -200,7 +200,7 @@ class Decoder:
         divisors = (
             build.vector("rope_freqs.weight", arch.rope.dim // 2) if "rope_freqs.weight" in source.names() else None
         )
-        positions = min(max_len or arch.max_position, arch.max_position)
+        positions = max_len or arch.max_position
         self._cos_sin = cos_sin_table(arch.rope, positions, divisors)
         self._q_sizes, self._ffn_sizes, self._hidden_sizes = _sizes(build.q), _sizes(build.ffn), _sizes(build.hidden)
         q, kv, ffn = build.q[rank].size, build.kv[rank].size, build.ffn[rank].size
