@@ -79,7 +79,8 @@ class EngineFacts(Wire, frozen=True):
 
 
 class Submit(Wire, frozen=True):
-    """One choice of one request. `prompt` is int32 token ids; its last `num_replayed` ids were already emitted to the client."""
+    """One choice of one request. `prompt` is int32 token ids; its last `num_replayed` ids were already emitted to the client
+    and count as output for max_tokens, min_tokens and penalties, so that `params` need no change after a move."""
 
     rid: int  # unique per front end
     prompt: np.ndarray
@@ -251,7 +252,7 @@ class StepResult(Wire, frozen=True):
     rows: list[int]
     tokens: list[int]
     logprobs: list[LogprobRow] = []
-    prompt_logprobs: list[LogprobRow] = []  # rows of this step's chunk whose params ask for them
+    prompt_logprobs: list[LogprobRow] = []  # of prompt tokens start + 1 ... of a chunk [start, stop)
     faults: list[RowFault] = []
     execute_s: float = 0.0
 
