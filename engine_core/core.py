@@ -14,7 +14,7 @@ import numpy as np
 
 from engine_core.intake import check_submit
 from engine_core.integrity import Audit, IntegrityError, audit, check_idle
-from engine_core.outputs import Outbox, end_reason
+from engine_core.outputs import FrontOutputs, Outbox, end_reason
 from engine_core.plan import Draft
 from engine_core.policy import find_policy
 from engine_core.request import Request, State
@@ -304,14 +304,16 @@ class EngineCore:
     def _on_tokens(self, draft: Draft, places: dict[int, int], result: StepResult, now: float) -> None:
         """Appends sampled tokens and applies the stop rules. Sees every decoding row in every step: written out flat."""
         running, requests, to = State.RUNNING, draft.requests, self.outbox.to
-        num_tokens = 0
+        num_tokens, front, outputs = 0, "", FrontOutputs()
         for row, token in zip(result.rows, result.tokens, strict=True):
             request = requests[places[row]]
             if request is None or request.state is not running:
                 continue
             request.tokens.append(token)
             request.unsent = token
-            outputs = to(request.front)
+            if request.front is not front:
+                front = request.front
+                outputs = to(front)
             outputs.rids.append(request.rid)
             outputs.tokens.append(token)
             num_tokens += 1
