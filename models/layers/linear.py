@@ -55,12 +55,12 @@ class Linear:
         """The packed matrices, in order of their output columns."""
         return [piece.weight for piece in self._pieces]
 
-    def __call__(self, x: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
-        """Writes (or adds) x W^T + b into `out` [T, n] and returns it."""
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """Writes x W^T + b into `out` [T, n] and returns it."""
         if self._single is not None:
-            return linear(x, self._single, bias=self._bias, out=out, accumulate=accumulate)
+            return linear(x, self._single, bias=self._bias, out=out)
         for start, stop, weight, bias in self._pieces:
-            linear(x, weight, bias=bias, out=out[:, start:stop], accumulate=accumulate)
+            linear(x, weight, bias=bias, out=out[:, start:stop])
         return out
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.forward import SoloGroup
+from models.layers.rope import inverse_frequencies
 from models.load import load_model
 from tests.models.drive import SOLO, RankedModel, load, logits_of
 from tests.models.test_parity import (
@@ -22,7 +23,7 @@ from tests.models.test_parity import (
 )
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
-from trireme.arch import read_arch
+from trireme.arch import RopeSpec, read_arch
 from trireme.errors import ModelError
 from trireme.packaged import find_model
 
@@ -240,6 +241,16 @@ def test_gguf_rope_scaling(tmp_path: Path) -> None:
         options = {"llama__rope__scaling__type": kind, "llama__rope__scaling__factor": 4.0, **extra}
         model = load(gguf_from_directory(path, tmp_path / f"{kind}.gguf", **options))
         torch.testing.assert_close(logits_of(model, TEXT), logits_of(load(path), TEXT), rtol=0, atol=LOGITS_BOUND)
+
+
+def test_gguf_llama3_rope_comes_as_divisors(tmp_path: Path) -> None:
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    path = make_tiny(tmp_path / "hf", max_position_embeddings=256, rope_scaling={"rope_type": "llama3", **rope})
+    spec = read_arch(path).rope
+    divisors = inverse_frequencies(RopeSpec(dim=spec.dim)) / inverse_frequencies(spec)
+    assert divisors.max() == 8.0
+    model = load(gguf_from_directory(path, tmp_path / "model.gguf", tensors={"rope_freqs.weight": divisors}))
+    torch.testing.assert_close(logits_of(model, TEXT), logits_of(load(path), TEXT), rtol=0, atol=LOGITS_BOUND)
 
 
 # ---------------------------------------------------------------- refusals

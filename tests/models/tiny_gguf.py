@@ -46,10 +46,19 @@ def gguf_name(name: str) -> str:
 
 
 def gguf_from_directory(
-    directory: Path, path: Path, kind: str = "F32", *, kinds: dict[str, str] | None = None, **extra: Any
+    directory: Path,
+    path: Path,
+    kind: str = "F32",
+    *,
+    kinds: dict[str, str] | None = None,
+    tensors: dict[str, torch.Tensor] | None = None,
+    **extra: Any,
 ) -> Path:
-    """Converts a tiny safetensors model. `kind` is the type of all matrices, `kinds` of some (by the end of their GGUF
-    name); `extra` are metadata keys with __ for a dot (llama__rope__scaling__type=...). Includes the T-byte tokenizer."""
+    """Converts a tiny safetensors model, with the T-byte tokenizer.
+
+    `kind` is the type of all matrices, `kinds` of some (by the end of their GGUF name); `tensors` are added as they are
+    (F32); `extra` are metadata keys with __ for a dot (llama__rope__scaling__type=...).
+    """
     config = json.loads((directory / "config.json").read_text())
     arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
     writer = gguf.GGUFWriter(path, arch)
@@ -69,6 +78,8 @@ def gguf_from_directory(
         target = gguf_name(name)
         chosen = next((value for end, value in (kinds or {}).items() if target.endswith(end)), kind)
         _add_tensor(writer, target, array.numpy(), chosen if array.ndim == 2 else "F32")
+    for name, tensor in (tensors or {}).items():
+        _add_tensor(writer, name, tensor.numpy(), "F32")
     _finish(writer)
     return path
 
