@@ -136,7 +136,7 @@ def test_smollm2_knows_its_ends_and_template(smollm2: Tokenizer) -> None:
     assert not smollm2.is_special(100)
 
 
-# bytes that the published vocabulary has no token for: control characters and the planes beyond the first
+# bytes that the published vocabulary has no token for: some control characters, and lead bytes that text hardly uses
 SMOLLM2_LACKS = {byte for byte, char in enumerate(byte_chars()) if char not in _smollm2_tokens()}
 
 
