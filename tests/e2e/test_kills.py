@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192)
 
 
 class Stream(threading.Thread):
@@ -71,10 +71,10 @@ def assert_clear_error(stream: Stream) -> None:
 
 
 def test_engine_killed_touches_only_its_own(tiny: Path) -> None:
-    with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "4096") as deployment:
+    with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192") as deployment:
         before = one_answer(deployment)
-        lost = running_streams(deployment, 2, max_tokens=3000, rank=0)
-        kept = running_streams(deployment, 2, max_tokens=600, rank=1)
+        lost = running_streams(deployment, 2, max_tokens=8000, rank=0)
+        kept = running_streams(deployment, 2, max_tokens=2000, rank=1)
         engines = deployment.pids("engine_core.main")
         assert len(engines) == 2
         os.kill(engines[0], signal.SIGKILL)
@@ -90,9 +90,9 @@ def test_engine_killed_touches_only_its_own(tiny: Path) -> None:
 
 
 def test_worker_killed(tiny: Path) -> None:
-    with Deployment(tiny, "--served-name", "tiny", "--tp", "2", "--max-len", "4096") as deployment:
+    with Deployment(tiny, "--served-name", "tiny", "--tp", "2", "--max-len", "8192") as deployment:
         before = one_answer(deployment)
-        lost = running_streams(deployment, 2, max_tokens=3000)
+        lost = running_streams(deployment, 2, max_tokens=8000)
         workers = deployment.pids("workers.main")
         assert len(workers) == 2
         os.kill(workers[1], signal.SIGKILL)
@@ -107,9 +107,9 @@ def test_worker_killed(tiny: Path) -> None:
 
 
 def test_coordinator_killed_is_not_noticed(tiny: Path) -> None:
-    with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "4096") as deployment:
+    with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192") as deployment:
         before = one_answer(deployment)
-        streams = running_streams(deployment, 4, max_tokens=600)
+        streams = running_streams(deployment, 4, max_tokens=2000)
         (old,) = deployment.pids("coordinator.main")
         os.kill(old, signal.SIGKILL)
         for _ in range(5):
@@ -121,9 +121,9 @@ def test_coordinator_killed_is_not_noticed(tiny: Path) -> None:
 
 
 def test_front_end_killed_frees_its_rows(tiny: Path) -> None:
-    with Deployment(tiny, "--served-name", "tiny", "--api-servers", "2", "--max-len", "4096") as deployment:
+    with Deployment(tiny, "--served-name", "tiny", "--api-servers", "2", "--max-len", "8192") as deployment:
         before = one_answer(deployment)
-        streams = running_streams(deployment, 6, max_tokens=3000)
+        streams = running_streams(deployment, 6, max_tokens=8000)
         fronts = deployment.pids("serving.main")
         assert len(fronts) == 2
         for pid in fronts:
@@ -137,7 +137,7 @@ def test_front_end_killed_frees_its_rows(tiny: Path) -> None:
 @pytest.mark.parametrize("moment", ["idle", "mid-stream", "loading"])
 def test_no_orphans_when_the_supervisor_is_killed(tiny: Path, moment: str) -> None:
     """O24: nothing outlives a SIGKILL of the parent; a new start on the same port works."""
-    flags = ("--served-name", "tiny", "--dp", "2", "--tp", "2", "--max-len", "4096")
+    flags = ("--served-name", "tiny", "--dp", "2", "--tp", "2", "--max-len", "8192")
     deployment = Deployment(tiny, *flags)
     if moment == "loading":
         deployment.launch()
@@ -145,7 +145,7 @@ def test_no_orphans_when_the_supervisor_is_killed(tiny: Path, moment: str) -> No
     else:
         deployment.__enter__()
         if moment == "mid-stream":
-            running_streams(deployment, 2, max_tokens=3000)
+            running_streams(deployment, 2, max_tokens=8000)
     family = deployment.family()
     assert family
     shm_before = set(os.listdir("/dev/shm"))
@@ -153,6 +153,7 @@ def test_no_orphans_when_the_supervisor_is_killed(tiny: Path, moment: str) -> No
     wait_for(lambda: not any(is_alive(pid) for pid in family), 5, "no descendant alive")
     deployment.process.wait(5)
     assert set(os.listdir("/dev/shm")) <= shm_before
+    deployment.stop(kill=True)
     again = Deployment(tiny, "--served-name", "tiny")
     again.port, again.url = deployment.port, deployment.url
     with again:
@@ -160,9 +161,9 @@ def test_no_orphans_when_the_supervisor_is_killed(tiny: Path, moment: str) -> No
 
 
 def test_sigterm_finishes_streams_and_refuses_new_ones(tiny: Path) -> None:
-    flags = ("--served-name", "tiny", "--max-len", "4096", "--drain-notice", "0", "--drain-timeout", "30")
+    flags = ("--served-name", "tiny", "--max-len", "8192", "--drain-notice", "0", "--drain-timeout", "30")
     with Deployment(tiny, *flags) as deployment:
-        streams = running_streams(deployment, 3, max_tokens=500)
+        streams = running_streams(deployment, 3, max_tokens=2000)
         family = deployment.family()
         deployment.process.send_signal(signal.SIGTERM)
         wait_for(lambda: deployment.status("/ready") == 503, 2, "not ready while draining")
@@ -173,8 +174,8 @@ def test_sigterm_finishes_streams_and_refuses_new_ones(tiny: Path) -> None:
 
 
 def test_second_interrupt_ends_at_once(tiny: Path) -> None:
-    with Deployment(tiny, "--served-name", "tiny", "--max-len", "4096") as deployment:
-        running_streams(deployment, 1, max_tokens=4000)
+    with Deployment(tiny, "--served-name", "tiny", "--max-len", "8192") as deployment:
+        running_streams(deployment, 1, max_tokens=8000)
         family = deployment.family()
         deployment.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
