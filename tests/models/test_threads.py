@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from models.native import load_native
+from trireme.errors import ConfigError
 
 NATIVE = load_native()
 
@@ -99,3 +101,10 @@ def test_unknown_and_missing_instruction_sets_are_refused() -> None:
         with pytest.raises(ValueError, match="this machine has no avx512vnni"):
             NATIVE.set_isa("avx512vnni")
     assert NATIVE.isa() == NATIVE.best_isa()
+
+
+def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "models._native", None)
+    with pytest.raises(ConfigError, match="models._native") as caught:
+        load_native()
+    assert "setup.py build_ext --inplace" in caught.value.hint
