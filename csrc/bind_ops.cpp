@@ -44,6 +44,10 @@ KvView read_kv(Arguments& in) {
   kv.heads = in.size();
   kv.dim = in.size();
   kv.block_size = in.size();
+  if (kv.dim < 1 || kv.dim > kMaxHeadDim || kv.heads < 1 || kv.block_size < 1) {
+    PyErr_Format(PyExc_ValueError, "a KV cache of %d heads, head_dim %d, block_size %d; head_dim may be at most %d",
+                 kv.heads, kv.dim, kv.block_size, kMaxHeadDim);
+  }
   return kv;
 }
 

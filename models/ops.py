@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, width = x.shape
-    _native.rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0), rows, width, eps)
+    _native.rms_norm(x.data_ptr(), x.stride()[0], weight.data_ptr(), out.data_ptr(), out.stride()[0], rows, width, eps)
     return out
 
 
@@ -58,12 +58,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
     rows, width = x.shape
     _native.add_rms_norm(
         x.data_ptr(),
-        x.stride(0),
+        x.stride()[0],
         residual.data_ptr(),
-        residual.stride(0),
+        residual.stride()[0],
         weight.data_ptr(),
         out.data_ptr(),
-        out.stride(0),
+        out.stride()[0],
         rows,
         width,
         eps,
@@ -104,11 +104,11 @@ def rope_and_cache(
         return rope_and_cache_reference(q, k, v, cos_sin, positions, slots, kv, q_norm, k_norm, eps)
     _native.rope_and_cache(
         q.data_ptr(),
-        q.stride(0),
+        q.stride()[0],
         k.data_ptr(),
-        k.stride(0),
+        k.stride()[0],
         v.data_ptr(),
-        v.stride(0),
+        v.stride()[0],
         q.shape[0],
         q.shape[1],
         cos_sin.data_ptr(),
@@ -179,18 +179,18 @@ def paged_attention(
     table = batch.block_table
     _native.paged_attention(
         q.data_ptr(),
-        q.stride(0),
+        q.stride()[0],
         heads,
         *_kv_arguments(kv),
         batch.query_start.data_ptr(),
         batch.context_len.data_ptr(),
         table.data_ptr(),
         table.shape[0],
-        table.stride(0),
+        table.stride()[0],
         scale,
         window or 0,
         out.data_ptr(),
-        out.stride(0),
+        out.stride()[0],
     )
     return out
 
@@ -257,7 +257,7 @@ def rope_cache_attention(
     table = batch.block_table
     _native.rope_cache_attention(
         qkv.data_ptr(),
-        qkv.stride(0),
+        qkv.stride()[0],
         tokens,
         attended // kv_arguments[4],
         *kv_arguments,
@@ -269,14 +269,14 @@ def rope_cache_attention(
         batch.context_len.data_ptr(),
         table.data_ptr(),
         table.shape[0],
-        table.stride(0),
+        table.stride()[0],
         scale,
         window or 0,
         0 if q_norm is None else q_norm.data_ptr(),
         0 if k_norm is None else k_norm.data_ptr(),
         eps,
         out.data_ptr(),
-        out.stride(0),
+        out.stride()[0],
     )
     return out
 
@@ -311,7 +311,7 @@ def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     tokens, width = gate_up.shape
     if out is None:
         out = torch.empty(tokens, width // 2)
-    _native.swiglu(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0), tokens, width // 2)
+    _native.swiglu(gate_up.data_ptr(), gate_up.stride()[0], out.data_ptr(), out.stride()[0], tokens, width // 2)
     return out
 
 

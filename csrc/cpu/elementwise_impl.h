@@ -80,8 +80,10 @@ TRIREME_INLINE void rotate(const float* x, const float* cos, const float* sin, i
 }
 
 template <class T>
-TRIREME_INLINE void store_row(const float* x, T* out, int n, int64_t stride) {
-  for (int i = 0; i < n; ++i) narrow(x[i], out + i * stride);
+TRIREME_INLINE void narrow_row(const float* x, T* out, int n) {
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i));
+  for (; i < n; ++i) narrow(x[i], out + i);
 }
 
 template <class T>
@@ -89,6 +91,7 @@ static void cache_token(const RopeArgs& a, int token, const float* cos, float* k
   const KvView& kv = a.kv;
   const int64_t block = a.slots[token] / kv.block_size, offset = a.slots[token] % kv.block_size;
   const int64_t head_size = static_cast<int64_t>(kv.dim) * kv.block_size;
+  T narrow_key[kMaxHeadDim];
   for (int head = 0; head < kv.heads; ++head) {
     const float* k = a.k + token * a.k_stride + static_cast<int64_t>(head) * kv.dim;
     if (a.k_norm != nullptr) {
@@ -97,14 +100,14 @@ static void cache_token(const RopeArgs& a, int token, const float* cos, float* k
     }
     if (a.rot < kv.dim && k != key) std::memcpy(key + a.rot, k + a.rot, static_cast<size_t>(kv.dim - a.rot) * 4);
     rotate(k, cos, cos + a.rot / 2, a.rot / 2, key);
+    narrow_row(key, narrow_key, kv.dim);
     const int64_t base = (block * kv.heads + head) * head_size;
-    store_row(key, static_cast<T*>(kv.k) + base + offset, kv.dim, kv.block_size);
+    T* keys = static_cast<T*>(kv.k) + base + offset;
+    for (int d = 0; d < kv.dim; ++d) keys[static_cast<int64_t>(d) * kv.block_size] = narrow_key[d];
     const float* v = a.v + token * a.v_stride + static_cast<int64_t>(head) * kv.dim;
-    store_row(v, static_cast<T*>(kv.v) + base + offset * kv.dim, kv.dim, 1);
+    narrow_row(v, static_cast<T*>(kv.v) + base + offset * kv.dim, kv.dim);
   }
 }
-
-inline constexpr int kMaxHeadDim = 1024;
 
 static void rope_tokens(const RopeArgs& a, int first, int last) {
   float key[kMaxHeadDim];

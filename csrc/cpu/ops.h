@@ -7,6 +7,9 @@
 
 namespace trireme {
 
+// Largest head_dim; the bindings refuse more.
+inline constexpr int kMaxHeadDim = 1024;
+
 enum class KvType : int { f32 = 0, f16 = 1, bf16 = 2 };
 
 // Paged cache of one layer. k [num_blocks, heads, dim, block_size], v [num_blocks, heads, block_size, dim], contiguous.

@@ -108,6 +108,18 @@ TRIREME_INLINE Vec load(const BFloat* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
 }
 TRIREME_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+TRIREME_INLINE void store(Half* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, 0));
+}
+TRIREME_INLINE void store(BFloat* p, Vec a) {
+  const __m512i bits = _mm512_castps_si512(a.v), top = _mm512_srli_epi32(bits, 16);
+  const __m512i odd = _mm512_and_si512(top, _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __m512i quiet = _mm512_or_si512(top, _mm512_set1_epi32(0x40));
+  const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  const __m512i kept = _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, quiet);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(kept));
+}
 TRIREME_INLINE Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 TRIREME_INLINE Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 TRIREME_INLINE Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -159,6 +171,23 @@ TRIREME_INLINE Vec load(const BFloat* p) {
 TRIREME_INLINE void store(float* p, Vec a) {
   _mm256_storeu_ps(p, a.lo);
   _mm256_storeu_ps(p + 8, a.hi);
+}
+TRIREME_INLINE void store(Half* p, Vec a) {
+  __m128i* raw = reinterpret_cast<__m128i*>(p);
+  _mm_storeu_si128(raw, _mm256_cvtps_ph(a.lo, 0));
+  _mm_storeu_si128(raw + 1, _mm256_cvtps_ph(a.hi, 0));
+}
+TRIREME_INLINE __m256i bfloat_bits(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a), top = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(top, _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i quiet = _mm256_or_si256(top, _mm256_set1_epi32(0x40));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), quiet, nan);
+}
+TRIREME_INLINE void store(BFloat* p, Vec a) {
+  const __m256i mixed = _mm256_packus_epi32(bfloat_bits(a.lo), bfloat_bits(a.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xd8));
 }
 TRIREME_INLINE Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 TRIREME_INLINE Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
@@ -226,6 +255,10 @@ TRIREME_INLINE Vec load(const T* p) {
   });
 }
 TRIREME_INLINE void store(float* p, Vec a) { std::memcpy(p, &a, sizeof(a)); }
+template <class T>
+TRIREME_INLINE void store(T* p, Vec a) {
+  for (int i = 0; i < kLanes; ++i) narrow(a.q[i / 4][i % 4], p + i);
+}
 TRIREME_INLINE Vec add(Vec a, Vec b) {
   return each_quad([&](int i) { return a.q[i] + b.q[i]; });
 }

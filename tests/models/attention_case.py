@@ -56,8 +56,8 @@ def make_kv(batch: ForwardBatch, shape: Shape, dtype: torch.dtype, *, seed: int 
     k = torch.full((num_blocks, shape.kv_heads, shape.dim, shape.block_size), float("nan"))
     v = torch.full((num_blocks, shape.kv_heads, shape.block_size, shape.dim), float("nan"))
     for row, context in enumerate(batch.context_len.tolist()):
-        for position in range(context):
-            block, offset = int(batch.block_table[row, position // shape.block_size]), position % shape.block_size
-            k[block, :, :, offset] = torch.randn(shape.kv_heads, shape.dim, generator=generator)
-            v[block, :, offset] = torch.randn(shape.kv_heads, shape.dim, generator=generator)
+        position = torch.arange(context)
+        block, offset = batch.block_table[row, position // shape.block_size].long(), position % shape.block_size
+        k[block, :, :, offset] = torch.randn(context, shape.kv_heads, shape.dim, generator=generator)
+        v[block, :, offset] = torch.randn(context, shape.kv_heads, shape.dim, generator=generator)
     return KVLayer(k.to(dtype), v.to(dtype))

@@ -199,3 +199,10 @@ def test_native_calls_check_their_argument_count() -> None:
         native.paged_attention(1)
     with pytest.raises(TypeError):
         native.swiglu(1, 1, 1, 1, 1, "x")
+
+
+def test_a_head_dim_beyond_the_kernels_is_refused() -> None:
+    shape = Shape(heads=1, kv_heads=1, dim=1032)
+    batch = make_batch([(3, 3)], 16)
+    with pytest.raises(ValueError, match="head_dim may be at most 1024"):
+        ops.paged_attention(queries(batch, shape), make_kv(batch, shape, torch.float32), batch, 1.0)
