@@ -5,6 +5,9 @@ Called by workers.worker (sizes, allocation) and workers.runner (copies). Layout
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from models.forward import KVLayer, Model
@@ -35,11 +38,17 @@ def allocate_kv(model: Model, num_blocks: int, block_size: int, dtype: torch.dty
     heads, dim = model.kv_heads, model.head_dim
     return [
         KVLayer(
-            k=torch.zeros(num_blocks, heads, dim, block_size, dtype=dtype),
-            v=torch.zeros(num_blocks, heads, block_size, dim, dtype=dtype),
+            k=_untouched_zeros((num_blocks, heads, dim, block_size), dtype),
+            v=_untouched_zeros((num_blocks, heads, block_size, dim), dtype),
         )
         for _ in range(model.num_kv_layers)
     ]
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that cost nothing until they are used: numpy asks for fresh pages, torch.zeros would write every one."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
 def copy_blocks(kv: list[KVLayer], copies: list[tuple[int, int]]) -> None:
