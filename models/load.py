@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from models.arch.decoder import Decoder, weight_names
 from models.arch.stub import StubModel
 from models.forward import Group, Model
 from models.registry import family_named
@@ -42,8 +41,9 @@ def load_model(
     if arch.family == "stub":
         return StubModel(arch, mesh, group)
     source = open_weights(files, arch)
-    check_names(source, weight_names(arch), ignorable_names(arch))
-    return Decoder(arch, mesh, group, source, dense=dense_kind(dtype), progress=progress, max_len=max_len)
+    family = family_named(arch.family)
+    check_names(source, family.weight_names(arch), family.ignorable_names(arch))
+    return family.body(arch, mesh, group, source, dense=dense_kind(dtype), progress=progress, max_len=max_len)
 
 
 def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:
@@ -52,10 +52,3 @@ def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:
     if files.kind == "gguf":
         return GgufSource(files.path, interleaved_head_dim=arch.head_dim if family.gguf_pairs else 0)
     return SafetensorsSource(files.path)
-
-
-def ignorable_names(arch: ArchSpec) -> list[str]:
-    """Names that may be in a file without being used: frequencies that can be derived, and a head that is tied."""
-    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(arch.num_layers)]
-    names += ["model.rotary_emb.inv_freq", "rope_freqs.weight"]
-    return [*names, "lm_head.weight"] if arch.tie_embeddings else names

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
 
+from models.arch import decoder
+from models.forward import Group, Model
+from models.weights import WeightSource
+from trireme.arch import ArchSpec
 from trireme.errors import ModelError
+from trireme.mesh import Mesh
+
+
+class Body(Protocol):
+    """Class of a body: builds one stage on one rank from the weights it finds under their Hugging Face names."""
+
+    def __call__(
+        self,
+        arch: ArchSpec,
+        mesh: Mesh,
+        group: Group,
+        source: WeightSource,
+        *,
+        dense: str | None = None,
+        progress: Callable[[str, int, int], None],
+        max_len: int | None = None,
+    ) -> Model: ...
 
 
 class Family(NamedTuple):
     """`gguf_pairs`: GGUF converters store q and k rows of this family in interleaved rotary order."""
 
     gguf_pairs: bool = False
+    body: Body = decoder.Decoder
+    weight_names: Callable[[ArchSpec], Iterable[str]] = decoder.weight_names  # every weight of the whole model
+    ignorable_names: Callable[[ArchSpec], Iterable[str]] = decoder.ignorable_names  # may be there without being used
 
 
 FAMILIES: dict[str, Family] = {

@@ -47,6 +47,13 @@ def weight_names(arch: ArchSpec) -> Iterator[str]:
             yield at + "self_attn.k_norm.weight"
 
 
+def ignorable_names(arch: ArchSpec) -> list[str]:
+    """Names that may be in a file without being used: frequencies that can be derived, and a head that is tied."""
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(arch.num_layers)]
+    names += ["model.rotary_emb.inv_freq", "rope_freqs.weight"]
+    return [*names, "lm_head.weight"] if arch.tie_embeddings else names
+
+
 class _Builder:
     """Cuts this rank's share out of the source, layer by layer. Every matrix is split by output rows, never along the
     inputs: each output is then one sum in one order whatever the number of ranks, and TP changes no bit."""

@@ -1,0 +1,91 @@
+"""Reads the metadata of a GGUF file of the decoder families. Called by trireme.arch and by other readers for its parts."""
+
+from __future__ import annotations
+
+from trireme.arch_hf import rope_kind
+from trireme.arch_spec import MAX_DIM, ArchSpec, RopeSpec, checked, yarn_scale
+from trireme.errors import ModelError
+from trireme.gguf import GgufFile
+
+GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def arch_from_gguf(file: GgufFile) -> ArchSpec:
+    """ArchSpec of a GGUF file from its metadata, and from which tensors it has (biases, norms, output matrix)."""
+    family = file.text("general.architecture")
+    if file.whole("split.count", 1) > 1:
+        raise ModelError(f"{file.path} is one part of several", hint="llama-gguf-split --merge makes one file of them")
+    if file.whole(f"{family}.expert_count", 0) > 0:
+        raise ModelError(f"{file.path} is a mixture of experts, which is not supported yet")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{file.path} has no matrix token_embd.weight")
+    hidden = read_dim(file, f"{family}.embedding_length")
+    heads = read_dim(file, f"{family}.attention.head_count")
+    head_dim = read_dim(file, f"{family}.attention.key_length", hidden // heads)
+    if file.whole(f"{family}.attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{file.path} has values of another size than its keys, which is not supported")
+    arch = ArchSpec(
+        family=family,
+        num_layers=read_dim(file, f"{family}.block_count"),
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=read_dim(file, f"{family}.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        ffn=read_dim(file, f"{family}.feed_forward_length"),
+        vocab_size=embedding.num_rows,
+        norm_eps=file.real(f"{family}.attention.layer_norm_rms_epsilon"),
+        rope=rope_from_gguf(file, family, head_dim),
+        max_position=read_dim(file, f"{family}.context_length"),
+        tie_embeddings="output.weight" not in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        sliding_window=file.whole(f"{family}.attention.sliding_window", 0) or None,
+        bos_token_id=read_token(file, "bos"),
+        eos_token_ids=tuple(
+            dict.fromkeys(t for t in (read_token(file, k) for k in ("eos", "eot", "eom")) if t is not None)
+        ),
+        pad_token_id=read_token(file, "padding"),
+        weights_dtype="gguf",
+        source="gguf",
+    )
+    return checked(arch, file.path)
+
+
+def rope_from_gguf(file: GgufFile, family: str, head_dim: int) -> RopeSpec:
+    """Keys <family>.rope.*; the Llama 3 rule is not here but in the tensor rope_freqs.weight, which the loader applies."""
+    at = f"{family}.rope."
+    kind = rope_kind(file.text(at + "scaling.type", "none"), file.path)
+    factor = file.real(at + "scaling.factor", file.real(at + "scale_linear", 1.0))
+    if kind == "default" and factor not in (0.0, 1.0):
+        kind = "linear"
+    factor = factor or 1.0
+    attention = None
+    if kind == "yarn" and at + "scaling.attn_factor" in file.metadata:
+        attention = file.real(at + "scaling.attn_factor") * yarn_scale(factor)
+    return RopeSpec(
+        kind=kind,
+        theta=file.real(at + "freq_base", 10000.0),
+        dim=read_dim(file, at + "dimension_count", head_dim),
+        factor=factor,
+        original_max_position=file.whole(
+            at + "scaling.original_context_length", file.whole(f"{family}.context_length")
+        ),
+        beta_fast=file.real(at + "scaling.yarn_beta_fast", 32.0),
+        beta_slow=file.real(at + "scaling.yarn_beta_slow", 1.0),
+        attention_factor=attention,
+    )
+
+
+def read_dim(file: GgufFile, key: str, default: int | None = None) -> int:
+    value = file.whole(key, default)
+    if not 1 <= value <= MAX_DIM:
+        raise ModelError(f"{file.path}: {key} is {value}; it must be 1 to {MAX_DIM}")
+    return value
+
+
+def read_token(file: GgufFile, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    return file.whole(key) if key in file.metadata else None
