@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import compress
 
 import msgspec
 import numpy as np
 
+from engine_core.columns import Cohort
 from engine_core.intake import check_submit
 from engine_core.integrity import Audit, IntegrityError, audit, check_idle
-from engine_core.outputs import FrontOutputs, Outbox, end_reason
+from engine_core.outputs import Outbox, end_reason
 from engine_core.plan import Draft
 from engine_core.policy import find_policy
 from engine_core.request import Request, State
@@ -131,15 +133,15 @@ class EngineCore:
             raise EngineError(f"the workers answered step {result.step}; the oldest one in flight is {expected}")
         draft = scheduler.complete()
         self.counters.steps += 1
-        places = dict(zip(draft.rows, range(len(draft.rows)), strict=True))
-        self._check_complete(draft, places, result)
-        for fault in result.faults:
-            self._on_fault(draft, places, fault)
-        for scores in result.prompt_logprobs:
-            self._on_scores(draft, places, scores)
-        for scores in result.logprobs:
-            self._on_logprobs(draft, places, scores)
-        self._on_tokens(draft, places, result, now)
+        in_order = result.rows == draft.asking_rows() and len(result.tokens) == len(result.rows)
+        if not in_order or result.faults or result.prompt_logprobs or result.logprobs:
+            self._on_rare(draft, result)
+        if in_order:
+            if draft.cohort is not None:
+                self._on_cohort(draft, draft.cohort, result.tokens[: len(draft.at)])
+            self._on_tokens(draft, result, len(draft.at), now)
+        else:
+            self._on_tokens(draft, result, 0, now)
         if not all(draft.sample):
             self._end_scored(draft, now)
         self._after_event()
@@ -173,7 +175,6 @@ class EngineCore:
 
     def stats(self, now: float) -> Load:
         scheduler = self.scheduler
-        scheduler.drop_ended()
         waiting = scheduler.waiting
         self._loads += 1
         return Load(
@@ -290,7 +291,7 @@ class EngineCore:
         """Ends one row. What it wrote in this step may be garbage: nobody may find or go on reading it."""
         place = places[fault.row]
         request = draft.requests[place]
-        if request is None or request.state is not State.RUNNING:
+        if fault.row in draft.dropped:
             return
         self.counters.row_faults += 1
         cache = self.scheduler.cache
@@ -298,32 +299,62 @@ class EngineCore:
         suspect = request.blocks[first_token // self.limits.block_size :]
         cache.distrust(request, first_token)
         self._end(request, "error", error=EngineError(f"this request failed in the model: {fault.error}"))
-        self.scheduler.drop_ended()
         self.scheduler.recompute_sharers(suspect)
 
-    def _on_tokens(self, draft: Draft, places: dict[int, int], result: StepResult, now: float) -> None:
-        """Appends sampled tokens and applies the stop rules. Sees every decoding row in every step: written out flat."""
-        running, requests, to = State.RUNNING, draft.requests, self.outbox.to
-        num_tokens, front, outputs = 0, "", FrontOutputs()
-        for row, token in zip(result.rows, result.tokens, strict=True):
-            request = requests[places[row]]
-            if request is None or request.state is not running:
+    def _on_rare(self, draft: Draft, result: StepResult) -> None:
+        """Faults and log-probabilities, and whether an unusual answer fits the plan."""
+        places = dict(zip(draft.rows, range(len(draft.rows)), strict=True))
+        self._check_complete(draft, places, result)
+        for fault in result.faults:
+            self._on_fault(draft, places, fault)
+        for scores in result.prompt_logprobs:
+            self._on_scores(draft, places, scores)
+        for scores in result.logprobs:
+            self._on_logprobs(draft, places, scores)
+
+    def _on_cohort(self, draft: Draft, cohort: Cohort, tokens: list[int]) -> None:
+        """One token for each decoding row, in order. Column by column: this sees every row in every step."""
+        at = draft.at
+        if draft.dropped:
+            kept = ~np.isin(cohort.slots, list(draft.dropped))
+            cohort, at, tokens = cohort.where(kept), at[kept], list(compress(tokens, kept.tolist()))
+        if not cohort:
+            return
+        for append, token in zip(cohort.appends, tokens, strict=True):
+            append(token)
+        self.scheduler.columns.token[cohort.slots] = tokens
+        self.outbox.add(cohort, tokens)
+        self.counters.output_tokens += len(tokens)
+        ends = np.flatnonzero(at + 2 >= self.scheduler.columns.limit[cohort.slots]).tolist()
+        if not cohort.stops.isdisjoint(tokens):
+            ends = sorted({*ends, *(i for i, token in enumerate(tokens) if token in cohort.stops)})
+        for i in ends:
+            self._end_if_over(cohort.requests[i], tokens[i])
+
+    def _on_tokens(self, draft: Draft, result: StepResult, first: int, now: float) -> None:
+        """The same for the rows of a step from place `first` on, one by one: most of them have finished their prompt."""
+        if first == len(draft.rows):
+            return
+        requests = dict(zip(draft.rows[first:], draft.requests[first:], strict=True))
+        for row, token in zip(result.rows[first:], result.tokens[first:], strict=True):
+            if row in draft.dropped:
                 continue
+            request = requests[row]
             request.tokens.append(token)
-            request.unsent = token
-            if request.front is not front:
-                front = request.front
-                outputs = to(front)
+            self.scheduler.columns.token[row] = token
+            outputs = self.outbox.to(request.front)
             outputs.rids.append(request.rid)
             outputs.tokens.append(token)
-            num_tokens += 1
+            self.counters.output_tokens += 1
             if request.first_token_s < 0:
                 self._on_first(request, now)
-            if token in request.stops or len(request.tokens) >= request.limit:
-                reason = end_reason(request, token)
-                if reason is not None:
-                    self._end(request, reason, stop_token=token if reason == "stop" else -1)
-        self.counters.output_tokens += num_tokens
+            self._end_if_over(request, token)
+
+    def _end_if_over(self, request: Request, token: int) -> None:
+        """The stop rules, for a row that has just got `token`."""
+        reason = end_reason(request, token)
+        if reason is not None:
+            self._end(request, reason, stop_token=token if reason == "stop" else -1)
 
     def _on_first(self, request: Request, now: float) -> None:
         request.first_token_s = now
@@ -331,8 +362,8 @@ class EngineCore:
         self.outbox.first(request)
 
     def _on_logprobs(self, draft: Draft, places: dict[int, int], scores: LogprobRow) -> None:
-        request = draft.requests[places[scores.rid]]
-        if request is not None and request.state is State.RUNNING:
+        if scores.rid not in draft.dropped:
+            request = draft.requests[places[scores.rid]]
             outputs = self.outbox.to(request.front)
             outputs.logprobs.append(LogprobRow(request.rid, scores.token_ids, scores.logprobs, scores.ranks))
 
@@ -340,7 +371,7 @@ class EngineCore:
         """Prompt log-probabilities of a chunk: those computed again after a preemption are cut off."""
         place = places[scores.rid]
         request = draft.requests[place]
-        if request is None or request.state is not State.RUNNING:
+        if scores.rid in draft.dropped:
             return
         start = draft.num_computed[place]
         skip = max(0, request.num_scored - start)
@@ -353,8 +384,8 @@ class EngineCore:
 
     def _end_scored(self, draft: Draft, now: float) -> None:
         """Rows that generate nothing end with their last prompt chunk."""
-        for request, sample in zip(draft.requests, draft.sample, strict=True):
-            if sample or request is None or request.state is not State.RUNNING:
+        for request, row, sample in zip(draft.requests, draft.rows, draft.sample, strict=True):
+            if sample or row in draft.dropped:
                 continue
             if request.num_left == 0 and request.last_step == draft.step:
                 self._on_first(request, now)

@@ -10,6 +10,7 @@ from itertools import chain
 
 import msgspec
 
+from engine_core.columns import NOTHING
 from engine_core.request import Request, State
 from engine_core.scheduler import Scheduler
 from trireme.errors import EngineError
@@ -34,7 +35,6 @@ class Audit(msgspec.Struct, frozen=True):
 
 def audit(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) -> Audit:
     """Checks every law and returns the counts. Raises IntegrityError."""
-    scheduler.drop_ended()
     _check_rows(scheduler, requests)
     _check_tables(scheduler)
     return _check_blocks(scheduler)
@@ -42,7 +42,6 @@ def audit(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) -> Aud
 
 def check_idle(scheduler: Scheduler) -> None:
     """The laws of an idle engine, in time that even a large pool does not notice: nobody holds anything."""
-    scheduler.drop_ended()
     pool = scheduler.cache.pool
     num_available, num_slots = pool.num_available, len(scheduler.free_rows)
     if num_available != pool.num_blocks or any(pool.counts) or len(pool.index) != len(pool.cached):
@@ -88,7 +87,7 @@ def _check_tables(scheduler: Scheduler) -> None:
             raise _broken(f"{row} holds {len(row.blocks)} blocks, capacity {row.capacity}")
         if len(set(row.blocks)) != len(row.blocks):
             raise _broken(f"no block twice in a table: {row} {row.blocks}")
-        if row.unsent >= 0 and row.num_left != 1:
+        if scheduler.columns.token[row.row] != NOTHING and row.num_left != 1:
             raise _broken(f"a row that has just sampled lacks one token: {row}")
 
 

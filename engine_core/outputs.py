@@ -5,6 +5,7 @@ Called by core. Knows the stop rules; knows nothing of blocks or sockets.
 
 from __future__ import annotations
 
+from engine_core.columns import Cohort
 from engine_core.request import Request
 from transport.messages import End, EndReason, First, LogprobRow, StepOutputs
 
@@ -42,6 +43,19 @@ class Outbox:
         if outputs is None:
             outputs = self.fronts[front] = FrontOutputs()
         return outputs
+
+    def add(self, cohort: Cohort, tokens: list[int]) -> None:
+        """One token for each row of a cohort."""
+        fronts = cohort.fronts
+        if fronts.count(fronts[0]) == len(fronts):
+            outputs = self.to(fronts[0])
+            outputs.rids += cohort.rids
+            outputs.tokens += tokens
+            return
+        for front, rid, token in zip(fronts, cohort.rids, tokens, strict=True):
+            outputs = self.to(front)
+            outputs.rids.append(rid)
+            outputs.tokens.append(token)
 
     def drop(self, front: str) -> None:
         """Nobody is there to read it any more."""

@@ -5,14 +5,24 @@ Filled by the scheduler; kept until the step's result arrives, because it says w
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_core.columns import Cohort
 from engine_core.request import Request
 from transport.messages import NewRow, StepPlan
 
 
 class Draft:
-    """Rows of one step, as parallel lists, and the blocks that must stay untouched until it is over."""
+    """Rows of one step, as parallel lists, and the blocks that must stay untouched until it is over.
+
+    The first entries are `cohort`, each computing the one token at `at`; the others compute (parts of) known tokens.
+    """
 
     __slots__ = (
+        "at",
+        "cohort",
+        "dropped",
         "fenced",
         "freed",
         "grown",
@@ -31,7 +41,12 @@ class Draft:
     def __init__(self, step: int, now: float) -> None:
         self.step = step
         self.submitted_s = now
-        self.requests: list[Request | None] = []  # None: voided while in flight
+        self.cohort: Cohort | None = None
+        self.at: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.dropped: set[int] = (
+            set()
+        )  # slots of rows that ended or lost their place since: their answers count for nothing
+        self.requests: list[Request] = []
         self.rows: list[int] = []
         self.num_tokens: list[int] = []
         self.num_computed: list[int] = []
@@ -42,6 +57,15 @@ class Draft:
         self.grown: list[tuple[int, list[int]]] = []
         self.fenced: list[int] = []  # blocks of rows that ended while this step was in flight
         self.total_tokens = 0
+
+    def decode(self, cohort: Cohort, at: NDArray[np.int64], tokens: list[int]) -> None:
+        """Starts the draft with decoding rows, which have blocks for one more token."""
+        count = len(cohort)
+        self.cohort, self.at = cohort, at
+        self.requests = list(cohort.requests)
+        self.rows, self.num_computed, self.tokens = cohort.slots.tolist(), at.tolist(), tokens
+        self.num_tokens, self.sample = [1] * count, [True] * count
+        self.total_tokens = count
 
     def add(self, request: Request, num_tokens: int, *, sample: bool) -> None:
         """Plans the next `num_tokens` tokens, which the workers know, of a request that has blocks for them."""
@@ -54,6 +78,12 @@ class Draft:
         self.total_tokens += num_tokens
         request.num_computed += num_tokens
         request.last_step = self.step
+
+    def asking_rows(self) -> list[int]:
+        """The rows that sample, in order."""
+        if all(self.sample):
+            return self.rows
+        return [row for row, sample in zip(self.rows, self.sample, strict=True) if sample]
 
     def place(self, request: Request) -> None:
         """A row new to the workers (or back after preemption), with everything known of it."""

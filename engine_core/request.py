@@ -14,6 +14,7 @@ from enum import Enum
 
 import numpy as np
 
+from engine_core.columns import Columns
 from transport.messages import Submit
 from trireme.errors import EngineError
 
@@ -40,21 +41,19 @@ TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
 
 
 class Request:
-    """One row. `num_computed` counts tokens whose KV is there once every plan made so far has run."""
+    """One row. While it has a slot, what changes in every step is kept in the scheduler's columns."""
 
     __slots__ = (
         "arrival",
         "arrival_s",
         "blocks",
-        "capacity",
+        "columns",
         "first_run_s",
         "first_token_s",
         "front",
         "hashes",
-        "last_step",
         "limit",
         "num_cached",
-        "num_computed",
         "num_preemptions",
         "num_prompt",
         "num_scored",
@@ -67,7 +66,6 @@ class Request:
         "state",
         "stops",
         "tokens",
-        "unsent",
     )
 
     def __init__(self, front: str, submit: Submit, arrival: int, now: float, max_len: int) -> None:
@@ -85,17 +83,44 @@ class Request:
         self.state = State.WAITING
         self.row = -1
         self.blocks: list[int] = []
-        self.capacity = 0  # tokens that fit into `blocks`
-        self.num_computed = 0
+        self.columns: Columns | None = None
         self.hashes: list[bytes] = []  # chain over the full blocks hashed so far
         self.num_sealed = 0  # leading blocks that the prefix cache knows
-        self.unsent = -1  # token sampled since the workers last saw this row
-        self.last_step = 0  # newest plan with this row
         self.num_scored = 0  # prompt positions whose log-probabilities went out
         self.num_cached = -1  # prompt tokens found in the prefix cache at first admission
         self.num_preemptions = 0
         self.first_run_s = -1.0
         self.first_token_s = -1.0
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV is there once every plan made so far has run. Only a row with a slot has any."""
+        return 0 if self.columns is None else int(self.columns.computed[self.row])
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None:
+        assert self.columns is not None
+        self.columns.computed[self.row] = value
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into `blocks`."""
+        return 0 if self.columns is None else int(self.columns.capacity[self.row])
+
+    @capacity.setter
+    def capacity(self, value: int) -> None:
+        assert self.columns is not None
+        self.columns.capacity[self.row] = value
+
+    @property
+    def last_step(self) -> int:
+        """Newest plan with this row since it got its slot; 0: none."""
+        return 0 if self.columns is None else int(self.columns.last_step[self.row])
+
+    @last_step.setter
+    def last_step(self, value: int) -> None:
+        assert self.columns is not None
+        self.columns.last_step[self.row] = value
 
     @property
     def num_output(self) -> int:
@@ -106,6 +131,11 @@ class Request:
     def num_left(self) -> int:
         """Known tokens whose KV no plan computes yet."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Has a slot, and all known tokens are planned, so that each step may add one."""
+        return self.columns is not None and bool(self.columns.decoding[self.row])
 
     @property
     def wants_scores(self) -> bool:
@@ -122,11 +152,18 @@ class Request:
         """A copy of all known tokens as int32."""
         return np.array(self.tokens, np.int32)
 
+    def take_slot(self, row: int, columns: Columns) -> None:
+        """A slot of the batch, with nothing computed yet."""
+        columns.clear(row, self.limit)
+        self.row, self.columns = row, columns
+
     def forget_kv(self) -> None:
         """Back to nothing computed; the caller has taken the blocks and the slot."""
+        if self.columns is not None:
+            self.columns.decoding[self.row] = False
         self.blocks = []
-        self.capacity = self.num_computed = self.num_sealed = 0
-        self.row = self.unsent = -1
+        self.num_sealed = 0
+        self.row, self.columns = -1, None
 
     def __repr__(self) -> str:
         return f"<{self.front}/{self.rid} {self.state.value} {self.num_computed}/{len(self.tokens)}>"

@@ -9,11 +9,13 @@ tokens it lacks, so prefill, chunks, decode and recomputation are one case; the 
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 
 import msgspec
+import numpy as np
 
+from engine_core.columns import NOTHING, Cohort, Columns, Mask, cohort_of
 from engine_core.kv.cache import KVCache
 from engine_core.plan import Draft
 from engine_core.policy import Policy, WaitingQueue
@@ -45,14 +47,18 @@ class Scheduler:
         self.depth = depth
         self.cache = KVCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
         self.waiting = WaitingQueue(policy)
-        self.running: list[Request] = []  # in policy order
+        self.columns = Columns(limits.max_num_seqs)
+        self.running: list[Request] = []  # in policy order, as the two parts of it are:
+        self.prefilling: list[Request] = []  # rows with known tokens to compute
+        self.cohort = cohort_of([])  # rows that decode
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.in_flight: deque[Draft] = deque()
         self.step = 0  # newest step planned
         self.completed = 0  # newest step answered
         self.num_preemptions = 0
         self._freed: list[int] = []  # row slots that workers do not know to be free yet
-        self._has_ended = False
+        self._joining: list[Request] = []  # rows whose last chunk is planned: they decode next
+        self._answered: Draft | None = None  # the step whose answer came last
 
     @property
     def num_running(self) -> int:
@@ -66,24 +72,14 @@ class Scheduler:
         """Takes a request out at any moment. Blocks of a step in flight stay fenced until that step is answered."""
         if request.state is State.RUNNING:
             self._give_up(request)
-            self._has_ended = True
         else:
             self.waiting.discard(request)
         request.move(State.ENDED)
 
-    def drop_ended(self) -> None:
-        """Forgets rows that ended since the last step; one pass however many they are."""
-        if self._has_ended:
-            self.running = [row for row in self.running if row.state is State.RUNNING]
-            self._has_ended = False
-
     def recompute_sharers(self, blocks: list[int]) -> None:
-        """Preempts every running row that reads one of `blocks`, whose content is not to be trusted, and voids its share of
-        the steps in flight."""
+        """Preempts every running row that reads one of `blocks`, whose content is not to be trusted."""
         bad = set(blocks)
         for request in [row for row in self.running if not bad.isdisjoint(row.blocks)]:
-            for draft in self.in_flight:
-                draft.requests = [None if row is request else row for row in draft.requests]
             self._preempt(request)
 
     def complete(self) -> Draft:
@@ -92,20 +88,23 @@ class Scheduler:
         self.completed = draft.step
         self.cache.release(draft.fenced)
         draft.fenced = []
+        self._answered = draft
         return draft
 
     def schedule(self, now: float) -> Draft | None:
         """Plans the next step, or None when nothing can run now."""
-        self.drop_ended()
         if len(self.in_flight) >= self.depth or not (self.running or self.waiting):
             return None
         draft = Draft(self.step + 1, now)
+        self._sort_rows()
         preempted = self._make_room()
-        prefills = self._decode(draft)
-        for request in prefills:
+        if preempted:
+            self._sort_rows()
+        self._decode(draft)
+        for request in self.prefilling:
             self._prefill(draft, request)
         if not preempted and self.waiting:
-            self._admit(draft, prefills, now)
+            self._admit(draft, now)
         if not draft.requests:
             return self._unblock(now)
         draft.freed, self._freed = self._freed, []
@@ -115,42 +114,54 @@ class Scheduler:
 
     # ------------------------------------------------------------ passes of one step
 
-    def _decode(self, draft: Draft) -> list[Request]:
-        """Plans one token for every row that has just sampled one; returns the others.
+    def _sort_rows(self) -> None:
+        """Brings `prefilling` and `cohort` up to date with what ended, yielded or got ready since the last step."""
+        if self.prefilling:
+            self.prefilling = [row for row in self.prefilling if not row.is_decoding and row.num_left > 0 <= row.row]
+        is_live = self.columns.decoding[self.cohort.slots]
+        if not is_live.all():
+            self.cohort = self.cohort.where(is_live)
+        if self._joining:
+            key = self.policy.key
+            joining = sorted((row for row in self._joining if row.is_decoding), key=key)
+            self._joining = []
+            if joining and self.cohort and key(joining[0]) < key(self.cohort.requests[-1]):
+                self.cohort = cohort_of(sorted(self.cohort.requests + joining, key=key))
+            else:
+                self.cohort = self.cohort.plus(joining)
 
-        This loop sees every running row in every step, so it is written out flat.
-        """
-        cache, block_size = self.cache, self.limits.block_size
-        sealing, step = cache.prefix_cache, draft.step
-        requests, rows, computed, tokens = draft.requests, draft.rows, draft.num_computed, draft.tokens
-        prefills: list[Request] = []
+    def _decode(self, draft: Draft) -> None:
+        """Plans one token for every row that has one to compute. Array operations: every row is in almost every step."""
+        cohort, columns = self.cohort, self.columns
+        mask = self._who_decodes(cohort)
+        if not mask.all():
+            cohort = cohort.where(mask)
+        if not cohort:
+            return
+        slots = cohort.slots
+        at = columns.computed[slots]
+        for i in np.flatnonzero(at == columns.capacity[slots]).tolist():
+            request = cohort.requests[i]
+            draft.grown.append((request.row, self.cache.extend(request, 1)))
+        draft.decode(cohort, at, columns.token[slots].tolist())
+        columns.computed[slots] = at + 1
+        columns.last_step[slots] = draft.step
+        columns.token[slots] = NOTHING
+        if self.cache.prefix_cache:
+            for i in np.flatnonzero((at + 1) % self.limits.block_size == 0).tolist():
+                self.cache.seal(cohort.requests[i])
+
+    def _who_decodes(self, cohort: Cohort) -> Mask:
+        """The rows whose token the workers can compute, as far as budget and blocks go, first come first served."""
+        columns, slots = self.columns, cohort.slots
+        mask: Mask = columns.token[slots] != NOTHING
+        if self.cache.num_available < len(cohort):
+            full = mask & (columns.computed[slots] == columns.capacity[slots])
+            mask &= ~(full & (np.cumsum(full) > self.cache.num_available))
         room = min(self.limits.max_num_tokens, -(-len(self.running) // self.depth))
-        for request in self.running:
-            token = request.unsent
-            if token < 0:
-                prefills.append(request)
-                continue
-            if room == 0:
-                continue
-            at = request.num_computed
-            if at == request.capacity:
-                if not cache.num_available:
-                    continue
-                draft.grown.append((request.row, cache.extend(request, 1)))
-            room -= 1
-            request.unsent = -1
-            request.num_computed = at + 1
-            request.last_step = step
-            requests.append(request)
-            rows.append(request.row)
-            computed.append(at)
-            tokens.append(token)
-            if sealing and (at + 1) % block_size == 0:
-                cache.seal(request)
-        draft.num_tokens = [1] * len(rows)
-        draft.sample = [True] * len(rows)
-        draft.total_tokens = len(rows)
-        return prefills
+        if room < len(cohort):
+            mask &= np.cumsum(mask) <= room
+        return mask
 
     def _prefill(self, draft: Draft, request: Request) -> None:
         """Plans the next chunk of a running row, as far as budget and blocks go."""
@@ -164,14 +175,14 @@ class Scheduler:
             draft.grown.append((request.row, self.cache.extend(request, missing)))
         self._plan(draft, request, num_tokens)
 
-    def _admit(self, draft: Draft, prefills: list[Request], now: float) -> None:
+    def _admit(self, draft: Draft, now: float) -> None:
         """Starts queued requests in order while slots, budget and blocks last. The head is never overtaken.
 
         A request needs blocks for all its known tokens, beyond what half-filled rows still lack: so only decoding can ever
         run out of blocks. One that was preempted must find more than that, or it would be thrown out again at once.
         """
         cache = self.cache
-        owed = sum(cache.blocks_for(len(row.tokens)) - len(row.blocks) for row in prefills)
+        owed = sum(cache.blocks_for(len(row.tokens)) - len(row.blocks) for row in self.prefilling)
         while self.free_rows and (request := self.waiting.peek()) is not None:
             spare = cache.num_available - owed
             if spare < 1 or self._chunk(draft, 1) < 1:
@@ -195,18 +206,22 @@ class Scheduler:
         """Queue to running: a slot and the matched prefix."""
         self.waiting.discard(request)
         request.move(State.RUNNING)
-        request.row = self.free_rows.pop()
+        request.take_slot(self.free_rows.pop(), self.columns)
         self.cache.adopt(request, hits)
         if request.num_cached < 0:
             request.num_cached = min(request.num_computed, request.num_prompt)
             request.first_run_s = now
         insort(self.running, request, key=self.policy.key)
+        insort(self.prefilling, request, key=self.policy.key)
 
     def _plan(self, draft: Draft, request: Request, num_tokens: int) -> None:
         """Adds a row to the draft; its full blocks can be shared from this step on."""
-        is_last = num_tokens == request.num_left
-        draft.add(request, num_tokens, sample=is_last and request.num_output < request.params.max_tokens)
+        sample = num_tokens == request.num_left and request.num_output < request.params.max_tokens
+        draft.add(request, num_tokens, sample=sample)
         self.cache.seal(request)
+        if sample:
+            self.columns.decoding[request.row] = True
+            self._joining.append(request)
 
     def _chunk(self, draft: Draft, num_left: int) -> int:
         """How many of `num_left` tokens of one row may join the draft."""
@@ -227,14 +242,21 @@ class Scheduler:
             return False
         preempted = False
         while True:
-            needing = [row for row in self.running if row.unsent >= 0 and row.num_computed == row.capacity]
-            if len(needing) <= cache.num_available:
+            if self._num_needing() <= cache.num_available:
                 return preempted
             candidates = [row for row in self.running if row.last_step <= self.completed]
             if len(candidates) < 2 and (self.in_flight or not candidates):
                 return preempted  # a step in flight will give blocks back; the rows left over sit this one out
             self._preempt(self.policy.victim(candidates, cache.work_lost))
             preempted = True
+
+    def _num_needing(self) -> int:
+        """Rows that are about to decode into a block that they do not have."""
+        columns = self.columns
+        slots = self.cohort.slots
+        needing = columns.decoding[slots] & (columns.token[slots] != NOTHING)
+        needing &= columns.computed[slots] == columns.capacity[slots]
+        return int(np.count_nonzero(needing))
 
     def _unblock(self, now: float) -> Draft | None:
         """Nothing could be planned. With no step in flight somebody must yield, or the engine would stand still."""
@@ -246,19 +268,23 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Running to queue, at its old place, to be recomputed."""
         self._give_up(request)
-        self.running.remove(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.move(State.PREEMPTED)
         self.waiting.push(request)
 
     def _give_up(self, request: Request) -> None:
-        """Takes slot and blocks from a running row; blocks of a step in flight are fenced."""
+        """Takes slot and blocks from a running row, and its share of the steps in flight, whose blocks are fenced."""
+        for draft in self.in_flight:
+            draft.dropped.add(request.row)
+        if self._answered is not None:
+            self._answered.dropped.add(request.row)
         if request.last_step > self.completed:
             newest = self.in_flight[request.last_step - self.completed - 1]
             newest.fenced += request.blocks
         else:
             self.cache.release(request.blocks)
+        del self.running[bisect_left(self.running, self.policy.key(request), key=self.policy.key)]
         self._freed.append(request.row)
         self.free_rows.append(request.row)
         request.forget_kv()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine_core.columns import Columns
 from engine_core.kv.blocks import BlockPool
 from engine_core.kv.cache import KVCache
 from engine_core.request import Request
@@ -16,7 +17,9 @@ from trireme.params import RowParams
 
 def make_request(prompt: list[int], *, salt: bytes = b"", prompt_logprobs: int = -1) -> Request:
     params = RowParams(max_tokens=8, prompt_logprobs=prompt_logprobs)
-    return Request("front", Submit(1, np.array(prompt, np.int32), params, salt), 1, 0.0, 64)
+    request = Request("front", Submit(1, np.array(prompt, np.int32), params, salt), 1, 0.0, 64)
+    request.take_slot(0, Columns(1))
+    return request
 
 
 def fill(cache: KVCache, request: Request) -> None:
