@@ -108,12 +108,13 @@ class SafetensorsSource:
         return set(self._file_of)
 
     def matrix(self, name: str, n: int, k: int) -> RawMatrix:
-        return raw_from_tensor(self._tensor(name, (n, k)))
+        return raw_from_tensor(self.tensor(name, (n, k)))
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self._tensor(name, (size,)).float().clone()
+        return self.tensor(name, (size,)).float().clone()
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of any dtype as stored, mapped, which must have this shape."""
         file = self._file_of[name]
         try:
             tensor: Tensor = self._open[file].get_tensor(name)
