@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trireme import arch_gguf, arch_hf
+from trireme import arch_gguf, arch_hf, arch_more
 from trireme.arch_spec import ArchSpec, RopeKind, RopeSpec, yarn_scale
 from trireme.errors import ModelError
 from trireme.gguf import GgufFile, read_gguf
@@ -24,6 +24,7 @@ GgufReader = Callable[[GgufFile], ArchSpec]
 
 HF_READERS: dict[str, HfReader] = {
     **dict.fromkeys(arch_hf.HF_FAMILIES, arch_hf.arch_from_config),
+    **arch_more.READERS,
 }
 GGUF_READERS: dict[str, GgufReader] = {
     **dict.fromkeys(arch_gguf.GGUF_FAMILIES, arch_gguf.arch_from_gguf),

@@ -57,8 +57,9 @@ def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
 
 def _yarn(plain: Tensor, spec: RopeSpec) -> Tensor:
     """NTK by parts (arXiv 2309.00071, section 3.2): a ramp over the pairs, from kept to divided by `factor`."""
-    low = math.floor(_pair_of_rotations(spec.beta_fast, spec))
-    high = math.ceil(_pair_of_rotations(spec.beta_slow, spec))
+    low, high = _pair_of_rotations(spec.beta_fast, spec), _pair_of_rotations(spec.beta_slow, spec)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dim - 1)
     width = (high - low) or 0.001
     ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
