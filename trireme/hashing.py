@@ -1,4 +1,4 @@
-"""Content hashes of KV blocks and of configurations: SHA-256 over canonical CBOR (RFC 8949, section 4.2.1).
+"""Content hashes of KV blocks: SHA-256 over canonical CBOR (RFC 8949, section 4.2.1).
 
 Called by the engine's prefix cache and by front ends that route on prefixes: the same tokens give the same hash in every
 process, on every machine, in every run. Never depends on Python's `hash`, on dict order or on the time.
@@ -76,11 +76,6 @@ def block_hashes(tokens: np.ndarray, block_size: int, *, salt: bytes = b"") -> l
         hashes.append(parent)
         extra = ()
     return hashes
-
-
-def config_hash(config: bytes) -> bytes:
-    """16 bytes that name a resolved configuration (given as msgpack), compared in every handshake."""
-    return hashlib.sha256(b"trireme config\x00" + config).digest()[:16]
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trireme.hashing import ROOT, block_hash, block_hashes, cbor, config_hash, first_extra
+from trireme.hashing import ROOT, block_hash, block_hashes, cbor, first_extra
 
 RFC_8949 = [
     (0, "00"),
@@ -96,8 +96,3 @@ def test_salt_separates_every_block_of_the_chain():
     plain, salted = block_hashes(tokens, 16), block_hashes(tokens, 16, salt=b"a")
     assert not set(plain) & set(salted)
     assert len(set(plain)) == 4  # equal tokens at different positions differ through their parents
-
-
-def test_config_hash_has_16_bytes_and_tells_configurations_apart():
-    assert len(config_hash(b"x")) == 16
-    assert config_hash(b"x") != config_hash(b"y")
