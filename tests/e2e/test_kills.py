@@ -86,7 +86,10 @@ def test_engine_killed_touches_only_its_own(tiny: Path) -> None:
         assert [s.end for s in kept] == ["done", "done"]
         wait_for(lambda: len(deployment.pids("engine_core.main")) == 2, 30, "the engine restarted")
         deployment.wait_ready(30)
-        assert running_streams(deployment, 1, max_tokens=20, rank=0)
+        again = Stream(deployment, max_tokens=20, rank=0)
+        again.start()
+        again.join(20)
+        assert again.end == "done"
 
 
 def test_worker_killed(tiny: Path) -> None:
