@@ -205,12 +205,13 @@ class WorkerReady(Wire, frozen=True):
 
 
 class WorkerFault(Wire, frozen=True):
-    """The worker's own exception; it is dying or refuses to go on."""
+    """The worker's own exception; it is dying or refuses to go on. `exit_code` is that of its kind."""
 
     worker: int
     error: str
     hint: str = ""
     traceback: str = ""
+    exit_code: int = 1
 
 
 class NewRow(Wire, frozen=True):

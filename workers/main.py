@@ -150,5 +150,5 @@ def main(channel: BootChannel) -> None:
 def _fault(index: int, error: Exception) -> WorkerFault:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, TriremeError):
-        return WorkerFault(index, error.message, error.hint, trace)
+        return WorkerFault(index, error.message, error.hint, trace, error.exit_code)
     return WorkerFault(index, f"{type(error).__name__}: {error}", "", trace)

@@ -159,7 +159,8 @@ class ProcsExecutor:
             case CallReply():
                 self._on_reply(worker, message)
             case WorkerFault():
-                self._deaths.append(Failed(peer.name, message.error, message.hint, message.traceback))
+                fault = Failed(peer.name, message.error, message.hint, message.traceback, message.exit_code)
+                self._deaths.append(fault)
             case Left():
                 self._deaths.append(Failed(peer.name, f"{peer.name} is gone: {message.reason}"))
 

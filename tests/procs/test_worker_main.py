@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine_core.executor.procs import _error_of
 from tests.models.rows import new_row, plan_of
 from tests.models.tiny import make_stub
 from transport.boot import Child, spawn
+from transport.codec import decode, encode
 from transport.messages import (
     Boot,
     Call,
@@ -32,7 +34,9 @@ from transport.messages import (
 from transport.rundir import RunDir
 from transport.sockets import Left, Peer, Poller, Server
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from trireme.errors import ModelError
 from trireme.params import RowParams
+from workers.main import _fault
 
 GREEDY = RowParams(20, temperature=0.0)
 
@@ -149,3 +153,13 @@ def test_a_worker_ends_when_its_engine_core_leaves(start: Callable[[str], Core])
     while os.path.exists(f"/proc/{core.child.pid}") and not core.child.wait(0.1):
         assert time.monotonic() < deadline
     assert core.child.exit_code is not None
+
+
+def test_a_fault_keeps_the_kind_of_its_error():
+    """Operators' scripts tell a bad model (exit 3) from a crash (exit 1), also when a worker process met it."""
+    fault = _fault(1, ModelError("no such weight", hint="another file"))
+    back = decode(encode(fault), WorkerFault)
+    cause = _error_of(Failed("engine-0.worker-1", back.error, back.hint, back.traceback, back.exit_code))
+    assert isinstance(cause, ModelError)
+    assert (cause.exit_code, cause.hint) == (ModelError.exit_code, "another file")
+    assert _fault(0, ValueError("x")).exit_code == 1
