@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from trireme.arch import ArchSpec
+from trireme.arch_bodies import GptBody, MoeBody
 from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh, split_heads
@@ -20,9 +21,22 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def num_params(arch: ArchSpec) -> int:
     """Parameters of all matrices; norms and biases are lost in the rounding."""
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    layer = arch.hidden * (2 * q + 2 * kv) + 3 * arch.hidden * arch.ffn
+    attention = arch.num_layers * arch.hidden * (2 * q + 2 * kv)
     embeddings = arch.vocab_size * arch.hidden * (1 if arch.tie_embeddings else 2)
-    return arch.num_layers * layer + embeddings
+    return attention + _feed_forward_params(arch) + embeddings
+
+
+def _feed_forward_params(arch: ArchSpec) -> int:
+    """Of all layers: three matrices for a gated network, two for one without a gate, a router and experts."""
+    body, wide = arch.body, arch.hidden * arch.ffn
+    if isinstance(body, GptBody):
+        return arch.num_layers * 2 * wide
+    if isinstance(body, MoeBody):
+        networks = body.num_experts + (1 if body.shared_expert else 0)
+        mixed = 3 * networks * wide + body.num_experts * arch.hidden
+        num_mixed = len(body.moe_layers)
+        return num_mixed * mixed + (arch.num_layers - num_mixed) * 3 * arch.hidden * body.dense_ffn
+    return arch.num_layers * 3 * wide
 
 
 def kv_token_bytes(arch: ArchSpec, kv_dtype: str, mesh: Mesh) -> int:

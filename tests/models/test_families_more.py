@@ -25,6 +25,7 @@ from models.ops_more import (
 from tests.models.drive import RankedModel, greedy, load, logits_of
 from tests.models.test_parity import LOGITS_BOUND, NUM_NEW, PROMPTS, assert_parity, reference, reference_logits
 from trireme.arch import read_arch
+from trireme.budget import num_params
 from trireme.errors import ModelError
 from trireme.mesh import split_heads
 
@@ -331,3 +332,11 @@ def test_prompts_decode_together(tmp_path: Path) -> None:
     model = load(make(tmp_path, "llama4"))
     alone = [greedy(model, [prompt], NUM_NEW, block_size=16)[0] for prompt in PROMPTS]
     assert greedy(model, PROMPTS, NUM_NEW, block_size=16) == alone
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "falcon-40b", "llama4", "gpt_oss"])
+def test_parameters_are_counted(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path, name)
+    stored = sum(weight.numel() for weight in load_file(path / "model.safetensors").values() if weight.ndim > 1)
+    positions = 512 * 64 if name == "gpt2" else 0
+    assert num_params(read_arch(path)) + positions == pytest.approx(stored, rel=0.01)
