@@ -49,6 +49,7 @@ class LoopThread:
         """Ends the loop; what still runs in it is cancelled. May be called twice."""
         if self._thread.is_alive():
             self.wait(_cancel_all())
+            self.wait(self._loop.shutdown_default_executor())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()

@@ -12,6 +12,14 @@ import pytest
 from launch.blocking import LoopThread
 
 
+@pytest.fixture(autouse=True)
+def _interrupts():
+    """A shell starts background jobs with SIGINT ignored; these tests are about what happens when it is not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def loop():
     thread = LoopThread("test")
