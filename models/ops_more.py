@@ -62,7 +62,8 @@ def torch_attention(
     """ops.paged_attention with what the kernel lacks: `sinks` [Hq] are one more score per head that takes its share of the
     softmax and has no value; with `chunk` a query sees the tokens of its own chunk of positions only.
 
-    q [T, Hq, D], rotated. Returns [T, Hq * D]. Row by row, so that a result does not depend on other rows.
+    q [T, Hq, D], rotated. Returns [T, Hq * D]. Query by query: the shape of a product decides the order of its sums, so
+    that a result depends neither on other rows nor on how a prompt is cut.
     """
     tokens, heads, dim = q.shape
     result = torch.empty(tokens, heads, dim, dtype=q.dtype)
@@ -71,31 +72,30 @@ def torch_attention(
         start, stop = starts[row], starts[row + 1]
         if start == stop:
             continue
-        positions = torch.arange(context - (stop - start), context)
-        first = _first_seen(positions, window, chunk)
-        keys, values = _gather_row(kv, batch.block_table[row], int(first[0]), context)
-        token = torch.arange(int(first[0]), context)
-        seen = (token <= positions[:, None]) & (token >= first[:, None])
-        result[start:stop] = _attend(q[start:stop], keys, values, seen, scale, sinks)
+        first_query = context - (stop - start)
+        origin = _first_seen(first_query, window, chunk)
+        keys, values = _gather_row(kv, batch.block_table[row], origin, context)
+        for token, position in enumerate(range(first_query, context), start):
+            seen = slice(_first_seen(position, window, chunk) - origin, position + 1 - origin)
+            result[token] = _attend(q[token], keys[:, seen], values[:, seen], scale, sinks)
     return result.view(tokens, heads * dim)
 
 
-def _first_seen(positions: Tensor, window: int | None, chunk: int) -> Tensor:
-    """The first position that each query may look at; rises with the query."""
-    first = (positions - window + 1).clamp(min=0) if window else torch.zeros_like(positions)
-    return torch.maximum(first, positions // chunk * chunk) if chunk else first
+def _first_seen(position: int, window: int | None, chunk: int) -> int:
+    """The first position that the query at `position` may look at; rises with it."""
+    first = max(0, position - window + 1) if window else 0
+    return max(first, position // chunk * chunk) if chunk else first
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    group = q.shape[1] // keys.shape[0]
-    scores = torch.einsum("thd,hsd->hts", q.float(), keys.repeat_interleave(group, 0)) * scale
-    scores = scores.masked_fill(~seen, float("-inf"))
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """One query [Hq, D] over keys and values [Hk, S, D]. Copies make every product start at an aligned address."""
+    groups = keys.shape[0]
+    queries = q.float().view(groups, -1, q.shape[-1])
+    scores = torch.bmm(queries.contiguous(), keys.contiguous().transpose(1, 2)) * scale
     if sinks is not None:
-        sink = sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)
-        weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return torch.einsum("hts,hsd->thd", weights, values.repeat_interleave(group, 0)).to(q.dtype)
+        scores = torch.cat((scores, sinks.view(groups, -1, 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]].contiguous()
+    return torch.bmm(weights, values.contiguous()).view(q.shape).to(q.dtype)
 
 
 def _gather_row(kv: KVLayer, table: Tensor, first: int, context: int) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from trireme.errors import ModelError
 from trireme.mesh import split_heads
 
 transformers = pytest.importorskip("transformers")
+causal_model = transformers.AutoModelForCausalLM  # imported while collecting: it takes long, and tests have a timeout
 
 TEXT = [256, *range(30, 90), 7, 7, 250]
 SMALL: dict[str, Any] = {
@@ -106,8 +107,9 @@ def make(directory: Path, name: str, **changes: Any) -> Path:
     torch.set_num_threads(1)
     kind, options = MODELS[name]
     config = transformers.AutoConfig.for_model(kind, **{**SMALL, **options, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = causal_model.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
+    gain = 4.0 if name in GPT else 1.6  # (so that no model gives one token for ever)
     with torch.no_grad():
         for at, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
@@ -118,9 +120,11 @@ def make(directory: Path, name: str, **changes: Any) -> Path:
             elif weight.ndim == 1:
                 weight.copy_(1 + 0.2 * noise)
             elif weight.shape[0] == config.vocab_size:
-                weight.copy_(noise)
+                weight.copy_(
+                    noise * (0.3 if config.tie_word_embeddings else 1.0)
+                )  # (else a tied head repeats its input)
             else:
-                weight.copy_(noise * (1.6 / weight.shape[-1 if weight.ndim == 2 else 1] ** 0.5))
+                weight.copy_(noise * (gain / weight.shape[-1 if weight.ndim == 2 else 1] ** 0.5))
     model.save_pretrained(directory)
     return directory
 
@@ -139,6 +143,7 @@ def test_tiny_model_equals_transformers(tmp_path: Path, name: str) -> None:
     path = make(tmp_path, name)
     model = load(path)
     assert_parity(path, model)
+    assert len(set(greedy(model, PROMPTS[1:2], NUM_NEW)[0])) > 4
     assert model.weight_bytes > 0
 
 
@@ -150,19 +155,12 @@ def test_ranks_together_change_no_bit(tmp_path: Path, name: str) -> None:
         assert torch.equal(logits_of(RankedModel(path, tp=tp, pp=pp), TEXT, chunk=9), alone)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "falcon-40b", "llama4"])
+@pytest.mark.parametrize("name", ["gpt2", "falcon-40b", "llama4", "gpt_oss"])
 def test_chunks_and_batches_change_no_bit(tmp_path: Path, name: str) -> None:
     model = load(make(tmp_path, name))
     whole = logits_of(model, TEXT)
     for chunk in (1, 7, 16):
         assert torch.equal(logits_of(model, TEXT, chunk=chunk, block_size=8), whole)
-
-
-def test_chunks_move_sinks_within_rounding(tmp_path: Path) -> None:
-    model = load(make(tmp_path, "gpt_oss"))
-    whole = logits_of(model, TEXT)
-    for chunk in (1, 7):
-        torch.testing.assert_close(logits_of(model, TEXT, chunk=chunk), whole, rtol=0, atol=LOGITS_BOUND)
 
 
 # ---------------------------------------------------------------- forms of checkpoints
