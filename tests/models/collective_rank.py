@@ -156,8 +156,13 @@ def run(rank: Rank, program: str) -> str:
     return "done"
 
 
+def write_line(*words: object) -> None:
+    """In one piece: all ranks write to the same pipe."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
 def say(mesh: Mesh, text: str) -> None:
-    os.write(1, f"rank {mesh.worker} {text}\n".encode())
+    write_line("rank", mesh.worker, text)
 
 
 def run_rank(program: str, arena: str, mesh: Mesh, timeout_s: float) -> None:
@@ -186,9 +191,9 @@ def main() -> None:
         program, arena, tp, pp, timeout = line.split()
         mesh = Mesh(1, int(pp), int(tp))
         pids = [fork_rank(program, arena, mesh.at_worker(worker), float(timeout)) for worker in range(mesh.num_workers)]
-        print("pids", *pids, flush=True)
+        write_line("pids", *pids)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print("end", *codes, flush=True)
+        write_line("end", *codes)
 
 
 if __name__ == "__main__":
