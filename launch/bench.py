@@ -40,10 +40,11 @@ class Sample(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A summary of one run: its name and its figures."""
+    """A summary of one run: its name and its figures. `series` groups rows that make one line of a plot."""
 
     name: str
     figures: dict[str, float]
+    series: str = ""
 
 
 def summarize(samples: Sequence[Sample], wall_s: float) -> dict[str, float]:
@@ -79,6 +80,16 @@ def make_ids(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(low, min(vocab_size, 32000)), k=num_tokens)
 
 
+COUNTS = ("requests", "errors", "clients", "rate")
+
+
+def ratio_row(name: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> Row:
+    """Median over pairs of runs of (first / second), figure by figure; the runs of a pair followed one another."""
+    first = pairs[0][0]
+    figures = {key: percentile([a[key] / b[key] for a, b in pairs if b[key]], 50) for key in first if key not in COUNTS}
+    return Row(name, figures, "ratio")
+
+
 def publish(invocation: Invocation, model: str, rows: Sequence[Row], config: EngineConfig | None) -> None:
     """Prints the result. `config` is the resolved one of the engine measured; None for a server that we did not start."""
     if invocation.options["json"]:
@@ -107,5 +118,8 @@ def _document(invocation: Invocation, model: str, rows: Sequence[Row], config: E
         "machine": {"cpu": device.cpu, "cores": device.cores, "isa": device.isa, "gpus": device.num_gpus},
         "options": {k: v for k, v in invocation.options.items() if k not in ("json", "config")},
         "settings": {s.name: value for s, value in values if value != s.default and s.name not in SECRET},
-        "rows": [{"name": row.name, **{k: None if v != v else v for k, v in row.figures.items()}} for row in rows],
+        "rows": [
+            {"name": row.name, "series": row.series, **{k: None if v != v else v for k, v in row.figures.items()}}
+            for row in rows
+        ],
     }

@@ -1,22 +1,24 @@
-"""`trireme bench serve`: closed loops of streaming HTTP clients against a server, and what those clients see.
+"""`trireme bench serve` and `bench sweep`: streaming HTTP clients against a server, and what those clients see.
 
-The server is the one at --url, or the whole process tree started for the purpose. With --peer each load is put on both
-servers in turn, with the same prompts, so that the ratio holds on a noisy machine.
+A step is a number of clients in closed loops, or a rate of requests that arrive by chance whatever is unanswered. The
+server is the one at --url, or the whole process tree started for the purpose. With --peer each load is put on both servers
+in turn, with the same prompts, so that the ratio holds on a noisy machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from launch.bench import Row, Sample, make_text, publish, summarize
+from launch.bench import Row, Sample, make_text, publish, ratio_row, summarize
 from launch.deployment import UnderSupervisor
 from launch.http import Endpoint, ServerError, endpoint, get_json, stream
 from launch.options import Invocation
@@ -26,18 +28,35 @@ from trireme.errors import ConfigError
 from trireme.resolve import prepare
 
 WARM_UP_TOKENS = 8
+RATE_S = 20.0  # how long requests keep arriving at one rate
+OWN, PEER = "trireme", "peer"
+
+
+class Step(NamedTuple):
+    """One load: so many clients in closed loops, or requests a second in an open one."""
+
+    what: str  # clients | rate
+    amount: float
+
+    @property
+    def name(self) -> str:
+        return f"r={self.amount:g}/s" if self.is_open else f"c={self.amount:g}"
+
+    @property
+    def is_open(self) -> bool:
+        return self.what == "rate"
 
 
 def run(invocation: Invocation) -> int:
-    """Prints one row per concurrency, repeat and server."""
-    counts = _counts(invocation.options["concurrency"])
+    """Prints one row per step, repeat and server, then the ratios."""
+    steps = steps_of(invocation.options)
     with _server(invocation) as (server, config):
-        servers = {"trireme" if invocation.options["peer"] else "": server}
+        servers = {OWN: server}
         if invocation.options["peer"]:
-            servers["peer"] = endpoint(invocation.options["peer"])
-        rows, model = asyncio.run(_measure(invocation, servers, counts))
+            servers[PEER] = endpoint(invocation.options["peer"])
+        rows, model = asyncio.run(_measure(invocation, servers, steps))
     publish(invocation, model, rows, config)
-    return 1 if any(row.figures["errors"] for row in rows) else 0
+    return 1 if any(row.figures.get("errors") for row in rows) else 0
 
 
 @contextmanager
@@ -66,44 +85,65 @@ def _server(invocation: Invocation) -> Iterator[tuple[Endpoint, EngineConfig | N
         deployment.close()
 
 
-async def _measure(invocation: Invocation, servers: dict[str, Endpoint], counts: list[int]) -> tuple[list[Row], str]:
+async def _measure(invocation: Invocation, servers: dict[str, Endpoint], steps: list[Step]) -> tuple[list[Row], str]:
     options = invocation.options
     models = {name: str((await get_json(to, "/v1/models"))["data"][0]["id"]) for name, to in servers.items()}
     for name, to in servers.items():
         await _one(to, models[name], "warm up", WARM_UP_TOKENS)
-    rows = []
-    for concurrency in counts:
+    rows: list[Row] = []
+    ratios: list[Row] = []
+    for step in steps:
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
         for repeat in range(options["repeats"]):
-            for name, to in servers.items():
-                figures = await _closed_loops(to, models[name], options, concurrency, repeat)
-                rows.append(Row(f"{name} c={concurrency}".strip(), figures))
-    return rows, next(iter(models.values()))
+            order = list(servers) if repeat % 2 == 0 else list(servers)[::-1]  # neither is always the first
+            for name in order:
+                figures = {step.what: step.amount, **await _load(servers[name], models[name], options, step, repeat)}
+                found[name].append(figures)
+                shown = f"{name} {step.name}" if len(servers) > 1 else step.name
+                rows.append(Row(shown, figures, name))
+        if len(servers) > 1:
+            pairs = list(zip(found[OWN], found[PEER], strict=True))
+            ratios.append(ratio_row(f"{OWN} / {PEER} {step.name}", pairs))
+    return [*rows, *ratios], models[OWN]
 
 
-def _counts(words: tuple[str, ...]) -> list[int]:
+def steps_of(options: dict[str, Any]) -> list[Step]:
+    """The steps that the flags ask for. Raises ConfigError."""
+    what = "rate" if options.get("rate") else "concurrency"
+    words = options[what]
     try:
-        counts = [int(word) for word in words]
+        amounts = [float(word) if what == "rate" else int(word) for word in words]
     except ValueError as error:
-        raise ConfigError(f"--concurrency is {','.join(words)!r}; it must be whole numbers") from error
-    if min(counts) < 1:
-        raise ConfigError(f"--concurrency is {','.join(words)!r}; each must be at least 1")
-    return counts
+        raise ConfigError(f"--{what} is {','.join(words)!r}; it must be numbers") from error
+    if not all(0 < amount < 1e6 for amount in amounts):
+        raise ConfigError(f"--{what} is {','.join(words)!r}; each must be above 0")
+    return [Step("rate" if what == "rate" else "clients", float(amount)) for amount in amounts]
 
 
-async def _closed_loops(
-    to: Endpoint, model: str, options: dict[str, Any], concurrency: int, repeat: int
-) -> dict[str, float]:
-    """`concurrency` clients that each send their next request when the last one has ended."""
-    count = options["num_requests"] or 3 * concurrency
-    seeds = iter(range(repeat * 1_000_000 + concurrency * 1000, repeat * 1_000_000 + concurrency * 1000 + count))
+async def _load(to: Endpoint, model: str, options: dict[str, Any], step: Step, repeat: int) -> dict[str, float]:
+    """Puts one step's load on a server; the prompts depend on step and repeat only."""
+    count = options["num_requests"] or (max(4, round(RATE_S * step.amount)) if step.is_open else round(3 * step.amount))
+    first = repeat * 1_000_000 + round(step.amount * 1000)
+    prompts = iter([make_text(options["input_len"], seed) for seed in range(first, first + count)])
     samples: list[Sample] = []
 
     async def client() -> None:
-        for seed in seeds:
-            samples.append(await _one(to, model, make_text(options["input_len"], seed), options["output_len"]))
+        for prompt in prompts:
+            samples.append(await _one(to, model, prompt, options["output_len"]))
+
+    async def visitor(prompt: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        samples.append(await _one(to, model, prompt, options["output_len"]))
 
     begun = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(concurrency)))
+    if step.is_open:
+        chance, moment, visits = random.Random(first), 0.0, []
+        for prompt in prompts:
+            visits.append(visitor(prompt, moment))
+            moment += chance.expovariate(step.amount)
+        await asyncio.gather(*visits)
+    else:
+        await asyncio.gather(*(client() for _ in range(int(step.amount))))
     wall_s = time.perf_counter() - begun
     for error, times in Counter(sample.error for sample in samples if sample.error).items():
         print(f"{times} x {error}", file=sys.stderr)

@@ -25,6 +25,10 @@ SYSTEM = Setting("", "system", "text", None, "system message before the talk", o
 INPUT_LEN = Setting("", "input_len", "whole", 128, "prompt length, tokens", low=1)
 OUTPUT_LEN = Setting("", "output_len", "whole", 128, "tokens generated per request", low=1)
 REPEATS = Setting("", "repeats", "whole", 3, "measured runs, each with fresh prompts", low=1)
+NUM_REQUESTS = Setting(
+    "", "num_requests", "whole", None, "requests per row; default: 3 per client", optional=True, low=1
+)
+PEER = Setting("", "peer", "text", None, "a second server to load in turn with the same requests", optional=True)
 
 COMMON_ENGINE = ("max_len", "kv_memory", "dp", "tp", "pp", "threads", "log_level")
 
@@ -95,6 +99,23 @@ COMMANDS: tuple[Command, ...] = (
         COMMON_ENGINE,
     ),
     Command(
+        "plan",
+        "say whether a model fits here, where the memory goes, and which flags to use; loads nothing",
+        "launch.plan",
+        (_MODEL,),
+        (JSON, CONFIG),
+        ("trireme plan smollm2", "trireme plan DIR --tp 2 --max-len 32768", "trireme plan FILE.gguf --json"),
+        (*COMMON_ENGINE[:-1], "kv_dtype", "max_num_seqs"),
+    ),
+    Command(
+        "models inspect",
+        "show what is in a model's files: shape, tensor types, tokenizer, template",
+        "launch.inspection",
+        (_MODEL,),
+        (JSON,),
+        ("trireme models inspect smollm2", "trireme models inspect DIR", "trireme models inspect FILE.gguf --json"),
+    ),
+    Command(
         "bench latency",
         "time one request at a time: first token, each next token",
         "launch.bench_offline",
@@ -134,12 +155,12 @@ COMMANDS: tuple[Command, ...] = (
         (_MODEL,),
         (
             Setting("", "concurrency", "list", ("1", "8", "32"), "clients at once; several values give several rows"),
-            Setting("", "num_requests", "whole", None, "requests per row; default: 3 per client", optional=True, low=1),
+            NUM_REQUESTS,
             INPUT_LEN,
             OUTPUT_LEN,
             REPEATS._replace(default=1),
             URL,
-            Setting("", "peer", "text", None, "a second server to load in turn with the same requests", optional=True),
+            PEER,
             JSON,
             CONFIG,
         ),
@@ -149,6 +170,58 @@ COMMANDS: tuple[Command, ...] = (
             "trireme bench serve smollm2 --peer http://127.0.0.1:8080 --json",
         ),
         COMMON_ENGINE,
+    ),
+    Command(
+        "bench sweep",
+        "raise the load on an HTTP server step by step: clients at once, or requests a second",
+        "launch.bench_serve",
+        (_MODEL,),
+        (
+            Setting("", "concurrency", "list", ("1", "2", "4", "8", "16", "32"), "the steps, as clients at once"),
+            Setting("", "rate", "list", (), "the steps, as requests a second that arrive by chance (open loop)"),
+            NUM_REQUESTS,
+            INPUT_LEN,
+            OUTPUT_LEN,
+            REPEATS._replace(default=1),
+            URL,
+            PEER,
+            JSON,
+            CONFIG,
+        ),
+        (
+            "trireme bench sweep smollm2",
+            "trireme bench sweep --url http://127.0.0.1:8000 --rate 0.5,1,2,4",
+            "trireme bench sweep smollm2 --json > A.json && trireme report A.json",
+        ),
+        COMMON_ENGINE,
+    ),
+    Command(
+        "bench startup",
+        "time a start from process launch to the first served token, and weigh the running processes",
+        "launch.bench_startup",
+        (_MODEL,),
+        (REPEATS, JSON, CONFIG),
+        (
+            "trireme bench startup smollm2",
+            "trireme bench startup FILE.gguf --repeats 5",
+            "trireme bench startup DIR --tp 2 --json",
+        ),
+        COMMON_ENGINE,
+    ),
+    Command(
+        "report",
+        "draw the JSON results of benchmarks as one HTML page, alone or two compared",
+        "launch.report",
+        (
+            Setting("", "a", "text", "", "file that a benchmark wrote with --json"),
+            Setting("", "b", "text", None, "a second one, to compare with", optional=True),
+        ),
+        (Setting("", "output", "text", "report.html", "file to write; - is standard output"),),
+        (
+            "trireme report A.json",
+            "trireme report before.json after.json",
+            "trireme report A.json B.json --output -",
+        ),
     ),
     Command(
         "doctor",
@@ -176,10 +249,10 @@ def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
         name = " ".join(words[:count])
         if len(words) >= count and name in by_name:
             return by_name[name], list(words[count:])
-    if words[0] == "bench":
+    if kinds := [name.split()[1] for name in by_name if name.startswith(words[0] + " ")]:
         given = words[1] if len(words) > 1 else ""
-        kinds = [name.split()[1] for name in by_name if name.startswith("bench ")]
-        raise ConfigError(f"bench {given} is unknown{nearest(given, kinds)}", hint="bench " + "|".join(kinds))
+        hint = f"trireme {words[0]} " + "|".join(kinds)
+        raise ConfigError(f"{words[0]} {given} is unknown{nearest(given, kinds)}", hint=hint)
     firsts = dict.fromkeys(name.split()[0] for name in by_name)
     raise ConfigError(f"there is no command {words[0]}{nearest(words[0], firsts)}", hint="trireme --help")
 

@@ -5,6 +5,7 @@ Prints each failure once, last. No request passes through this process.
 
 from __future__ import annotations
 
+import logging
 import shlex
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from trireme.resolve import Prepared, describe, prepare
 from trireme.settings import to_yaml
 from trireme.sizes import format_bytes
 
+_log = logging.getLogger("trireme.launch")
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 
@@ -97,6 +99,7 @@ class ServeView:
 
     def _on_all_ready(self, event: AllReady) -> None:
         self._leave_pass()
+        _log.info("ready. %s", log.facts(**timeline(event)))
         self.console.close()
         self.console.decisions(merge_decisions(self.prepared.decisions, event.parts))
         config = self.prepared.config
@@ -109,6 +112,16 @@ class ServeView:
             also = f"also   {address}/metrics   trireme chat --url {address}"
             also += f"   trireme.Client({self.run_dir!r})" if self.run_dir else ""
             self.console.ready(time.monotonic() - self.begun, address, curl_line(address, config), also)
+
+
+def timeline(event: AllReady) -> dict[str, str]:
+    """A start in readings of time.monotonic, and the seconds of the slowest engine's phases; `bench startup` reads them."""
+    stamps = {"spawned": event.spawned_at, **event.ready_at}
+    engines = [ready for name, ready in event.parts.items() if name.startswith("engine")]
+    slowest = max(engines, key=lambda ready: sum(ready.phases.values()), default=None)
+    seconds = {f"engine.{phase}": s for phase, s in slowest.phases.items()} if slowest is not None else {}
+    port = event.address[1] if event.address is not None else 0
+    return {"port": str(port), **{name: f"{value:.4f}" for name, value in {**stamps, **seconds}.items()}}
 
 
 def url_of(host: str, port: int) -> str:

@@ -56,11 +56,14 @@ class Died(msgspec.Struct, frozen=True):
 
 
 class AllReady(msgspec.Struct, frozen=True):
-    """Every part has said Ready for the first time. `address` is (host, port), None without front ends."""
+    """Every part has said Ready for the first time. `address` is (host, port), None without front ends; the stamps are
+    readings of time.monotonic."""
 
     address: tuple[str, int] | None
     parts: dict[str, Ready]
     seconds: float
+    spawned_at: float = 0.0
+    ready_at: dict[str, float] = {}
 
 
 class Restarted(msgspec.Struct, frozen=True):
@@ -102,6 +105,7 @@ class Part:
         self.failed: Failed | None = None  # of its last death
         self.restarts = Restarts(limits)
         self.started_at = 0.0
+        self.ready_at = 0.0
         self.restart_at = NEVER
         self.last_progress: Progress | None = None
 
@@ -234,8 +238,8 @@ class Supervisor:
         """Starts the next life of `part`, in place: same name, same addresses, next epoch."""
         part.epoch += 1
         boot = self.boot_for(part.role, part.name, part.index, part.epoch)
-        part.child = spawn(part.module, boot, pass_fds=(boot.listen_fd,) if boot.listen_fd >= 0 else ())
         part.state, part.started_at, part.restart_at = "starting", time.monotonic(), NEVER
+        part.child = spawn(part.module, boot, pass_fds=(boot.listen_fd,) if boot.listen_fd >= 0 else ())
         self._poller.add(part.child, lambda: self._on_reports(part))
 
     def _on_reports(self, part: Part) -> None:
@@ -263,7 +267,7 @@ class Supervisor:
                 front.child.tell(report)
 
     def _on_ready(self, part: Part, report: Ready) -> None:
-        part.state, part.ready = "ready", report
+        part.state, part.ready, part.ready_at = "ready", report, time.monotonic()
         if self.is_ready:
             self._notify(Restarted(part.name, part.epoch))
             return
@@ -271,7 +275,8 @@ class Supervisor:
         if all(p.state == "ready" for p in self._parts):
             self.is_ready = True
             ready = {p.name: p.ready for p in self._parts if p.ready is not None}
-            self._notify(AllReady(self.address, ready, time.monotonic() - self._started_at))
+            spawned, stamps = min(p.started_at for p in self._parts), {p.name: p.ready_at for p in self._parts}
+            self._notify(AllReady(self.address, ready, time.monotonic() - self._started_at, spawned, stamps))
 
     def _on_death(self, part: Part, failed: Failed | None) -> None:
         """Before the first readiness a death is fatal, later it is a restart, and in a drain it is what was asked for."""

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import GptBody, MoeBody
-from trireme.config import Decision, EngineConfig
+from trireme.config import Decision, EngineConfig, SchedulerConfig
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh, split_heads
 from trireme.sizes import MIB, format_bytes, parse_bytes
 
+LOGITS_BYTES = 64 * MIB  # most bytes of logits that one forward may give
+# What the programs themselves hold, measured after a start: libraries, tokenizer, buffers.
+WORKER_PROGRAM, FRONT_PROGRAM, LAUNCH_PROGRAM = 220 * MIB, 90 * MIB, 30 * MIB
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -44,6 +48,41 @@ def kv_token_bytes(arch: ArchSpec, kv_dtype: str, mesh: Mesh) -> int:
     heads = max(split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, rank).kv.size for rank in range(mesh.tp))
     layers = mesh._replace(pp_rank=0).layers(arch.num_layers).size
     return 2 * layers * heads * arch.head_dim * DTYPE_BYTES[kv_dtype]
+
+
+def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
+    """Upper estimate of what one step needs besides weights and KV: activations of every token, and the logits."""
+    heads = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+    per_token = 4 * (4 * arch.hidden + 3 * arch.ffn + 2 * heads)
+    logits = max(LOGITS_BYTES, scheduler.max_num_seqs * arch.vocab_size * 4)
+    return scheduler.max_num_tokens * per_token + 2 * logits
+
+
+class Share(NamedTuple):
+    """One line of a memory table: so many holders of `each` bytes."""
+
+    what: str
+    holders: int
+    each: int
+
+    @property
+    def total(self) -> int:
+        return self.holders * self.each
+
+
+def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[Share]:
+    """Where the memory of a deployment goes. `weight_bytes` are those of one whole copy, `kv_bytes` those of one worker."""
+    parallel = config.parallel
+    per_engine = parallel.tp * parallel.pp
+    workers = parallel.dp * per_engine
+    return [
+        Share("weights", workers, -(-weight_bytes // per_engine)),
+        Share("KV cache", workers, kv_bytes),
+        Share("activations", workers, activation_bytes(arch, config.scheduler)),
+        Share("worker program", workers, WORKER_PROGRAM),
+        Share("front end", config.serving.api_servers, FRONT_PROGRAM),
+        Share("launcher", 1, LAUNCH_PROGRAM),
+    ]
 
 
 def num_kv_blocks(config: EngineConfig, workers: Sequence[tuple[int, int]]) -> tuple[int, Decision]:

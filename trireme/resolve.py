@@ -44,11 +44,16 @@ class Prepared(NamedTuple):
 
 def prepare(config: EngineConfig, *, device: DeviceFacts | None = None) -> Prepared:
     """Finds the model, reads its header and the machine, and resolves. Raises ConfigError or ModelError."""
-    files = find_model(config.model.model)
-    facts = ModelFacts(read_arch(files), files.name, _file_bytes(files))
+    facts = read_model(config)
     device = device or read_device()
     resolved, decisions = resolve(config, facts, device)
     return Prepared(resolved, decisions, facts, device)
+
+
+def read_model(config: EngineConfig) -> ModelFacts:
+    """What the model's files say of themselves; no weight is read. Raises ModelError."""
+    files = find_model(config.model.model)
+    return ModelFacts(read_arch(files), files.name, _file_bytes(files))
 
 
 def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> tuple[EngineConfig, list[Decision]]:

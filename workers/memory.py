@@ -9,13 +9,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.arch import ArchSpec
-from trireme.config import SchedulerConfig
+from trireme.budget import LOGITS_BYTES as LOGITS_BYTES
+from trireme.budget import activation_bytes as activation_bytes
 
 MIB = 1 << 20
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 _SPARE = 0.10  # of all memory: left to the kernel, front ends and whatever else runs
-LOGITS_BYTES = 64 * MIB  # most bytes of logits that one forward may give
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +87,6 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     if len(quota) == 2 and quota[0].isdigit():
         cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
     return cores
-
-
-def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
-    """Upper estimate of what one step needs besides weights and KV: activations of every token, and the logits."""
-    heads = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-    per_token = 4 * (4 * arch.hidden + 3 * arch.ffn + 2 * heads)
-    logits = max(LOGITS_BYTES, scheduler.max_num_seqs * arch.vocab_size * 4)
-    return scheduler.max_num_tokens * per_token + 2 * logits
 
 
 def kv_share(facts: MemoryFacts, step_bytes: int, num_workers: int, num_engine_workers: int) -> int:

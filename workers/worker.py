@@ -69,7 +69,7 @@ class Worker:
             block_bytes=block_bytes(model, self.config.cache.block_size, kv_dtype),
             free_bytes=kv_share(facts, step_bytes, parallel.dp * self.mesh.num_workers, self.mesh.num_workers),
             weight_bytes=max(0, facts.own - before.own),
-            phases={"load": time.perf_counter() - started},
+            phases={"weights": time.perf_counter() - started},  # reading the files and all that goes with it
             decisions=[_as_tuple(choice) for choice in (decision, *_kernel_decisions(self._native), kv_decision)],
         )
 

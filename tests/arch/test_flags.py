@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE_FLAGS = """
 --served-name --tokenizer --chat-template --dtype --max-len --kv-memory --kv-dtype --block-size --prefix-cache
 --num-blocks --dp --tp --pp --threads --executor --worker --max-num-seqs --max-num-tokens --chunk --max-waiting
---max-waiting-tokens --queue-timeout --check --host --port --api-servers --api-key --body-limit --default-max-tokens
+--max-waiting-tokens --queue-timeout --async-steps --check --host --port --api-servers --api-key --body-limit --default-max-tokens
 --drain-notice --drain-timeout --stream-buffer --balance --transport --log-level --log-format --start-timeout
 --step-timeout
 """
@@ -26,9 +26,14 @@ COMMAND_FLAGS = {
     "serve": "--config --print-config",
     "chat": "--system --temperature --max-tokens --seed --url --config",
     "complete": "--temperature --max-tokens --seed --json --url --config",
+    "plan": "--json --config",
+    "models inspect": "--json",
     "bench latency": "--input-len --output-len --repeats --json --config",
     "bench throughput": "--num-requests --input-len --output-len --repeats --json --config",
     "bench serve": "--concurrency --num-requests --input-len --output-len --repeats --url --peer --json --config",
+    "bench sweep": "--concurrency --rate --num-requests --input-len --output-len --repeats --url --peer --json --config",
+    "bench startup": "--repeats --json --config",
+    "report": "--output",
     "doctor": "--json",
     "version": "--json",
 }

@@ -1,0 +1,191 @@
+"""`trireme plan`: will this model fit on this machine, where the memory goes, and which flags to start it with.
+
+Reads the model's header and the machine; loads no weight and imports no tensor library.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import Any, NamedTuple
+
+import msgspec
+
+from launch.options import Invocation
+from trireme.budget import Share, kv_token_bytes, memory_shares
+from trireme.config import Decision, EngineConfig
+from trireme.device import DeviceFacts, read_device
+from trireme.errors import ConfigError
+from trireme.mesh import Mesh
+from trireme.resolve import ModelFacts, describe, read_model, resolve
+from trireme.settings import SECRET, table
+from trireme.sizes import MIB, format_bytes, parse_bytes
+
+LENGTHS = tuple(1 << power for power in range(10, 21))
+
+
+class Context(NamedTuple):
+    """What requests of one length cost, and how many of them the KV cache of all engines holds at once."""
+
+    tokens: int
+    kv_bytes: int
+    at_once: int
+
+
+class Plan(NamedTuple):
+    """The answer. `refusal` says why it does not fit ("" when it does) and `cures` what to type instead; when the settings
+    asked for were refused, the rest describes the settings without the length and KV memory that were asked for."""
+
+    asked: EngineConfig
+    config: EngineConfig  # what became of it
+    decisions: list[Decision]
+    shares: list[Share]
+    contexts: list[Context]
+    largest_len: int  # longest request that the KV memory holds, within the model's positions
+    possible_len: int  # the same if KV got all memory that is free
+    refusal: str
+    cures: list[str]
+
+    @property
+    def total(self) -> int:
+        return sum(share.total for share in self.shares)
+
+
+def run(invocation: Invocation) -> int:
+    """Prints the plan; 0 when it fits, 1 when it does not."""
+    config = invocation.loaded.config
+    model, device = read_model(config), read_device()
+    plan = make_plan(config, model, device)
+    if invocation.options["json"]:
+        print(json.dumps(_document(plan, model, device), indent=1))
+    else:
+        _print(plan, model, device)
+    return 1 if plan.refusal else 0
+
+
+def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Plan:
+    """Resolves as a start would and adds up. Raises ConfigError only for what no length and no KV memory can cure."""
+    refusal, cures = "", list[str]()
+    try:
+        resolved, decisions = resolve(config, model, device)
+    except ConfigError as error:
+        refusal, cures = error.message, [line for line in error.hint.split("\n") if line]
+        resolved, decisions = resolve(_without_sizes(config), model, device)
+    mesh = Mesh(config.parallel.dp, config.parallel.pp, config.parallel.tp)
+    has_kv = model.arch.family != "stub" and config.parallel.worker != "fake"
+    token_bytes = kv_token_bytes(model.arch, resolved.cache.kv_dtype, mesh) if has_kv else 0
+    held = _kv_tokens(resolved, token_bytes)
+    shares = memory_shares(resolved, model.arch, model.weight_bytes, held * token_bytes)
+    over = sum(share.total for share in shares) - device.memory_free
+    workers = mesh.dp * mesh.num_workers
+    if over > 0 and not refusal:
+        refusal = f"it needs {format_bytes(over)} more than is free"
+        cures = _cures_of_size(resolved, held * token_bytes, over, workers)
+    free = max(0, held * token_bytes * workers - over)  # for KV, with everything else in place
+    positions, size = model.arch.max_position, resolved.cache.block_size
+    possible = free // max(token_bytes * workers * size, 1) * size if token_bytes else held
+    contexts = [Context(n, n * token_bytes, mesh.dp * (held // n)) for n in LENGTHS if n < positions and n <= held]
+    if held >= positions:
+        contexts.append(Context(positions, positions * token_bytes, mesh.dp * (held // positions)))
+    largest, possible = min(held, positions), min(possible, positions)
+    return Plan(config, resolved, decisions, shares, contexts, largest, possible, refusal, cures)
+
+
+def _without_sizes(config: EngineConfig) -> EngineConfig:
+    model = msgspec.structs.replace(config.model, max_len=None)
+    cache = msgspec.structs.replace(config.cache, kv_memory=None, num_blocks=None)
+    return msgspec.structs.replace(config, model=model, cache=cache)
+
+
+def _kv_tokens(config: EngineConfig, token_bytes: int) -> int:
+    """Tokens that the KV blocks of one engine hold."""
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks * cache.block_size
+    block = token_bytes * cache.block_size
+    return parse_bytes(cache.kv_memory or "1MiB") // block * cache.block_size if block else 0
+
+
+def _cures_of_size(config: EngineConfig, kv_bytes: int, over: int, num_workers: int) -> list[str]:
+    """Flags that would make it fit: less KV memory, half the bytes per token, or a smaller model."""
+    cures = []
+    smaller = (kv_bytes - -(-over // num_workers)) // MIB
+    if smaller > 0:
+        cures.append(f"--kv-memory {smaller}MiB   fits")
+    if config.cache.kv_dtype == "float32":
+        cures.append("--kv-dtype float16   half the memory per token")
+    if config.scheduler.max_num_tokens > 512:
+        cures.append("--max-num-tokens 512   smaller steps need less memory")
+    return cures or ["a smaller or more strongly quantized model"]
+
+
+def suggested_flags(plan: Plan) -> list[str]:
+    """Flags that start this plan again, whatever is free by then: what was asked for, and the sizes that were chosen."""
+    words = []
+    for setting in table():
+        value = getattr(getattr(plan.config, setting.group), setting.name)
+        was_asked = getattr(getattr(plan.asked, setting.group), setting.name) != setting.default
+        if value == setting.default or setting.name in ("model", *SECRET):
+            continue
+        if not was_asked and setting.name not in ("max_len", "kv_memory", "kv_dtype"):
+            continue
+        if setting.kind == "switch":
+            words.append(setting.flag if value else "--no-" + setting.flag[2:])
+        else:
+            words += [setting.flag, str(value)]
+    return words
+
+
+# ---------------------------------------------------------------- shown
+
+
+def _print(plan: Plan, model: ModelFacts, device: DeviceFacts) -> None:
+    from launch.console import Console
+
+    console = Console(sys.stdout)
+    size = f", {format_bytes(model.weight_bytes)}" if model.weight_bytes else ""
+    console.title(f"plan {model.name}  ({describe(model.arch)}{size})", f"{device.cores} cores {device.cpu}")
+    console.decisions(plan.decisions)
+    console.say("")
+    rows = [[s.what, str(s.holders), format_bytes(s.each), format_bytes(s.total)] for s in plan.shares]
+    rows.append(["needed", "", "", format_bytes(plan.total)])
+    rows.append(["free now", "", "", f"{format_bytes(device.memory_free)} of {format_bytes(device.memory_total)}"])
+    console.table(["memory", "holders", "each", "in all"], rows)
+    console.say("")
+    if plan.contexts:
+        cells = [[str(c.tokens), format_bytes(c.kv_bytes), str(c.at_once)] for c in plan.contexts]
+        console.table(["request, tokens", "KV cache", "at once"], cells)
+        console.say("")
+    console.say(_length_line(plan, model))
+    if plan.refusal:
+        console.say(f"does not fit: {plan.refusal}", style="bold red")
+        for i, cure in enumerate(plan.cures):
+            console.say(f"  {'try' if i == 0 else 'or ':<5} {cure}")
+        return
+    console.say(f"fits, with {format_bytes(device.memory_free - plan.total)} to spare", style="bold green")
+    console.say("  " + shlex.join(["trireme", "serve", plan.config.model.model, *suggested_flags(plan)]))
+
+
+def _length_line(plan: Plan, model: ModelFacts) -> str:
+    text = f"largest context {plan.largest_len} tokens"
+    if plan.largest_len == model.arch.max_position:
+        return text + ", the model's own limit"
+    return f"{text}; with all free memory for KV {plan.possible_len}; the model could {model.arch.max_position}"
+
+
+def _document(plan: Plan, model: ModelFacts, device: DeviceFacts) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "fits": not plan.refusal,
+        "refusal": plan.refusal,
+        "cures": plan.cures,
+        "memory": [{**share._asdict(), "total": share.total} for share in plan.shares],
+        "needed": plan.total,
+        "machine": msgspec.to_builtins(device),
+        "contexts": [context._asdict() for context in plan.contexts],
+        "largest_len": plan.largest_len,
+        "possible_len": plan.possible_len,
+        "decisions": [{"what": d.what, "value": d.value, "because": d.because} for d in plan.decisions],
+        "flags": suggested_flags(plan),
+    }
