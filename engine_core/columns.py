@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Mask = NDArray[np.bool_]
 Slots = NDArray[np.int64]
 
-NOTHING = -1  # in `Columns.token`: no token that the next plan could compute
+NOTHING = -2  # in `Columns.token`: no token that the next plan could compute
+HELD = -1  # a token that the workers hold themselves, or will when the steps before have run
 MANY_STOPS = 64  # a union of stop ids beyond this is made anew when rows leave
 
 
@@ -32,7 +33,7 @@ class Columns:
         self.capacity = np.zeros(num_rows, np.int64)  # tokens that fit into the blocks
         self.limit = np.zeros(num_rows, np.int64)  # tokens at which the row ends
         self.last_step = np.zeros(num_rows, np.int64)  # newest plan with the row
-        self.token = np.full(num_rows, NOTHING, np.int64)  # sampled since the workers last saw the row
+        self.token = np.full(num_rows, NOTHING, np.int64)  # what the next plan would say: an id, HELD or NOTHING
         self.decoding = np.zeros(num_rows, np.bool_)  # in the cohort, or about to join it
 
     def clear(self, row: int, limit: int) -> None:

@@ -54,7 +54,8 @@ class Counters(msgspec.Struct):
 
 
 class EngineCore:
-    """`depth` plans may be in flight. With `check` every event is followed by a full audit (slow, for tests)."""
+    """`depth` plans may be in flight; with `ahead`, plans count on tokens that are still being sampled (see Scheduler).
+    With `check` every event is followed by a full audit (slow, for tests)."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class EngineCore:
         engine: int = 0,
         epoch: int = 0,
         depth: int = 1,
+        ahead: bool = False,
         check: bool = False,
         policy: str = "fcfs",
     ) -> None:
@@ -70,7 +72,7 @@ class EngineCore:
         self.engine = engine
         self.epoch = epoch
         self.check = check
-        self.scheduler = Scheduler(limits, find_policy(policy), depth)
+        self.scheduler = Scheduler(limits, find_policy(policy), depth, ahead=ahead)
         self.requests: dict[tuple[str, int], Request] = {}
         self.outbox = Outbox(engine)
         self.counters = Counters()
@@ -131,7 +133,7 @@ class EngineCore:
         if not scheduler.in_flight or scheduler.in_flight[0].step != result.step:
             expected = scheduler.in_flight[0].step if scheduler.in_flight else "none"
             raise EngineError(f"the workers answered step {result.step}; the oldest one in flight is {expected}")
-        draft = scheduler.complete()
+        draft = scheduler.complete(now)
         self.counters.steps += 1
         in_order = result.rows == draft.asking_rows() and len(result.tokens) == len(result.rows)
         if not in_order or result.faults or result.prompt_logprobs or result.logprobs:
@@ -170,8 +172,8 @@ class EngineCore:
         return self._deadlines[0][0] if self._deadlines else None
 
     def oldest_step_s(self) -> float | None:
-        """When the oldest plan in flight was made; a stuck worker shows here."""
-        return self.scheduler.in_flight[0].submitted_s if self.scheduler.in_flight else None
+        """When the oldest plan in flight was made, or the one before it ended; a stuck worker shows here."""
+        return self.scheduler.in_flight[0].started_s if self.scheduler.in_flight else None
 
     def stats(self, now: float) -> Load:
         scheduler = self.scheduler
@@ -291,15 +293,10 @@ class EngineCore:
         """Ends one row. What it wrote in this step may be garbage: nobody may find or go on reading it."""
         place = places[fault.row]
         request = draft.requests[place]
-        if fault.row in draft.dropped:
-            return
-        self.counters.row_faults += 1
-        cache = self.scheduler.cache
-        first_token = draft.num_computed[place]
-        suspect = request.blocks[first_token // self.limits.block_size :]
-        cache.distrust(request, first_token)
-        self._end(request, "error", error=EngineError(f"this request failed in the model: {fault.error}"))
-        self.scheduler.recompute_sharers(suspect)
+        if fault.row not in draft.dropped:
+            self.counters.row_faults += 1
+            self._end(request, "error", error=EngineError(f"this request failed in the model: {fault.error}"))
+        self.scheduler.distrust(request, draft.num_computed[place])
 
     def _on_rare(self, draft: Draft, result: StepResult) -> None:
         """Faults and log-probabilities, and whether an unusual answer fits the plan."""
@@ -320,12 +317,17 @@ class EngineCore:
             cohort, at, tokens = cohort.where(kept), at[kept], list(compress(tokens, kept.tolist()))
         if not cohort:
             return
+        scheduler = self.scheduler
         for append, token in zip(cohort.appends, tokens, strict=True):
             append(token)
-        self.scheduler.columns.token[cohort.slots] = tokens
+        if not scheduler.ahead:
+            scheduler.columns.token[cohort.slots] = tokens
+        if scheduler.cache.prefix_cache:
+            for i in np.flatnonzero((at + 1) % self.limits.block_size == 0).tolist():
+                scheduler.cache.seal(cohort.requests[i])
         self.outbox.add(cohort, tokens)
         self.counters.output_tokens += len(tokens)
-        ends = np.flatnonzero(at + 2 >= self.scheduler.columns.limit[cohort.slots]).tolist()
+        ends = np.flatnonzero(at + 2 >= scheduler.columns.limit[cohort.slots]).tolist()
         if not cohort.stops.isdisjoint(tokens):
             ends = sorted({*ends, *(i for i, token in enumerate(tokens) if token in cohort.stops)})
         for i in ends:
@@ -341,7 +343,8 @@ class EngineCore:
                 continue
             request = requests[row]
             request.tokens.append(token)
-            self.scheduler.columns.token[row] = token
+            if not self.scheduler.ahead:
+                self.scheduler.columns.token[row] = token
             outputs = self.outbox.to(request.front)
             outputs.rids.append(request.rid)
             outputs.tokens.append(token)

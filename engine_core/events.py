@@ -17,6 +17,7 @@ class Began(Wire, frozen=True):
     limits: Limits
     depth: int
     policy: str
+    ahead: bool = False
 
 
 class Submitted(Wire, frozen=True):
@@ -56,7 +57,7 @@ _SIZE_BYTES = 4
 
 def core_from(began: Began, *, check: bool = False) -> EngineCore:
     """A fresh core like the recorded one."""
-    return EngineCore(began.limits, depth=began.depth, check=check, policy=began.policy)
+    return EngineCore(began.limits, depth=began.depth, ahead=began.ahead, check=check, policy=began.policy)
 
 
 def apply(core: EngineCore, event: Event) -> StepPlan | None:

@@ -81,14 +81,15 @@ def _check_tables(scheduler: Scheduler) -> None:
     """Every running row has exactly the blocks that its computed tokens need."""
     cache = scheduler.cache
     for row in scheduler.running:
-        if not 0 <= row.num_computed <= len(row.tokens):
+        num_coming = sum(draft.asks(row.row) for draft in scheduler.in_flight) if scheduler.ahead else 0
+        if not 0 <= row.num_computed <= len(row.tokens) + num_coming:
             raise _broken(f"computed tokens within known ones: {row}")
         if len(row.blocks) != cache.blocks_for(row.num_computed) or row.capacity != len(row.blocks) * cache.block_size:
             raise _broken(f"{row} holds {len(row.blocks)} blocks, capacity {row.capacity}")
         if len(set(row.blocks)) != len(row.blocks):
             raise _broken(f"no block twice in a table: {row} {row.blocks}")
-        if scheduler.columns.token[row.row] != NOTHING and row.num_left != 1:
-            raise _broken(f"a row that has just sampled lacks one token: {row}")
+        if row.is_decoding and scheduler.columns.token[row.row] != NOTHING and row.num_left + num_coming != 1:
+            raise _broken(f"a row that decodes lacks one token: {row}, {num_coming} to come")
 
 
 def _check_blocks(scheduler: Scheduler) -> Audit:

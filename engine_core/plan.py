@@ -32,15 +32,15 @@ class Draft:
         "requests",
         "rows",
         "sample",
+        "started_s",
         "step",
-        "submitted_s",
         "tokens",
         "total_tokens",
     )
 
     def __init__(self, step: int, now: float) -> None:
         self.step = step
-        self.submitted_s = now
+        self.started_s = now  # when it became the oldest step in flight, or was planned
         self.cohort: Cohort | None = None
         self.at: NDArray[np.int64] = np.zeros(0, np.int64)
         self.dropped: set[int] = (
@@ -84,6 +84,10 @@ class Draft:
         if all(self.sample):
             return self.rows
         return [row for row, sample in zip(self.rows, self.sample, strict=True) if sample]
+
+    def asks(self, row: int) -> bool:
+        """True when the row will get a token out of this step."""
+        return row not in self.dropped and row in self.rows and self.sample[self.rows.index(row)]
 
     def place(self, request: Request) -> None:
         """A row new to the workers (or back after preemption), with everything known of it."""

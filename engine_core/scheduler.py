@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from itertools import chain, zip_longest
 
 import msgspec
 import numpy as np
 
-from engine_core.columns import NOTHING, Cohort, Columns, Mask, cohort_of
+from engine_core.columns import HELD, NOTHING, Cohort, Columns, Mask, cohort_of
 from engine_core.kv.cache import KVCache
 from engine_core.plan import Draft
 from engine_core.policy import Policy, WaitingQueue
@@ -39,18 +40,24 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler:
-    """Queue, running rows, and steps in flight (at most `depth`, answered in order)."""
+    """Queue, running rows, and steps in flight (at most `depth`, answered in order).
 
-    def __init__(self, limits: Limits, policy: Policy, depth: int = 1) -> None:
+    With `ahead`, a row is planned again before its sampled token is known here: the workers keep it and go on with it. Rows
+    certain to end with the token in flight are not; a stop seen late costs the one token that was sampled past it.
+    """
+
+    def __init__(self, limits: Limits, policy: Policy, depth: int = 1, *, ahead: bool = False) -> None:
         self.limits = limits
         self.policy = policy
         self.depth = depth
+        self.ahead = ahead
         self.cache = KVCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
         self.waiting = WaitingQueue(policy)
         self.columns = Columns(limits.max_num_seqs)
         self.running: list[Request] = []  # in policy order, as the two parts of it are:
         self.prefilling: list[Request] = []  # rows with known tokens to compute
         self.cohort = cohort_of([])  # rows that decode
+        self._num_parts = 1 if ahead else depth  # steps over which pipeline stages spread the decoding rows
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.in_flight: deque[Draft] = deque()
         self.step = 0  # newest step planned
@@ -76,15 +83,31 @@ class Scheduler:
             self.waiting.discard(request)
         request.move(State.ENDED)
 
-    def recompute_sharers(self, blocks: list[int]) -> None:
-        """Preempts every running row that reads one of `blocks`, whose content is not to be trusted."""
-        bad = set(blocks)
-        for request in [row for row in self.running if not bad.isdisjoint(row.blocks)]:
-            self._preempt(request)
+    def distrust(self, request: Request, first_token: int) -> None:
+        """What a request computed from `first_token` on may be garbage, and so may all that was computed from it: nobody finds
+        it any more, and running rows that read it start over. The request may have lost its place already."""
+        bad = dict.fromkeys(_blocks_from(request, first_token // self.limits.block_size, self.cache))  # in order
+        drafts = [*self.in_flight, *([self._answered] if self._answered else [])]
+        clean = {id(row): row for row in chain(self.running, *(draft.requests for draft in drafts))}
+        clean.pop(id(request), None)
+        readers: list[Request] = []
+        while found := [row for row in clean.values() if not bad.keys().isdisjoint(chain(row.blocks, row.hashes))]:
+            for row in found:
+                del clean[id(row)]
+                pairs = enumerate(zip_longest(row.blocks, row.hashes))
+                first = next(i for i, pair in pairs if not bad.keys().isdisjoint(pair))
+                bad.update(dict.fromkeys(_blocks_from(row, first, self.cache)))
+                readers.append(row)
+        self.cache.distrust([content for content in bad if isinstance(content, bytes)])
+        for row in readers:
+            if row.state is State.RUNNING:
+                self._preempt(row)
 
-    def complete(self) -> Draft:
-        """The oldest step in flight is over: lifts its fence and returns it."""
+    def complete(self, now: float) -> Draft:
+        """The oldest step in flight is over: lifts its fence and returns it. The next one starts now."""
         draft = self.in_flight.popleft()
+        if self.in_flight:
+            self.in_flight[0].started_s = now
         self.completed = draft.step
         self.cache.release(draft.fenced)
         draft.fenced = []
@@ -146,10 +169,11 @@ class Scheduler:
         draft.decode(cohort, at, columns.token[slots].tolist())
         columns.computed[slots] = at + 1
         columns.last_step[slots] = draft.step
-        columns.token[slots] = NOTHING
-        if self.cache.prefix_cache:
-            for i in np.flatnonzero((at + 1) % self.limits.block_size == 0).tolist():
-                self.cache.seal(cohort.requests[i])
+        if self.ahead:
+            columns.token[slots] = HELD
+            columns.decoding[slots] = at + 2 < columns.limit[slots]
+        else:
+            columns.token[slots] = NOTHING
 
     def _who_decodes(self, cohort: Cohort) -> Mask:
         """The rows whose token the workers can compute, as far as budget and blocks go, first come first served."""
@@ -158,7 +182,7 @@ class Scheduler:
         if self.cache.num_available < len(cohort):
             full = mask & (columns.computed[slots] == columns.capacity[slots])
             mask &= ~(full & (np.cumsum(full) > self.cache.num_available))
-        room = min(self.limits.max_num_tokens, -(-len(self.running) // self.depth))
+        room = min(self.limits.max_num_tokens, -(-len(self.running) // self._num_parts))
         if room < len(cohort):
             mask &= np.cumsum(mask) <= room
         return mask
@@ -219,8 +243,9 @@ class Scheduler:
         sample = num_tokens == request.num_left and request.num_output < request.params.max_tokens
         draft.add(request, num_tokens, sample=sample)
         self.cache.seal(request)
-        if sample:
+        if sample and not (self.ahead and len(request.tokens) + 1 >= request.limit):
             self.columns.decoding[request.row] = True
+            self.columns.token[request.row] = HELD if self.ahead else NOTHING
             self._joining.append(request)
 
     def _chunk(self, draft: Draft, num_left: int) -> int:
@@ -242,9 +267,9 @@ class Scheduler:
             return False
         preempted = False
         while True:
-            if self._num_needing() <= cache.num_available:
+            if self._num_needing() <= cache.num_available + self._num_promised():
                 return preempted
-            candidates = [row for row in self.running if row.last_step <= self.completed]
+            candidates = [row for row in self.running if self.ahead or row.last_step <= self.completed]
             if len(candidates) < 2 and (self.in_flight or not candidates):
                 return preempted  # a step in flight will give blocks back; the rows left over sit this one out
             self._preempt(self.policy.victim(candidates, cache.work_lost))
@@ -257,6 +282,13 @@ class Scheduler:
         needing = columns.decoding[slots] & (columns.token[slots] != NOTHING)
         needing &= columns.computed[slots] == columns.capacity[slots]
         return int(np.count_nonzero(needing))
+
+    def _num_promised(self) -> int:
+        """Blocks that the steps in flight will give back. Only rows planned ahead are preempted before their step is over."""
+        if not self.ahead:
+            return 0
+        counts = self.cache.pool.counts
+        return sum(counts[block] == 1 for draft in self.in_flight for block in draft.fenced)
 
     def _unblock(self, now: float) -> Draft | None:
         """Nothing could be planned. With no step in flight somebody must yield, or the engine would stand still."""
@@ -288,3 +320,10 @@ class Scheduler:
         self._freed.append(request.row)
         self.free_rows.append(request.row)
         request.forget_kv()
+
+
+def _blocks_from(request: Request, first: int, cache: KVCache) -> list[int | bytes]:
+    """Blocks of a row from its `first` one on, their contents, and the blocks under which others find these."""
+    contents = request.hashes[first:]
+    known = [cache.pool.find(content) for content in contents]
+    return [*request.blocks[first:], *contents, *(block for block in known if block is not None)]

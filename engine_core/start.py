@@ -62,7 +62,14 @@ def start_core(
     num_blocks, decision = num_kv_blocks(config, [(worker.block_bytes, worker.free_bytes) for worker in workers])
     executor.setup_kv(num_blocks)
     limits = limits_from_config(config, vocab_size=workers[0].vocab_size, num_blocks=num_blocks)
-    core = EngineCore(limits, engine=engine, epoch=epoch, depth=executor.depth, check=config.scheduler.check)
+    core = EngineCore(
+        limits,
+        engine=engine,
+        epoch=epoch,
+        depth=executor.depth,
+        ahead=config.runs_ahead,
+        check=config.scheduler.check,
+    )
     phases = {"load": loaded - began, "kv": time.monotonic() - loaded}
     for worker in workers:
         for phase, seconds in worker.phases.items():

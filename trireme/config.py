@@ -72,6 +72,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: Annotated[float, Meta(ge=0, description="seconds a request may wait in the queue; 0: no limit")] = (
         60.0
     )
+    async_steps: Annotated[
+        bool, _text("plan a step while the one before it runs; without pipeline stages only (pp 1)")
+    ] = True
     check: Annotated[bool, _text("check every conservation law after every event (tests; slow)")] = False
 
 
@@ -119,6 +122,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     serving: ServingConfig = ServingConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether workers keep the tokens they sample and go on with them in steps planned before anybody else knows them.
+        The first of several pipeline stages does not see what the last one samples."""
+        return self.scheduler.async_steps and self.parallel.pp == 1
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):

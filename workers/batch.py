@@ -46,10 +46,11 @@ class Batch:
         self.num_blocks: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.choice: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.is_plain: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # greedy, no rules, no logprobs
+        self.has_rules: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
         self.wants_prompt: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # prompt log-probabilities
         self.params: list[RowParams | None] = [None] * num_rows
         self.rules: list[LogitRules | None] = [None] * num_rows
-        self.faults: dict[int, str] = {}  # rows that could not be placed, until they are freed
+        self.faults: dict[int, str] = {}  # rows that cannot be computed (any more), until they are freed
 
     def apply(self, plan: StepPlan) -> None:
         """Applies freed, new, blocks and sampled tokens. A row that cannot be placed enters `faults`; its mates do not care.
@@ -68,12 +69,22 @@ class Batch:
         for row, blocks in plan.blocks:
             if row not in self.faults:
                 self._append_blocks(row, blocks)
-        gained = [(row, token) for row, token in zip(plan.rows, plan.tokens, strict=True) if token >= 0]
-        if gained:
-            self._append_tokens([item for item in gained if item[0] not in self.faults] if self.faults else gained)
+        if max(plan.tokens, default=-1) >= 0:
+            pairs = zip(plan.rows, plan.tokens, strict=True)
+            gained = [(row, token) for row, token in pairs if token >= 0 and row not in self.faults]
+            self._append_tokens(np.array([row for row, _ in gained], np.int64), [token for _, token in gained])
+
+    def keep_sampled(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
+        """Takes this worker's own samples as its rows' next tokens. A row with token -1 got none: it enters `faults`."""
+        failed = tokens < 0
+        if failed.any():
+            for row in rows[failed].tolist():
+                self.faults[row] = "this row got no token in an earlier step"
+            rows, tokens = rows[~failed], tokens[~failed]
+        self._append_tokens(rows, tokens.tolist())
 
     def row_faults(self, rows: list[int]) -> list[RowFault]:
-        """Faults of scheduled rows that could not be placed."""
+        """Faults of scheduled rows that cannot be computed."""
         return [RowFault(row, self.faults[row]) for row in rows if row in self.faults]
 
     def row_tokens(self, row: int) -> Tokens:
@@ -92,7 +103,7 @@ class Batch:
 
     def _forget(self, row: int) -> None:
         self.num_tokens[row] = self.num_prompt[row] = self.num_blocks[row] = self.choice[row] = 0
-        self.is_plain[row] = self.wants_prompt[row] = False
+        self.is_plain[row] = self.wants_prompt[row] = self.has_rules[row] = False
         self.params[row] = self.rules[row] = None
         self.faults.pop(row, None)
         if self._poison:
@@ -109,6 +120,7 @@ class Batch:
             raise ValueError(f"token {wrong} is outside this model's vocabulary 0..{self.vocab_size - 1}")
         needs_rules = LogitRules.needed(params)
         self.rules[row] = LogitRules(params, self.vocab_size, tokens, new.num_prompt) if needs_rules else None
+        self.has_rules[row] = needs_rules
         self.tokens[row, : tokens.size] = tokens
         self.num_tokens[row] = tokens.size
         self.num_prompt[row] = new.num_prompt
@@ -128,14 +140,15 @@ class Batch:
         self.blocks[row, start:stop] = blocks
         self.num_blocks[row] = stop
 
-    def _append_tokens(self, gained: list[tuple[int, int]]) -> None:
-        rows = np.array([row for row, _ in gained], np.int64)
+    def _append_tokens(self, rows: NDArray[np.int64], tokens: list[int]) -> None:
         at = self.num_tokens[rows]
         if int(at.max(initial=0)) >= self.max_len:
             raise EngineError(f"a row grew past {self.max_len} tokens: rows {rows[at >= self.max_len].tolist()}")
-        self.tokens[rows, at] = [token for _, token in gained]
+        self.tokens[rows, at] = tokens
         self.num_tokens[rows] = at + 1
-        for row, token in gained:
+        if not self.has_rules[rows].any():
+            return
+        for row, token in zip(rows.tolist(), tokens, strict=True):
             rules = self.rules[row]
             if rules is not None:
                 rules.add_output(token)

@@ -81,6 +81,8 @@ class FakeWorker:
         self.block_size = self.config.cache.block_size
         self.rows: dict[int, FakeRow] = {}
         self.kv = np.zeros((0, self.block_size, 2), np.int32)
+        self.before_forward: Callable[[], object] = lambda: None  # called before other threads get the interpreter
+        self.failed: set[int] = set()  # rows that gave a fault, until they are freed
         self.num_steps = 0
 
     def load(self) -> WorkerLoaded:
@@ -108,15 +110,17 @@ class FakeWorker:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Applies the plan, writes KV, samples. None unless this worker reports."""
         started = time.monotonic()
+        self.before_forward()
         self._apply(plan)
         faults = self._write(plan)
         delay_ms = self.model.fake.delay_ms or self.model.stub.delay_ms
         if delay_ms:
             time.sleep(delay_ms / 1e3)
         self.num_steps += 1
-        if not self.mesh.reports_result:
+        if not (self.mesh.reports_result or self.config.runs_ahead):
             return None
-        return self._sample(plan, faults, started)
+        result = self._sample(plan, faults, started)
+        return result if self.mesh.reports_result else None
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """`info` tells the mesh place and the steps run; anything else raises EngineError."""
@@ -131,6 +135,7 @@ class FakeWorker:
         """The deltas of a plan, in the order of its fields; a delta that does not fit is a bug of the planner."""
         for row in plan.freed:
             del self.rows[row]
+            self.failed.discard(row)
         for new in plan.new:
             assert new.row not in self.rows, f"row {new.row} placed twice"
             self.rows[new.row] = _row_from_new(new)
@@ -140,12 +145,16 @@ class FakeWorker:
             self.kv[destination] = self.kv[source]
         for row, token in zip(plan.rows, plan.tokens, strict=True):
             if token >= 0:
+                assert not self.config.runs_ahead, f"row {row} is told a token that this worker holds"
                 self.rows[row].tokens.append(token)
 
     def _write(self, plan: StepPlan) -> list[RowFault]:
         """Writes the KV of this step's tokens; carries out the scripted faults."""
         fake, faults = self.model.fake, []
         for row_id, count, start in zip(plan.rows, plan.num_tokens, plan.num_computed, strict=True):
+            if row_id in self.failed:
+                faults.append(RowFault(row_id, "a fault in an earlier step"))
+                continue
             row = self.rows[row_id]
             end = start + count
             assert count > 0, f"row {row_id} has nothing to compute"
@@ -159,6 +168,7 @@ class FakeWorker:
                 time.sleep(3600)
             if fake.row_fault_token in chunk:
                 faults.append(RowFault(row_id, "scripted fault"))
+                self.failed.add(row_id)
                 continue  # nothing is written: whoever reads these blocks gets other tokens
             positions = np.arange(start, end)
             blocks = np.array(row.blocks, np.int64)[positions // self.block_size]
@@ -189,6 +199,9 @@ class FakeWorker:
                 tokens.append(token)
                 if row.params.logprobs >= 0:
                     logprobs.append(self._logprobs(row_id, row, end - 1, [token], row.params.logprobs))
+                if self.config.runs_ahead:
+                    assert end == len(row.tokens), f"row {row_id} samples after {end} of {len(row.tokens)} tokens"
+                    row.tokens.append(token)
         elapsed = time.monotonic() - started
         return StepResult(plan.step, rows, tokens, logprobs, prompt_logprobs, faults, elapsed)
 

@@ -7,14 +7,15 @@ decisions from the same plan, so that collectives stay in step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from models.forward import KVLayer, Model
+from models.forward import Group, KVLayer, Model
 from transport.messages import LogprobRow, RowFault, StepPlan, StepResult
 from trireme.errors import EngineError
 from trireme.mesh import Mesh
@@ -38,9 +39,24 @@ class _Outcome:
 
 
 class Runner:
-    """One worker's step loop body over a loaded model and its KV."""
+    """One worker's step loop body over a loaded model and its KV.
 
-    def __init__(self, model: Model, kv: list[KVLayer], batch: Batch, inputs: InputBuilder, mesh: Mesh) -> None:
+    `keeper` is the group of ranks that keep the tokens they sample, for steps planned before anybody else knows them; with
+    None each plan brings the tokens of the steps before.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: list[KVLayer],
+        batch: Batch,
+        inputs: InputBuilder,
+        mesh: Mesh,
+        *,
+        keeper: Group | None = None,
+    ) -> None:
+        self._keeper = keeper
+        self.before_forward: Callable[[], object] = lambda: None
         self._model = model
         self._kv = kv
         self._batch = batch
@@ -49,6 +65,11 @@ class Runner:
         self._sampler = Sampler(model.vocab_size)
         self.max_logits = max(1, LOGITS_BYTES // (4 * model.vocab_size))  # positions of one forward
         self.num_steps = 0
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether sampled tokens stay here, so that plans must not bring them."""
+        return self._keeper is not None
 
     @property
     def num_rows(self) -> int:
@@ -71,10 +92,27 @@ class Runner:
         if step.rows.size:
             for piece in self._pieces(step):
                 self._try(piece, outcome)
+            if self._keeper is not None:
+                self._keep(self._keeper, step.rows[step.sample], outcome.sampled)
         self.num_steps += 1
         if not self._mesh.reports_result:
             return None
         return _result(plan, outcome, time.perf_counter() - started)
+
+    def _keep(self, group: Group, rows: NDArray[np.int64], sampled: Sampled) -> None:
+        """Makes the sampled tokens known to this worker's batch, on every rank those of rank 0."""
+        if not rows.size:
+            return
+        tokens = np.full(rows.size, -1, np.int32)
+        if sampled.rows == rows.tolist():
+            tokens[:] = sampled.tokens
+        elif sampled.rows:
+            token_of = dict(zip(sampled.rows, sampled.tokens, strict=True))
+            tokens[:] = [token_of.get(row, -1) for row in rows.tolist()]
+        if group.size > 1:
+            gathered = group.all_gather(torch.from_numpy(tokens)[None], [rows.size] * group.size)
+            tokens = gathered[0, : rows.size].numpy()
+        self._batch.keep_sampled(rows, tokens)
 
     def _rows_of(self, plan: StepPlan) -> StepRows:
         step = StepRows(
@@ -117,6 +155,7 @@ class Runner:
         KV is then written again, which changes nothing."""
         try:
             forward, wanted = self._inputs.build(self._batch, step)
+            self.before_forward()
             logits = self._model.forward(forward, self._kv)
         except ROW_ERRORS as error:
             if self._mesh.num_workers > 1:

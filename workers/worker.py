@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from models.forward import KVLayer, Model
+from models.forward import Group, KVLayer, Model
 from models.load import load_model
 from models.native import load_native
 from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
@@ -45,6 +45,8 @@ class Worker:
         self._loaded: tuple[ArchSpec, Model, torch.dtype] | None = None
         self._kv: list[KVLayer] = []
         self._runner: Runner | None = None
+        self._group: Group | None = None
+        self.before_forward: Callable[[], object] = lambda: None  # called before other threads get the interpreter
         self._abort_group: Callable[[], None] | None = None
 
     def load(self) -> WorkerLoaded:
@@ -54,6 +56,7 @@ class Worker:
         files = find_model(self.config.model.model)
         arch = read_arch(files)
         group = make_group(self.mesh, self._arena, step_timeout_s=self.config.launch.step_timeout)
+        self._group = group
         self._abort_group = getattr(group, "abort", None)
         dtype, max_len = self.config.model.dtype, self.config.model.max_len
         model = load_model(files, arch, self.mesh, group, dtype, self._progress, max_len=max_len)
@@ -82,12 +85,15 @@ class Worker:
         self._kv = allocate_kv(model, num_blocks, block_size, kv_dtype)
         batch = Batch(max_rows, max_len, block_size, model.vocab_size, num_blocks)
         inputs = InputBuilder(config.scheduler.max_num_tokens, max_rows, -(-max_len // block_size))
-        self._runner = Runner(model, self._kv, batch, inputs, self.mesh)
+        self._runner = Runner(
+            model, self._kv, batch, inputs, self.mesh, keeper=self._group if config.runs_ahead else None
+        )
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step; see Runner.execute. When it raises, the other workers' collectives fail at once instead of waiting."""
         if self._runner is None:
             raise EngineError("a step arrived before setup_kv")
+        self._runner.before_forward = self.before_forward
         try:
             return self._runner.execute(plan)
         except BaseException:

@@ -38,7 +38,7 @@ class WorkerLost(EngineError):
 
 
 class Executor(Protocol):
-    """Workers of one engine. `depth` plans may be under way at once (the number of pipeline stages).
+    """Workers of one engine. `depth` plans may be under way at once (see `depth_of`).
 
     The executor registers its sources with the poller it was made with; after every poller turn the loop calls
     `take_results`. Any method may raise the workers' own error as the root cause (WorkerLost, ModelError, ...).
@@ -69,6 +69,11 @@ class Executor(Protocol):
     def close(self) -> None:
         """Ends the workers. May be called in any state, twice."""
         ...
+
+
+def depth_of(config: EngineConfig) -> int:
+    """One plan for each pipeline stage; or one that runs and one behind it, so that workers never wait for the engine."""
+    return 2 if config.runs_ahead else config.parallel.pp
 
 
 def make_executor(config: EngineConfig, place: WorkerPlace, poller: Poller) -> Executor:

@@ -1,6 +1,8 @@
 """The one worker of an engine, in a thread of the engine's process: no serialization, no sockets, same interface.
 
-Used by the engine loop. The worker is touched by its thread only; orders and answers pass through two queues.
+Used by the engine loop. The worker is touched by its thread only; orders and answers pass through two queues. With another
+step waiting, the loop is woken when that step has reached the kernels, not before: else both threads would want the
+interpreter at once, and the worker would get it last.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from engine_core.executor.base import MODULES, OnReply, WorkerPlace
+from engine_core.executor.base import MODULES, OnReply, WorkerPlace, depth_of
 from transport.messages import LoadProgress, StepPlan, StepResult, WorkerInit, WorkerLoaded
 from transport.poller import Poller, Waker
 from trireme.config import EngineConfig
@@ -24,11 +26,10 @@ from trireme.errors import ConfigError, TriremeError
 class InprocExecutor:
     """One worker in a thread."""
 
-    depth = 1
-
     def __init__(self, config: EngineConfig, place: WorkerPlace, poller: Poller) -> None:
         if config.parallel.tp * config.parallel.pp != 1:
             raise ConfigError("the in-process executor runs one worker", hint="--executor procs")
+        self.depth = depth_of(config)
         self._init = WorkerInit(msgspec.msgpack.encode(config), place.dp_rank, 0)
         self._module = MODULES[config.parallel.worker]
         self._poller = poller
@@ -100,12 +101,14 @@ class InprocExecutor:
                 self._error = error
                 self._waker.set()
                 return
-            self._waker.set()
+            if self._orders.empty():
+                self._waker.set()
         if self._worker is not None:
             self._worker.close()
 
     def _do_load(self) -> None:
         self._worker = importlib.import_module(self._module).Worker(self._init, self._report)
+        self._worker.before_forward = self._waker.set
         self._done.append(self._worker.load())
 
     def _report(self, phase: str, done: int, total: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from engine_core.executor.base import OnReply, WorkerLost, WorkerPlace
+from engine_core.executor.base import OnReply, WorkerLost, WorkerPlace, depth_of
 from transport.boot import Child, spawn
 from transport.messages import (
     Call,
@@ -52,7 +52,7 @@ class ProcsExecutor:
         self._boot = place.boot
         self._dp_rank = place.dp_rank
         parallel = config.parallel
-        self.depth = parallel.pp
+        self.depth = depth_of(config)
         self._mesh = Mesh(parallel.dp, parallel.pp, parallel.tp, place.dp_rank)
         self._poller = poller
         self._arena: Arena | None = None

@@ -67,8 +67,11 @@ class BlockPool:
         return self.index.get(content)
 
     def forget(self, block: int) -> None:
-        """The content of a held block is not to be trusted: nobody finds it any more."""
+        """The content of a block is not to be trusted: nobody finds it any more."""
         self._unindex(block)
+        if self.counts[block] == 0 and block in self.cached:
+            del self.cached[block]
+            self.free.append(block)
 
     def forget_all(self) -> None:
         """Empties the index; cached blocks become free, held ones stay held."""

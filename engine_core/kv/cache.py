@@ -66,19 +66,22 @@ class KVCache:
         return fresh
 
     def seal(self, request: Request) -> None:
-        """Makes the blocks that are full by now findable: any later step may read them, since plans run in order."""
+        """Makes the blocks that are full of known tokens by now findable: any later step may read them, since plans run in
+        order."""
         if not self.prefix_cache:
             return
-        num_full = request.num_computed // self.block_size
+        num_full = min(request.num_computed, len(request.tokens)) // self.block_size
         hashes = self._hashes(request, num_full)
         for i in range(request.num_sealed, num_full):
             self.pool.seal(request.blocks[i], hashes[i])
         request.num_sealed = num_full
 
-    def distrust(self, request: Request, first_token: int) -> None:
-        """Unseals the blocks from `first_token` on: the step that should have filled them failed for this row."""
-        for block in request.blocks[first_token // self.block_size :]:
-            self.pool.forget(block)
+    def distrust(self, contents: list[bytes]) -> None:
+        """Makes blocks of these contents unfindable: the step that should have filled them failed."""
+        for content in contents:
+            block = self.pool.find(content)
+            if block is not None:
+                self.pool.forget(block)
 
     def release(self, blocks: list[int]) -> None:
         """Gives up a table, tail first, so that prefixes live longest."""

@@ -12,6 +12,7 @@ from tests.e2e.deployment import Deployment
 from tests.models.tiny import make_tiny_llama
 
 TOPOLOGIES = {
+    "plain-loop": ["--no-async-steps"],
     "multi-process": ["--executor", "procs"],
     "dp2": ["--dp", "2"],
     "tp2": ["--tp", "2"],

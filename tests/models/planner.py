@@ -103,7 +103,7 @@ class RandomPlanner:
             rows=[job.row for job in placed],
             num_tokens=counts,
             num_computed=[job.num_computed for job in placed],
-            tokens=[job.unsent for job in placed],
+            tokens=[-1 if self.runner.keeps_tokens else job.unsent for job in placed],
             sample=samples,
         )
         self.freed = []
@@ -161,7 +161,8 @@ def run_alone(runner: Runner, blocks: Sequence[int], prompt: list[int], params: 
     while not job.is_done:
         todo = len(job.tokens) - computed
         new = [placed] if computed == 0 else []
-        result = execute(runner, new=new, rows=[0], num_tokens=[todo], num_computed=[computed], tokens=[unsent])
+        tokens = [-1 if runner.keeps_tokens else unsent]
+        result = execute(runner, new=new, rows=[0], num_tokens=[todo], num_computed=[computed], tokens=tokens)
         for entry in result.prompt_logprobs:
             job.scores = {i + 1: (float(entry.logprobs[i, 0]), int(entry.ranks[i])) for i in range(len(entry.logprobs))}
         computed, unsent = computed + todo, result.tokens[0]

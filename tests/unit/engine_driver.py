@@ -14,7 +14,7 @@ import numpy as np
 from engine_core.core import EngineCore
 from engine_core.scheduler import Limits
 from transport.messages import End, First, LogprobRow, StepPlan, StepResult, Submit, WorkerInit
-from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from trireme.params import RowParams
 from workers.fake import FakeModel, FakeOptions, FakeWorker, expected_tokens
 
@@ -38,11 +38,12 @@ def make_limits(**changes: object) -> Limits:
     return Limits(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def make_worker(limits: Limits, fake: FakeOptions, worker: int = 0, pp: int = 1) -> FakeWorker:
+def make_worker(limits: Limits, fake: FakeOptions, worker: int = 0, pp: int = 1, *, ahead: bool = False) -> FakeWorker:
     config = EngineConfig(
         model=ModelConfig(model="no such directory"),
         cache=CacheConfig(block_size=limits.block_size),
         parallel=ParallelConfig(pp=pp, worker="fake"),
+        scheduler=SchedulerConfig(async_steps=ahead),
     )
     init = WorkerInit(msgspec.msgpack.encode(config), 0, worker)
     fake_worker = FakeWorker(init, lambda phase, done, total: None)
@@ -70,13 +71,17 @@ class Row:
 
 
 class Driver:
-    """An engine core, its fake workers, and what came out of it, per row."""
+    """An engine core, its fake workers, and what came out of it, per row. `depth` is that of a pipeline; with `ahead` there is
+    one worker, which keeps its tokens, and two plans may be under way."""
 
-    def __init__(self, limits: Limits | None = None, *, depth: int = 1, fake: FakeOptions | None = None) -> None:
+    def __init__(
+        self, limits: Limits | None = None, *, depth: int = 1, ahead: bool = False, fake: FakeOptions | None = None
+    ) -> None:
         self.limits = limits or make_limits()
         self.fake = fake or FakeOptions()
-        self.core = EngineCore(self.limits, depth=depth, check=True)
-        self.workers = [make_worker(self.limits, self.fake, worker, depth) for worker in range(depth)]
+        self.core = EngineCore(self.limits, depth=2 if ahead else depth, ahead=ahead, check=True)
+        stages = range(1 if ahead else depth)
+        self.workers = [make_worker(self.limits, self.fake, stage, len(stages), ahead=ahead) for stage in stages]
         self.answers: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.rows: dict[tuple[str, int], Row] = {}

@@ -23,7 +23,7 @@ SOURCES = [[(seed * 31 + 7 * i) % 250 for i in range(64)] for seed in range(2)]
 class Scene:
     """One engine core, and the random events that may befall it. `random` decides everything."""
 
-    def __init__(self, choose: random.Random) -> None:
+    def __init__(self, choose: random.Random, *, ahead: bool = False) -> None:
         self.choose = choose
         block_size = choose.choice([1, 2, 4, 4, 5])
         max_len = choose.randint(12, 48)
@@ -40,7 +40,7 @@ class Scene:
             prefix_cache=choose.random() < 0.7,
         )
         fake = FakeOptions(eos_every=choose.choice([0, 11]), row_fault_token=FAULT)
-        self.driver = Driver(limits, depth=choose.choice([1, 1, 2, 3]), fake=fake)
+        self.driver = Driver(limits, depth=choose.choice([1, 1, 2, 3]), ahead=ahead, fake=fake)
         self.lost: set[Row] = set()
         self.events = [self.submit, self.submit, self.steps, self.steps, self.plan, self.answer]
         self.events += [self.abort, self.time_passes, self.front_dies, self.forget_prefixes]
@@ -114,9 +114,9 @@ class Scene:
 class EngineMachine(RuleBasedStateMachine):
     """Hypothesis holds the dice: it looks for short failing sequences and shrinks them."""
 
-    @initialize(choose=st.randoms(use_true_random=False))
-    def start(self, choose: random.Random) -> None:
-        self.scene = Scene(choose)
+    @initialize(choose=st.randoms(use_true_random=False), ahead=st.booleans())
+    def start(self, choose: random.Random, *, ahead: bool) -> None:
+        self.scene = Scene(choose, ahead=ahead)
 
     @rule(times=st.integers(1, 6))
     def events(self, times: int) -> None:
@@ -134,12 +134,13 @@ TestEngineMachine.settings = settings(
 )
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("first_seed", range(0, 60, 20))
-def test_fixed_seeds_find_no_broken_law(first_seed: int) -> None:
+def test_fixed_seeds_find_no_broken_law(first_seed: int, ahead: bool) -> None:
     """Fair dice reach crowded situations (preemption, shared faults) that minimal examples rarely do."""
     totals = {"preemptions": 0, "hit_tokens": 0, "faults": 0}
     for seed in range(first_seed, first_seed + 20):
-        scene = Scene(random.Random(seed))
+        scene = Scene(random.Random(seed), ahead=ahead)
         for _ in range(60):
             scene.one_event()
         scene.finish()
