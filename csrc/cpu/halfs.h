@@ -32,4 +32,10 @@ static inline float float_from_fp16(uint16_t half) {
   return float_from_bits(sign | ((exponent + 112) << 23) | (fraction << 13));
 }
 
+// 2^(exponent - 128), subnormal for 0 and 1: half the scale that an E8M0 byte stands for.
+static inline float float_from_exponent(uint8_t exponent) {
+  const uint32_t e = exponent;
+  return float_from_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+}
+
 }  // namespace trireme

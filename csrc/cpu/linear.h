@@ -1,15 +1,20 @@
 // Matrix products over packed weights: out[M, N] = x[M, K] * W[N, K]^T, fp32 in and out. Called by bind_linear.cpp.
 //
 // Packed form: tiles of 16 rows (the last one padded with zeros), so that a SIMD lane is an output row and no kernel
-// needs a horizontal sum. Block types hold, per tile and block of 32 k's:
-//     scales fp16[16] | mins fp16[16] (Q4_1 only) | values
-// with the values of 4 consecutive k's of a row side by side, as byte dot products want them:
-//     Q8_0         for each group of 4 k's: int8[16 rows][4]
-//     Q4_0, Q4_1   for each pair of groups: byte[16 rows][4], low nibble = first group, high nibble = second group
-// Dense types hold, per tile, for each k the 16 values of that column.
+// needs a horizontal sum. Block types are a sequence of groups; a group is what shares the scales of one raw block of the
+// file (32 or 256 k's):
+//     header: fp16[16] scales, fp16[16] mins (types with mins) or uint8[16] exponents (MXFP4)
+//     then for each 32 k's: sub-scales (types of 256) | first plane | second plane
+// Codes of 4 consecutive k's of a row (a quad; 8 quads to a block) lie side by side, as byte dot products want them. A plane of B bits is
+// B pieces of byte[16 rows][4]; piece p has quads p * 8 / B onwards in its bit fields, lowest first:
+//     Q8_0 8 bits | Q4_0 Q4_1 Q4_K IQ4_NL IQ4_XS MXFP4 4 | Q5_0 Q5_1 Q5_K 4 + 1 | Q6_K 4 + 2 | Q2_K 2 | Q3_K 2 + 1
+// Sub-scales: uint8[16] scales + uint8[16] mins (Q4_K, Q5_K), int8[16] (IQ4_XS), or per row a pair for its two runs of 16
+// k's: int8[16][2] (Q3_K, Q6_K), byte[16][2] with the scale in the low and the min in the high nibble (Q2_K).
+// Six-bit sub-scales become bytes; all else keeps the bits of the file. Dense types hold, per tile, for each k the 16
+// values of that column.
 //
 // Numerics: every output lane is accumulated in fp32 in ascending order of k (dense) or of blocks (block types, exact
-// integer sums inside a block), by the same operations whatever M, N's split and the thread count.
+// integer sums inside a block, sub-scales of 16 k's included), by the same operations whatever M, N's split and threads.
 #pragma once
 
 #include <cstddef>
@@ -21,22 +26,89 @@ namespace trireme {
 constexpr int kTileRows = 16;
 constexpr int kBlock = 32;
 
-enum class WeightKind { f32 = 0, f16 = 1, bf16 = 2, q8_0 = 3, q4_0 = 4, q4_1 = 5 };
-constexpr int kNumWeightKinds = 6;
+enum class WeightKind {
+  f32 = 0, f16 = 1, bf16 = 2, q8_0 = 3, q4_0 = 4, q4_1 = 5, q5_0 = 6, q5_1 = 7, q2_k = 8, q3_k = 9, q4_k = 10, q5_k = 11,
+  q6_k = 12, iq4_nl = 13, iq4_xs = 14, mxfp4 = 15
+};
+constexpr int kNumWeightKinds = 16;
 
-inline bool is_block_kind(WeightKind kind) { return kind >= WeightKind::q8_0; }
+constexpr bool is_block_kind(WeightKind kind) { return kind >= WeightKind::q8_0; }
 
-// Bytes of one packed block of a tile: 32 k's of a block kind, one k of a dense kind.
-constexpr size_t packed_block_bytes(WeightKind kind) {
+enum class ScaleForm {
+  half,         // fp16 per 32
+  half_min,     // fp16 scale and min per 32
+  exponent,     // power of two per 32
+  super32,      // fp16 per 256 times int8 per 32
+  super32_min,  // fp16 scale and min per 256 times uint8 per 32
+  super16,      // fp16 per 256 times int8 per 16
+  super16_min,  // fp16 scale and min per 256 times 4 bits per 16
+};
+
+struct BlockForm {
+  int raw_values;   // k's that one raw block holds
+  int raw_bytes;
+  int first_bits;   // width of the first plane
+  int second_bits;  // of the second one, which holds the upper bits; may be 0
+  int offset;       // taken off each code (after the table, where there is one)
+  int max_code;     // largest unsigned code (after the table); 0: signed bytes
+  const int8_t* table;  // 16 values that 4-bit codes stand for, or null
+  ScaleForm scale;
+};
+
+inline constexpr int8_t kIq4Table[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+// Twice the values of a float of 4 bits, plus 12.
+inline constexpr int8_t kMxfp4Table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+constexpr BlockForm block_form(WeightKind kind) {
   switch (kind) {
-    case WeightKind::f32: return 4 * kTileRows;
-    case WeightKind::f16:
-    case WeightKind::bf16: return 2 * kTileRows;
-    case WeightKind::q8_0: return 2 * kTileRows + kBlock * kTileRows;
-    case WeightKind::q4_0: return 2 * kTileRows + kBlock / 2 * kTileRows;
-    case WeightKind::q4_1: return 4 * kTileRows + kBlock / 2 * kTileRows;
+    case WeightKind::q8_0: return {32, 34, 8, 0, 0, 0, nullptr, ScaleForm::half};
+    case WeightKind::q4_0: return {32, 18, 4, 0, 8, 15, nullptr, ScaleForm::half};
+    case WeightKind::q4_1: return {32, 20, 4, 0, 0, 15, nullptr, ScaleForm::half_min};
+    case WeightKind::q5_0: return {32, 22, 4, 1, 16, 31, nullptr, ScaleForm::half};
+    case WeightKind::q5_1: return {32, 24, 4, 1, 0, 31, nullptr, ScaleForm::half_min};
+    case WeightKind::q2_k: return {256, 84, 2, 0, 0, 3, nullptr, ScaleForm::super16_min};
+    case WeightKind::q3_k: return {256, 110, 2, 1, 4, 7, nullptr, ScaleForm::super16};
+    case WeightKind::q4_k: return {256, 144, 4, 0, 0, 15, nullptr, ScaleForm::super32_min};
+    case WeightKind::q5_k: return {256, 176, 4, 1, 0, 31, nullptr, ScaleForm::super32_min};
+    case WeightKind::q6_k: return {256, 210, 4, 2, 32, 63, nullptr, ScaleForm::super16};
+    case WeightKind::iq4_nl: return {32, 18, 4, 0, 0, 0, kIq4Table, ScaleForm::half};
+    case WeightKind::iq4_xs: return {256, 136, 4, 0, 0, 0, kIq4Table, ScaleForm::super32};
+    case WeightKind::mxfp4: return {32, 17, 4, 0, 12, 24, kMxfp4Table, ScaleForm::exponent};
+    default: return {1, kind == WeightKind::f32 ? 4 : 2, 0, 0, 0, 0, nullptr, ScaleForm::half};
   }
-  return 0;
+}
+
+constexpr bool has_mins(ScaleForm form) {
+  return form == ScaleForm::half_min || form == ScaleForm::super32_min || form == ScaleForm::super16_min;
+}
+
+constexpr bool has_pairs(ScaleForm form) { return form == ScaleForm::super16 || form == ScaleForm::super16_min; }
+
+constexpr size_t header_bytes(ScaleForm form) {
+  return kTileRows * (form == ScaleForm::exponent ? 1 : has_mins(form) ? 4 : 2);
+}
+
+constexpr size_t sub_scale_bytes(ScaleForm form) {
+  switch (form) {
+    case ScaleForm::super32: return kTileRows;
+    case ScaleForm::super32_min:
+    case ScaleForm::super16:
+    case ScaleForm::super16_min: return 2 * kTileRows;
+    default: return 0;
+  }
+}
+
+// Bytes of one packed block of 32 k's, its group's header not counted.
+constexpr size_t packed_block_bytes(WeightKind kind) {
+  const BlockForm form = block_form(kind);
+  return sub_scale_bytes(form.scale) + static_cast<size_t>(form.first_bits + form.second_bits) * 4 * kTileRows;
+}
+
+// Bytes of one packed group of a tile: the k's of one raw block; one k of a dense kind.
+constexpr size_t packed_group_bytes(WeightKind kind) {
+  const BlockForm form = block_form(kind);
+  if (!is_block_kind(kind)) return static_cast<size_t>(form.raw_bytes) * kTileRows;
+  return header_bytes(form.scale) + form.raw_values / kBlock * packed_block_bytes(kind);
 }
 
 struct PackedWeight {
@@ -50,7 +122,7 @@ struct PackedWeight {
   size_t nbytes() const { return tile_bytes * static_cast<size_t>(num_tiles); }
 };
 
-// raw: n rows as in a GGUF file (k a multiple of 32 for block kinds). Throws std::bad_alloc.
+// raw: n rows as in a GGUF file (k a multiple of the block's values). Uses the thread pool. Throws std::bad_alloc.
 std::unique_ptr<PackedWeight> pack_weight(WeightKind kind, const uint8_t* raw, int n, int k);
 
 struct LinearArgs {
@@ -66,8 +138,16 @@ struct LinearArgs {
 // Uses the thread pool; any thread may call it.
 void linear(const PackedWeight& weight, const LinearArgs& args);
 
-// Rows ids[0..count) as fp32. ids must be in range.
+// Rows ids[0..count) as fp32, exactly the values of the file. ids must be in range.
 void gather_rows(const PackedWeight& weight, const int32_t* ids, int count, float* out, ptrdiff_t out_stride);
+
+// ---- linear_pack.cpp, for linear.cpp
+
+// Packs up to 16 rows, raw_row bytes apart, into a tile of zeros.
+void pack_tile(WeightKind kind, const uint8_t* raw, size_t raw_row, int rows, int k, uint8_t* tile);
+
+// One row of a tile.
+void read_row(WeightKind kind, const uint8_t* tile, int lane, int k, float* out);
 
 // ---- what a kernel file (linear_portable.cpp, linear_avx2.cpp, linear_avx512.cpp) provides
 
@@ -77,6 +157,7 @@ struct QuantizedRows {
   float* scale;     // [m][k / 32]; NaN where x has a value that is not finite
   float* sum;       // [m][k / 32], scale * sum of q
   int32_t* minus_sum;  // [m][k / 32], minus the sum of q
+  int32_t* minus_halves;  // [m][k / 32], the same of the first and the second 16 as two int16, first one low
 };
 
 // One rectangle of a product: consecutive tiles x consecutive rows.
@@ -96,7 +177,7 @@ struct TileArgs {
   bool accumulate;
 };
 
-using QuantizeRowFn = void (*)(const float* x, int k, int8_t* q, float* scale, float* sum, int32_t* minus_sum);
+using QuantizeRowFn = void (*)(const float* x, int k, const QuantizedRows& row);
 using TileFn = void (*)(const TileArgs& args);
 
 struct LinearKernels {

@@ -1,6 +1,6 @@
 """Linear layers over packed weights: pack once at load, then `linear` per step. Called by models/layers and models/load.
 
-A weight of one of the PACKED_KINDS keeps its 4, 8 or 16 bits: rows are interleaved into tiles of 16 so that a SIMD lane is
+A weight of one of the PACKED_KINDS keeps the bits of the file: rows are interleaved into tiles of 16 so that a SIMD lane is
 an output row. Activations are float32 [M, K]; for block types they are rounded to int8 per 32 values inside `linear`.
 A row's result is bit-identical whatever the other rows, their number and the number of threads (per instruction set).
 
@@ -25,7 +25,10 @@ Bytes = NDArray[np.uint8]
 Raw = Tensor | Bytes
 
 # Kinds that linear computes with as they are; the numbers are those of WeightKind in csrc/cpu/linear.h.
-PACKED_KINDS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
+PACKED_KINDS = {
+    **{"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5, "Q5_0": 6, "Q5_1": 7, "Q2_K": 8, "Q3_K": 9},
+    **{"Q4_K": 10, "Q5_K": 11, "Q6_K": 12, "IQ4_NL": 13, "IQ4_XS": 14, "MXFP4": 15},
+}
 BLOCKS = {name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()}
 _DENSE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 

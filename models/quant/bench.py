@@ -22,6 +22,11 @@ SMOLLM2_LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 SMOLLM2_LAYERS = 30
 SMOLLM2_HEAD = (49152, 576)
 COLD_BYTES = 48 << 20
+# Where the fp16 scales of a raw block lie.
+FP16_AT = {
+    **{"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)},
+    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()},
+}
 
 
 def make_weight(kind: str, n: int, k: int, seed: int) -> PackedWeight:
@@ -32,8 +37,10 @@ def make_weight(kind: str, n: int, k: int, seed: int) -> PackedWeight:
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
         return pack(kind, torch.randn(n, k).to(dtype), n, k)
     raw = rng.integers(0, 256, n * row_bytes(kind, k), dtype=np.uint8).reshape(-1, BLOCKS[kind][1])
-    num_scales = 2 if kind == "Q4_1" else 1
-    raw[:, : 2 * num_scales] = np.full((raw.shape[0], num_scales), 0.01, np.float16).view(np.uint8)
+    for at in FP16_AT[kind]:
+        raw[:, at : at + 2] = np.full((raw.shape[0], 1), 0.01, np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        raw[:, 0] = 120
     return pack(kind, raw, n, k)
 
 
