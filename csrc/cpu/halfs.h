@@ -32,6 +32,19 @@ static inline float float_from_fp16(uint16_t half) {
   return float_from_bits(sign | ((exponent + 112) << 23) | (fraction << 13));
 }
 
+// To nearest, ties to even; too large becomes infinity.
+static inline uint16_t fp16_from_float(float value) {
+  const uint32_t bits = bits_from_float(value);
+  const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 leaves the fraction in units of 2^-24, rounded by the addition
+    const float shifted = float_from_bits(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (bits_from_float(shifted) - 0x3f000000u));
+  }
+  return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13));
+}
+
 // 2^(exponent - 128), subnormal for 0 and 1: half the scale that an E8M0 byte stands for.
 static inline float float_from_exponent(uint8_t exponent) {
   const uint32_t e = exponent;

@@ -141,6 +141,10 @@ void linear(const PackedWeight& weight, const LinearArgs& args);
 // Rows ids[0..count) as fp32, exactly the values of the file. ids must be in range.
 void gather_rows(const PackedWeight& weight, const int32_t* ids, int count, float* out, ptrdiff_t out_stride);
 
+// Rounds n rows of fp32 to raw rows of q8_0 or q4_0 (k a multiple of 32), by the rules of ggml's reference. With `one_scale`
+// (q8_0) all blocks of a row share the scale of its largest value. Uses the thread pool.
+void quantize_weight(WeightKind kind, const float* values, int n, int k, bool one_scale, uint8_t* raw);
+
 // ---- linear_pack.cpp, for linear.cpp
 
 // Packs up to 16 rows, raw_row bytes apart, into a tile of zeros.

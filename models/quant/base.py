@@ -30,6 +30,7 @@ PACKED_KINDS = {
     **{"Q4_K": 10, "Q5_K": 11, "Q6_K": 12, "IQ4_NL": 13, "IQ4_XS": 14, "MXFP4": 15},
 }
 BLOCKS = {name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()}
+SCHEMES = {"q8_0": ("Q8_0", False), "q4_0": ("Q4_0", False), "int8": ("Q8_0", True)}
 _DENSE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 _native: Any = load_native()
@@ -106,6 +107,17 @@ def pack(kind: str, raw: Raw, n: int, k: int) -> PackedWeight:
         raise ModelError(f"a {kind} matrix of {n} x {k} has {n * row_bytes(kind, k)} bytes, not {data.size}")
     handle = _native.pack_weight(PACKED_KINDS[kind], data.ctypes.data, n, k)
     return PackedWeight(handle, kind, n, k)
+
+
+def quantize(scheme: str, weight: Tensor) -> tuple[str, Bytes]:
+    """A dense [n, k] matrix, k a multiple of 32, rounded to raw blocks: (kind, uint8 [n, row_bytes]). Schemes are q8_0 and
+    q4_0, equal to ggml's reference to the bit, and int8: one fp16 scale for each row, repeated in q8_0 blocks."""
+    kind, one_scale = SCHEMES[scheme]
+    n, k = weight.shape
+    values = weight.detach().float().contiguous()
+    raw = np.empty((n, row_bytes(kind, k)), np.uint8)
+    _native.quantize_weight(PACKED_KINDS[kind], values.data_ptr(), n, k, one_scale, raw.ctypes.data)
+    return kind, raw
 
 
 def linear(

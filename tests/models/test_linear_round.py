@@ -1,0 +1,53 @@
+"""Rounding of dense weights while loading: bits of ggml's reference for q8_0 and q4_0, one scale for each row for int8."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+
+from models.quant.base import linear, pack, quantize
+from models.quant.gguf_expand import dequantize
+
+N, K = 37, 416
+
+
+def weights() -> np.ndarray:
+    values = np.random.default_rng(3).standard_normal((N, K)).astype(np.float32)
+    values[0] = 0
+    values[1, :32] = 0
+    values[2] *= 1e-6  # scales that are subnormal in fp16
+    values[3] *= 1e-10
+    values[4] *= 3e4
+    values[5, ::2] = 0.5
+    return values
+
+
+@pytest.mark.parametrize("scheme", ["q8_0", "q4_0"])
+def test_rounding_is_that_of_the_reference(scheme: str) -> None:
+    values = weights()
+    kind, raw = quantize(scheme, torch.from_numpy(values))
+    np.testing.assert_array_equal(raw, quants.quantize(values, GGMLQuantizationType[kind]).reshape(raw.shape))
+
+
+def test_int8_has_one_scale_for_each_row_and_errs_by_half_a_step() -> None:
+    values = weights()
+    kind, raw = quantize("int8", torch.from_numpy(values))
+    scales = raw.reshape(N, -1, 34)[:, :, :2]
+    assert (scales == scales[:, :1]).all()
+    error = np.abs(dequantize(kind, raw, N, K).numpy() - values)
+    largest = np.abs(values).max(1, keepdims=True)
+    # Half a step, and the rounding of the scale itself: 2^-11 of the value, or half of 2^-24 times the code.
+    assert (error <= largest * (0.5 / 127 + 2**-11) + 127 * 2**-25 + 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_dense_dtype_multiplies_after_rounding(dtype: torch.dtype) -> None:
+    dense = torch.from_numpy(weights()[10:]).to(dtype)
+    x = torch.randn(3, K)
+    for scheme, bound in (("q8_0", 0.02), ("int8", 0.03), ("q4_0", 0.2)):
+        kind, raw = quantize(scheme, dense)
+        result = linear(x, pack(kind, raw, *dense.shape))
+        reference = x @ dense.float().T
+        assert float((result - reference).norm() / reference.norm()) < bound
