@@ -31,8 +31,11 @@ def load_model(
     progress: Progress = no_progress,
     *,
     max_len: int | None = None,
+    quantize: str | None = None,
 ) -> Model:
     """This rank's stage. `dtype` is the type of dense weights (auto: as stored); quantized blocks stay as they are.
+
+    `quantize` is a scheme of models.quant.base.SCHEMES to which dense matrices are rounded instead.
 
     `max_len` is how many positions will ever be computed (default: the model's own limit; more is allowed).
     `progress("weights", done, total)` counts layers, and the embedding with the head as one. Raises ModelError for files
@@ -43,7 +46,7 @@ def load_model(
     source = open_weights(files, arch)
     family = family_named(arch.family)
     check_names(source, family.weight_names(arch), family.ignorable_names(arch))
-    return family.body(arch, mesh, group, source, dense=dense_kind(dtype), progress=progress, max_len=max_len)
+    return family.body(arch, mesh, group, source, dense=quantize or dense_kind(dtype), progress=progress, max_len=max_len)
 
 
 def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:

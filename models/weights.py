@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.quant.base import PACKED_KINDS, Bytes, bytes_of, kind_of, row_bytes
+from models.quant.base import PACKED_KINDS, SCHEMES, Bytes, bytes_of, kind_of, quantize, row_bytes
 from models.quant.gguf_expand import dequantize
 from trireme.errors import ModelError
 from trireme.gguf import GgufFile, read_gguf
@@ -49,10 +49,15 @@ class RawMatrix(NamedTuple):
         return dequantize(self.kind, self.raw, self.n, self.k)
 
     def computable(self, dense: str | None) -> RawMatrix:
-        """As a kind that has a kernel: other block types become F16; dense ones become `dense` when that is given."""
+        """As a kind that has a kernel: other block types become F16; dense ones become `dense`, a kind or a rounding
+        scheme, when that is given. Rows that are no whole blocks stay dense."""
         if self.kind not in PACKED_KINDS:
             return self.as_kind("F16")
-        return self.as_kind(dense) if dense is not None and self.kind in _TORCH_DTYPES else self
+        if dense is None or self.kind not in _TORCH_DTYPES:
+            return self
+        if dense in SCHEMES:
+            return self if self.k % 32 else RawMatrix(*quantize(dense, self.as_float32()), self.n, self.k)
+        return self.as_kind(dense)
 
 
 def raw_from_tensor(tensor: Tensor) -> RawMatrix:

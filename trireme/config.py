@@ -26,6 +26,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], _text("type of dense weights; auto keeps the stored one")
     ] = "auto"
+    quantize: Annotated[
+        Literal["q8_0", "q4_0", "int8"] | None,
+        _text("round dense weights to blocks while loading (int8: one scale per output); default: as dtype says"),
+    ] = None
     max_len: (
         Annotated[int, _count("longest prompt plus output, tokens; default: the model's, if it fits", 1)] | None
     ) = None

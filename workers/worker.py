@@ -58,8 +58,8 @@ class Worker:
         group = make_group(self.mesh, self._arena, step_timeout_s=self.config.launch.step_timeout)
         self._group = group
         self._abort_group = getattr(group, "abort", None)
-        dtype, max_len = self.config.model.dtype, self.config.model.max_len
-        model = load_model(files, arch, self.mesh, group, dtype, self._progress, max_len=max_len)
+        dtype, max_len, quantize = self.config.model.dtype, self.config.model.max_len, self.config.model.quantize
+        model = load_model(files, arch, self.mesh, group, dtype, self._progress, max_len=max_len, quantize=quantize)
         if self._native is not None and num_threads > 1:
             torch.set_num_threads(1)  # the pool of the native kernels computes; torch's own threads would only spin
         kv_dtype, kv_decision = choose_kv_dtype(self.config.cache.kv_dtype, arch)

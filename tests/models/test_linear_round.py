@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType, quants
 
 from models.quant.base import linear, pack, quantize
 from models.quant.gguf_expand import dequantize
+from models.weights import raw_from_tensor
 
 N, K = 37, 416
 
@@ -51,3 +52,13 @@ def test_any_dense_dtype_multiplies_after_rounding(dtype: torch.dtype) -> None:
         result = linear(x, pack(kind, raw, *dense.shape))
         reference = x @ dense.float().T
         assert float((result - reference).norm() / reference.norm()) < bound
+
+
+def test_matrices_of_a_dense_file_are_rounded_where_their_rows_are_whole_blocks() -> None:
+    dense = torch.from_numpy(weights()).to(torch.bfloat16)
+    for scheme, kind in (("q8_0", "Q8_0"), ("q4_0", "Q4_0"), ("int8", "Q8_0")):
+        rounded = raw_from_tensor(dense).computable(scheme)
+        assert rounded.kind == kind
+        np.testing.assert_array_equal(rounded.raw, quantize(scheme, dense)[1])
+        assert rounded.computable(scheme) is rounded, "blocks stay as they are"
+    assert raw_from_tensor(dense[:, :40].contiguous()).computable("q8_0").kind == "BF16"
