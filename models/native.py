@@ -17,3 +17,11 @@ def load_native() -> ModuleType:
             f"the native kernels (models._native) cannot be loaded: {error}",
             hint="make native   (or: python setup.py build_ext --inplace)",
         ) from error
+
+
+def find_native() -> ModuleType | None:
+    """The extension module, or None where it is not built: for callers that have a path without it."""
+    try:
+        return load_native()
+    except ConfigError:
+        return None

@@ -1,17 +1,23 @@
 """Log-probabilities of tokens: the log-softmax of the model's own logits, before penalties, bias, bars and temperature.
 
 Called by workers.sampler (sampled tokens) and workers.runner (prompt tokens). One position at a time, so that a value
-depends on nothing else in the step. Rank 1 is the likeliest token; equal logits share the better rank.
+depends on nothing else in the step. Rank 1 is the likeliest token; equal logits share the better rank. The compiled kernel
+(csrc/cpu/sampling.h) answers where it is built; numpy's answer may differ from it in a value's last digits only.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from models.native import find_native
 from transport.messages import LogprobRow
 from workers.noise import Floats
 from workers.rules import Tokens
 from workers.truncation import top_ids
+
+_NOT_FINITE = -2  # a rank of the kernel
 
 
 def logprob_row(row: int, logits: Floats, targets: Tokens, k: int) -> LogprobRow:
@@ -19,6 +25,35 @@ def logprob_row(row: int, logits: Floats, targets: Tokens, k: int) -> LogprobRow
 
     Raises ValueError when a position's logits hold NaN or +inf, or nothing finite.
     """
+    native = find_native()
+    if native is None or logits.strides[1] != logits.itemsize or k > native.SAMPLE_MAX_BEST:
+        return logprob_row_reference(row, logits, targets, k)
+    return _native_logprob_row(native, row, logits, targets, min(k, logits.shape[1]))
+
+
+def _native_logprob_row(native: Any, row: int, logits: Floats, targets: Tokens, k: int) -> LogprobRow:
+    targets = np.ascontiguousarray(targets, np.int32)
+    token_ids = np.empty((targets.size, 1 + k), np.int32)
+    values = np.empty((targets.size, 1 + k), np.float32)
+    ranks = np.empty(targets.size, np.int32)
+    native.logprob_rows(
+        logits.ctypes.data,
+        logits.strides[0] // logits.itemsize,
+        targets.size,
+        logits.shape[1],
+        targets.ctypes.data,
+        k,
+        token_ids.ctypes.data,
+        values.ctypes.data,
+        ranks.ctypes.data,
+    )
+    wrong = np.flatnonzero(ranks == _NOT_FINITE)
+    if wrong.size:
+        raise _not_finite(int(targets[wrong[0]]), float(logits[wrong[0]].max()))
+    return LogprobRow(row, token_ids, values, ranks)
+
+
+def logprob_row_reference(row: int, logits: Floats, targets: Tokens, k: int) -> LogprobRow:
     k = min(k, logits.shape[1])
     token_ids = np.full((targets.size, 1 + k), -1, np.int32)
     values = np.full((targets.size, 1 + k), -np.inf, np.float32)
@@ -28,7 +63,7 @@ def logprob_row(row: int, logits: Floats, targets: Tokens, k: int) -> LogprobRow
         own = position[target]
         peak = position.max()
         if not np.isfinite(peak):
-            raise ValueError(f"logits before prompt token or output {target} are not finite (greatest is {peak})")
+            raise _not_finite(target, float(peak))
         total = np.log(np.exp(position - peak).sum())
         token_ids[i, 0], values[i, 0] = target, (own - peak) - total
         ranks[i] = 1 + np.count_nonzero(position > own)
@@ -37,3 +72,7 @@ def logprob_row(row: int, logits: Floats, targets: Tokens, k: int) -> LogprobRow
             token_ids[i, 1 : 1 + best.size] = best
             values[i, 1 : 1 + best.size] = (position[best] - peak) - total
     return LogprobRow(row, token_ids, values, ranks)
+
+
+def _not_finite(target: int, peak: float) -> ValueError:
+    return ValueError(f"logits before prompt token or output {target} are not finite (greatest is {peak})")

@@ -17,8 +17,8 @@ The definition, in unsigned integers, for C++ and CUDA to match bit for bit:
 `position` is the index the new token will have in its row (prompt and outputs counted together, from 0). The sampled
 token is argmax(z + g) with z = (logit - max logit) / temperature, both in float64, lowest id on a tie. Because E >= v,
 that argmax equals an integer-and-float32 search for the least v * exp(-z) followed by an exact look at the few tokens
-that could still win; `NoiseField.race` does this (csrc/cpu/sampling_impl.h, or numpy where that is not built), and its answer
-does not depend on the float32 exponential's last digits.
+that could still win; `NoiseField.race` does this in numpy, csrc/cpu/sampling_impl.h in its own way, and the answer does not
+depend on the float32 search's last digits.
 
 mix64 is the finaliser of SplitMix64 (Steele, Lea, Flood 2014, with Stafford's constants); mix32 is Wellons' lowbias32.
 """
@@ -26,13 +26,9 @@ mix64 is the finaliser of SplitMix64 (Steele, Lea, Flood 2014, with Stafford's c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-
-from models.native import load_native
-from trireme.errors import ConfigError
 
 GOLDEN64 = 0x9E3779B97F4A7C15
 GOLDEN32 = 0x9E3779B9
@@ -41,8 +37,6 @@ _HALF = np.float32(0.5)
 _SLACK = (
     1.0 + 1e-3
 )  # far above the float32 error of v * exp(-z) near the winner, far below what would admit many tokens
-
-_MAX_RIVALS = 64  # more can win only where logits are nearly flat; then numpy finds them
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -99,9 +93,7 @@ def gumbels(key: int, tokens: Ids) -> NDArray[np.float64]:
 class NoiseField:
     """Draws winners over a vocabulary with scratch arrays made once. One instance per thread."""
 
-    def __init__(self, vocab_size: int, *, native: bool = True) -> None:
-        self._race = _native_race() if native else None
-        self._rivals = np.empty(_MAX_RIVALS, np.int32)
+    def __init__(self, vocab_size: int) -> None:
         self._scrambled = np.arange(vocab_size, dtype=np.uint32) * np.uint32(GOLDEN32)
         self._x, self._spare = np.empty_like(self._scrambled), np.empty_like(self._scrambled)
         self._ratio, self._weight = np.empty(vocab_size, np.float32), np.empty(vocab_size, np.float32)
@@ -111,24 +103,12 @@ class NoiseField:
 
         Logits of -inf never win. Exact: equal to `race_among` over all tokens.
         """
-        rivals = self._native_rivals(logits, peak, temperature, key)
-        if rivals is None:
-            rivals = self._numpy_rivals(logits, peak, temperature, key)
+        rivals = self._rivals(logits, peak, temperature, key)
         if rivals.size == 1:
             return int(rivals[0])
         return race_among(rivals, logits[rivals], peak, temperature, key)
 
-    def _native_rivals(self, logits: Floats, peak: float, temperature: float, key: int) -> Ids | None:
-        """Tokens that can win, by the compiled search; None where it is not built or they are too many."""
-        if self._race is None or not logits.flags.c_contiguous:
-            return None
-        rivals = self._rivals
-        count = self._race(
-            logits.ctypes.data, logits.size, peak, 1.0 / temperature, key, rivals.ctypes.data, rivals.size
-        )
-        return None if count < 0 else rivals[:count].astype(np.int64)
-
-    def _numpy_rivals(self, logits: Floats, peak: float, temperature: float, key: int) -> Ids:
+    def _rivals(self, logits: Floats, peak: float, temperature: float, key: int) -> Ids:
         """Tokens that can win: those whose v * exp(depth), at most E * exp(depth), is within the leader's E * exp(depth)."""
         ratio, weight = self._ratio, self._weight
         _hash(self._scrambled, key, self._x, self._spare)
@@ -143,14 +123,6 @@ class NoiseField:
         v = (float(self._x[leader]) + 0.5) * 2.0**-32
         bound = float(ratio[leader]) * (-math.log1p(-v) / v) * _SLACK
         return np.flatnonzero(ratio <= np.float32(bound))
-
-
-def _native_race() -> Callable[..., int] | None:
-    """The compiled search of csrc/cpu/sampling.h, where the extension is built."""
-    try:
-        return getattr(load_native(), "race", None)
-    except ConfigError:
-        return None
 
 
 def race_among(ids: Ids, logits: Floats, peak: float, temperature: float, key: int) -> int:

@@ -26,6 +26,7 @@ class SeenTokens:
         self._ids = np.concatenate([ids, np.zeros(16, np.int64)])
         self._counts = np.zeros(ids.size + 16, np.int32)
         np.add.at(self._counts, np.searchsorted(ids, outputs), 1)
+        self._where: tuple[int, int] | None = None
 
     def add(self, token: int) -> None:
         """Counts one more output."""
@@ -34,9 +35,16 @@ class SeenTokens:
             if slot == self._ids.size:
                 self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+                self._where = None
             self._ids[slot] = token
             self._size += 1
         self._counts[slot] += 1
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Where ids (int64) and counts (int32) lie, and how many they are; until the next `add`."""
+        if self._where is None:
+            self._where = self._ids.ctypes.data, self._counts.ctypes.data
+        return *self._where, self._size
 
     def columns(self) -> tuple[Ids, Tokens]:
         """Distinct ids and the number of times each was output (0: prompt only)."""
@@ -58,6 +66,8 @@ class LogitRules:
         self._bad = BadWords(params.bad_token_ids, vocab_size)
         ends = np.array(sorted({*params.eos_token_ids, *params.stop_token_ids}), np.int64)
         self._ends = ends[(ends >= 0) & (ends < vocab_size)]  # an end the model cannot emit needs no bar
+        fixed = (self._bias_ids, self._bias, self._allowed)
+        self._fixed = [array.ctypes.data if array.size else 0 for array in fixed]
 
     @staticmethod
     def needed(params: RowParams) -> bool:
@@ -75,6 +85,17 @@ class LogitRules:
         if self._seen is not None:
             self._seen.add(token)
 
+    def describe(self, tokens: Tokens) -> tuple[tuple[int, ...], tuple[int, ...], Ids]:
+        """The rules as workers.native_sampler.JOB has them: counts, addresses, and an array that must live meanwhile."""
+        ids, counts, num_seen = (0, 0, 0) if self._seen is None else self._seen.addresses()
+        barred = self._bad.barred(tokens)
+        if tokens.size - self._num_prompt < self._params.min_tokens:
+            barred = np.concatenate([barred, self._ends])
+        bias_ids, bias, allowed = self._fixed
+        where = barred.ctypes.data if barred.size else 0
+        sizes = (num_seen, self._bias_ids.size, self._allowed.size, barred.size)
+        return sizes, (ids, counts, bias_ids, bias, allowed, where), barred
+
     def apply(self, logits: Floats, tokens: Tokens) -> None:
         """Changes one row's logits in place; `tokens` are all tokens of the row so far."""
         if self._seen is not None:
@@ -85,7 +106,7 @@ class LogitRules:
             kept = logits[self._allowed]
             logits.fill(-np.inf)
             logits[self._allowed] = kept
-        self._bad.bar(logits, tokens)
+        logits[self._bad.barred(tokens)] = -np.inf
         if tokens.size - self._num_prompt < self._params.min_tokens:
             logits[self._ends] = -np.inf
 
@@ -109,15 +130,16 @@ class BadWords:
         self._longer = [(np.array(s[:-1], np.int32), s[-1]) for s in sequences if len(s) > 1]
         self._before_last = np.array([s[-2] for s in sequences if len(s) > 1], np.int32)
 
-    def bar(self, logits: Floats, tokens: Tokens) -> None:
-        """Bars every token that would complete one of the sequences."""
-        logits[self._singles] = -np.inf
+    def barred(self, tokens: Tokens) -> Ids:
+        """Tokens that would complete one of the sequences after `tokens`."""
         if not self._longer or not tokens.size:
-            return
-        for i in np.flatnonzero(self._before_last == tokens[-1]).tolist():
-            head, last = self._longer[i]
-            if tokens.size >= head.size and np.array_equal(tokens[-head.size :], head):
-                logits[last] = -np.inf
+            return self._singles
+        completing = [
+            last
+            for head, last in (self._longer[i] for i in np.flatnonzero(self._before_last == tokens[-1]).tolist())
+            if tokens.size >= head.size and np.array_equal(tokens[-head.size :], head)
+        ]
+        return np.concatenate([self._singles, np.array(completing, np.int64)])
 
 
 def _checked(ids: tuple[int, ...], vocab_size: int, name: str) -> Ids:

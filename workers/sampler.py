@@ -1,9 +1,9 @@
 """Turns logits into tokens, row by row as each row's parameters ask. Called by workers.runner on the reporting worker.
 
-A greedy row without rules costs its share of one argmax; every other row is worked alone on a scratch copy, so its token
-cannot depend on its batch-mates and an error in it ends in a RowFault for it alone. Order per row: penalties, bias, bars
-(workers.rules), temperature, top-k, top-p, min-p (workers.truncation), noise (workers.noise). Greedy takes the lowest id
-among equals.
+The compiled sampler (workers.native_sampler) answers a whole batch in one call; the numpy path here defines its decisions,
+takes a row that it leaves open, and is used where it is not built. Every row is worked alone, so its token cannot depend on
+its batch-mates and an error in it ends in a RowFault for it alone. Order per row: penalties, bias, bars (workers.rules),
+temperature, top-k, top-p, min-p (workers.truncation), noise (workers.noise). Greedy takes the lowest id among equals.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from models.native import find_native
 from transport.messages import LogprobRow, RowFault
 from trireme.params import RowParams
 from workers.batch import ROW_ERRORS, Batch
-from workers.logprobs import logprob_row
+from workers.logprobs import logprob_row, logprob_row_reference
+from workers.native_sampler import NOT_FINITE, NOTHING_LEFT, Answers, NativeSampler
 from workers.noise import Floats, NoiseField, noise_key, race_among
 from workers.truncation import survivors
 
@@ -39,9 +41,12 @@ class Sampled:
 
 
 class Sampler:
-    """Scratch memory for one vocabulary. Not for several threads."""
+    """Scratch memory for one vocabulary. Not for several threads. `native` off: numpy only."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, *, native: bool = True) -> None:
+        extension = find_native() if native else None
+        self._native = NativeSampler(extension, vocab_size) if extension is not None else None
+        self.vocab_size = vocab_size
         self._noise = NoiseField(vocab_size)
         self._scratch = np.empty(vocab_size, np.float32)
 
@@ -49,28 +54,51 @@ class Sampler:
         """Draws the next token of batch row rows[i] from logits[i]; `logits` [n, vocab] is not changed."""
         if not rows.size:
             return Sampled()
+        if self._native is not None and logits.strides[1] == logits.itemsize:
+            return self._read(self._native.run(logits, rows, batch), logits, rows, batch)
+        return self._sample_reference(logits, rows, batch)
+
+    def _read(self, answers: Answers, logits: Floats, rows: NDArray[np.int64], batch: Batch) -> Sampled:
+        """The compiled sampler's answers as a result; rows it left open go the other way."""
+        if not answers.wants_any and (answers.tokens >= 0).all():
+            return Sampled(rows.tolist(), answers.tokens.tolist())
+        result = Sampled()
+        for i, (row, token) in enumerate(zip(rows.tolist(), answers.tokens.tolist(), strict=True)):
+            if token == NOT_FINITE:
+                result.faults.append(_fault(row, _not_finite(answers.peaks[i])))
+            elif token == NOTHING_LEFT:
+                result.faults.append(_fault(row, _nothing_left()))
+            elif token < 0:
+                result.extend(self._sample_reference(logits[i : i + 1], rows[i : i + 1], batch))
+            else:
+                result.rows.append(row)
+                result.tokens.append(token)
+                if answers.wanted[i] >= 0:
+                    result.logprobs.append(answers.logprob_row(row, i))
+        return result
+
+    def _sample_reference(self, logits: Floats, rows: NDArray[np.int64], batch: Batch) -> Sampled:
         best = logits.argmax(axis=1)  # the first NaN where there is one
         peaks = logits[np.arange(rows.size), best]
-        is_sound = np.isfinite(peaks)
-        if batch.is_plain[rows].all() and is_sound.all():
-            return Sampled(rows.tolist(), best.tolist())
         result = Sampled()
         for i, row in enumerate(rows.tolist()):
             try:
-                if not is_sound[i]:
-                    raise ValueError(f"the model gave logits that are not finite (greatest is {peaks[i]})")
+                if not np.isfinite(peaks[i]):
+                    raise _not_finite(peaks[i])
                 token = int(best[i]) if batch.is_plain[row] else self._draw(row, batch, logits[i], int(best[i]))
                 params = batch.row_params(row)
                 if params.logprobs >= 0:
-                    result.logprobs.append(
-                        logprob_row(row, logits[i : i + 1], np.array([token], np.int32), params.logprobs)
-                    )
+                    result.logprobs.append(self._logprobs(row, logits[i : i + 1], token, params.logprobs))
             except ROW_ERRORS as error:
-                result.faults.append(RowFault(row, f"sampling failed: {error}"))
+                result.faults.append(_fault(row, error))
                 continue
             result.rows.append(row)
             result.tokens.append(token)
         return result
+
+    def _logprobs(self, row: int, logits: Floats, token: int, k: int) -> LogprobRow:
+        compute = logprob_row_reference if self._native is None else logprob_row
+        return compute(row, logits, np.array([token], np.int32), k)
 
     def _draw(self, row: int, batch: Batch, logits: Floats, best: int) -> int:
         """The token of one row; `best` is the argmax of its untouched logits."""
@@ -82,7 +110,7 @@ class Sampler:
             best = int(logits.argmax())
         peak = float(logits[best])
         if not np.isfinite(peak):
-            raise ValueError("no token is left to sample: the parameters bar every one")
+            raise _nothing_left()
         if params.is_greedy:
             return best
         key = noise_key(params.seed, params.choice, int(batch.num_tokens[row]))
@@ -90,6 +118,18 @@ class Sampler:
             return self._noise.race(logits, peak, params.temperature, key)
         ids = survivors(logits, peak, (params.top_k, params.top_p, params.min_p, params.temperature))
         return race_among(ids, logits[ids], peak, params.temperature, key)
+
+
+def _fault(row: int, error: Exception) -> RowFault:
+    return RowFault(row, f"sampling failed: {error}")
+
+
+def _not_finite(peak: np.float32) -> ValueError:
+    return ValueError(f"the model gave logits that are not finite (greatest is {peak})")
+
+
+def _nothing_left() -> ValueError:
+    return ValueError("no token is left to sample: the parameters bar every one")
 
 
 def _takes_all(params: RowParams, vocab_size: int) -> bool:

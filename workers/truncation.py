@@ -1,7 +1,7 @@
 """Which tokens stay in the draw: top-k, then top-p of what remains, then min-p. Pure functions over one row.
 
-Called by workers.sampler and workers.logprobs. Ties are broken towards lower ids, so that exactly k tokens stay. No full
-sort: a floor under the k-th value comes from group maxima, and top-p sorts only the histogram bin that p falls into.
+Called by workers.sampler and workers.logprobs; csrc/cpu/sampling_impl.h finds the same sets, token by token. Ties are
+broken towards lower ids, so that exactly k tokens stay. Top-p is defined over whole numbers: see `masses`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from workers.noise import Floats, Ids
 
 _GROUP = 64  # values per group whose maximum bounds the k-th value
-_BINS = 256
-_BINS_PER_NAT = 8.0  # a bin is 1/8 nat wide; the last one takes everything 32 nats below the peak
-_SORT_ALL = 512  # up to so many values a plain sort is quicker than the histogram
+_POWERS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)  # of 2^f
+_UNIT_BITS = 30
 
 
 def top_ids(logits: Floats, k: int) -> Ids:
@@ -39,42 +38,46 @@ def _floor_of_top(logits: Floats, k: int) -> float:
     return float(np.partition(maxima, columns - k)[columns - k])
 
 
-def nucleus(depths: Floats, top_p: float) -> Ids:
-    """Indices (rising) of the smallest set of likeliest tokens whose probability reaches top_p.
+def depths_of(logits: Floats, peak: float, temperature: float) -> Floats:
+    """(peak - logit) / temperature in float32, by multiplication; at least 0."""
+    with np.errstate(over="ignore"):
+        return (np.float32(peak) - logits) * np.float32(1.0 / temperature)
 
-    `depths` are (logit - peak) / temperature, at most 0; probabilities are relative to all of `depths`.
+
+def masses(depths: Floats) -> NDArray[np.int64]:
+    """e^-depth as a whole number of 2^-30 parts of the peak's, by float32 steps that any machine repeats bit for bit.
+
+    Sums of them are exact in any order. A token lighter than half a part, 21 nats below the peak, has none.
     """
-    if depths.size <= _SORT_ALL:
-        return np.sort(_prefix_reaching(depths, np.arange(depths.size), 0.0, top_p * float(_weights(depths).sum())))
-    weights = np.exp(depths)
-    total = float(weights.sum())
-    # Tokens lighter than an equal part of what may be left out weigh less than that together: they stay out.
-    heavy = np.flatnonzero(weights >= np.float32((1.0 - top_p) * total / depths.size * (1.0 - 1e-3)))
-    if heavy.size <= _SORT_ALL:
-        return np.sort(_prefix_reaching(depths, heavy, 0.0, top_p * total))
-    return _nucleus_by_bins(depths[heavy], weights[heavy], heavy, top_p * total)
+    with np.errstate(over="ignore"):
+        y = np.maximum(np.float32(-32.0), depths * np.float32(-1.44269504))
+    n = np.rint(y)
+    f = y - n
+    p = np.float32(_POWERS[0])
+    for power in _POWERS[1:]:
+        p = p * f + np.float32(power)
+    scale = ((n.astype(np.int32) + np.int32(_UNIT_BITS + 127)) << 23).view(np.float32)
+    return (p * scale + np.float32(0.5)).astype(np.int64)
 
 
-def _nucleus_by_bins(depths: Floats, weights: Floats, ids: Ids, target: float) -> Ids:
-    """The same from the columns of many `ids`: whole bins of depth, and a sorted part of the one where target is reached."""
-    bins = np.minimum(depths * np.float32(-_BINS_PER_NAT), np.float32(_BINS - 1)).astype(np.int32)
-    mass = np.cumsum(np.bincount(bins, weights=weights, minlength=_BINS))
-    edge = min(int(np.searchsorted(mass, target)), _BINS - 1)
-    crossing = np.flatnonzero(bins == edge)
-    before = float(mass[edge - 1]) if edge else 0.0
-    partly = _prefix_reaching(depths, crossing, before, target)
-    return ids[np.sort(np.concatenate([np.flatnonzero(bins < edge), partly]))]
+def nucleus(depths: Floats, top_p: float) -> Ids:
+    """Indices (rising) of the smallest set of likeliest tokens whose mass reaches top_p times all of it.
 
-
-def _weights(depths: Floats) -> NDArray[np.float64]:
-    return np.exp(depths.astype(np.float64))
-
-
-def _prefix_reaching(depths: Floats, ids: Ids, before: float, target: float) -> Ids:
-    """The likeliest of `ids` until `before` plus their weights reaches `target`."""
-    order = ids[np.argsort(-depths[ids], kind="stable")]
-    reached = before + np.cumsum(_weights(depths[order]))
-    return order[: int(np.searchsorted(reached, target)) + 1]
+    Likelier is the lesser depth, then the lower index.
+    """
+    mass = masses(depths)
+    total = int(mass.sum())
+    target = top_p * float(total)
+    # Tokens lighter than an equal part of what may be left out weigh less than that together; the sum tells whether the
+    # estimate of that depth was good.
+    part = (1.0 - top_p) * total / depths.size * 0.99
+    deepest = _UNIT_BITS * math.log(2.0) - math.log(part) if part > 1.0 else math.inf
+    heavy = np.flatnonzero(depths <= np.float32(deepest))
+    if float(mass[heavy].sum()) < target:
+        heavy = np.arange(depths.size)
+    order = heavy[np.argsort(depths[heavy], kind="stable")]
+    reached = np.cumsum(mass[order]).astype(np.float64)
+    return np.sort(order[: int(np.searchsorted(reached, target)) + 1])
 
 
 def survivors(logits: Floats, peak: float, params: Cuts) -> Ids:
@@ -84,8 +87,7 @@ def survivors(logits: Floats, peak: float, params: Cuts) -> Ids:
     if 0 < top_k < logits.size:
         ids = np.sort(top_ids(logits, top_k))
     if top_p < 1.0:
-        depths = ((logits if ids is None else logits[ids]) - np.float32(peak)) / np.float32(temperature)
-        inside = nucleus(depths, top_p)
+        inside = nucleus(depths_of(logits if ids is None else logits[ids], peak, temperature), top_p)
         ids = inside if ids is None else ids[inside]
     if min_p > 0.0:
         floor = np.float32(peak + temperature * math.log(min_p))

@@ -1,8 +1,12 @@
-// The draw of sampling.h compiled for avx2.
+// The sampler of sampling.h compiled for avx2.
 #include "sampling_impl.h"
 
 namespace trireme {
 
-int race_avx2(const RaceArgs& a) { return TRIREME_VARIANT::race(a); }
+const SampleKernels& sample_kernels_avx2() {
+  namespace variant = TRIREME_VARIANT;
+  static constexpr SampleKernels table = {variant::sample_row, variant::logprob_row, variant::race_all};
+  return table;
+}
 
 }  // namespace trireme

@@ -1,8 +1,12 @@
-// The draw of sampling.h compiled for portable.
+// The sampler of sampling.h compiled for portable.
 #include "sampling_impl.h"
 
 namespace trireme {
 
-int race_portable(const RaceArgs& a) { return TRIREME_VARIANT::race(a); }
+const SampleKernels& sample_kernels_portable() {
+  namespace variant = TRIREME_VARIANT;
+  static constexpr SampleKernels table = {variant::sample_row, variant::logprob_row, variant::race_all};
+  return table;
+}
 
 }  // namespace trireme

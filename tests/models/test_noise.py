@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.native import load_native
-from workers.noise import NoiseField, gumbels, noise_key, race_among, uniforms
+from workers.noise import Floats, NoiseField, gumbels, noise_key, race_among, uniforms
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -78,21 +78,22 @@ def test_race_finds_the_exact_winner(seed: int, temperature: float, spread: floa
     peak, key = float(logits.max()), noise_key(seed, 3, size)
     ids = np.arange(size)
     exact = race_among(ids, logits, peak, temperature, key)
-    with instruction_set("portable" if search == "portable" else load_native().best_isa()):
-        field = NoiseField(size, native=search != "numpy")
-        assert field.race(logits, peak, temperature, key) == exact
+    if search == "numpy":
+        assert NoiseField(size).race(logits, peak, temperature, key) == exact
+    else:
+        native = load_native()
+        with instruction_set("portable" if search == "portable" else native.best_isa()):
+            found = native.race(logits.ctypes.data, size, peak, temperature, key)
+        assert found == exact or (found == -1 and is_close_race(logits, peak, temperature, key))
     assert logits[exact] > -np.inf
     scores = (logits.astype(np.float64) - peak) / temperature + gumbels(key, ids)
     assert exact == int(scores.argmax())
 
 
-def test_more_rivals_than_the_native_search_holds() -> None:
-    """Numpy takes over, with the same winner."""
-    logits = np.zeros(4000, np.float32)
-    field = NoiseField(4000)
-    expected = field.race(logits, 0.0, 1.0, 5)
-    field._rivals = np.empty(0, np.int32)
-    assert field.race(logits, 0.0, 1.0, 5) == expected
+def is_close_race(logits: Floats, peak: float, temperature: float, key: int) -> bool:
+    """True when the two best scores are too near for a decision between machines."""
+    scores = np.sort((logits.astype(np.float64) - peak) / temperature + gumbels(key, np.arange(logits.size)))
+    return bool(logits.size > 1 and scores[-1] - scores[-2] < 1e-8 * (1 + abs(scores[-1])))
 
 
 def test_draws_are_fair() -> None:
