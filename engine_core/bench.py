@@ -47,7 +47,7 @@ def make_core(num_rows: int, num_tokens: int) -> EngineCore:
         max_waiting=num_rows,
         max_waiting_tokens=1 << 30,
     )
-    return EngineCore(limits)
+    return EngineCore(limits, depth=2, ahead=True)
 
 
 def answer(plan: StepPlan) -> StepResult:

@@ -7,8 +7,10 @@ method means that the engine as a whole is beyond repair.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from itertools import compress
+from operator import call
 
 import msgspec
 import numpy as np
@@ -318,13 +320,14 @@ class EngineCore:
         if not cohort:
             return
         scheduler = self.scheduler
-        for append, token in zip(cohort.appends, tokens, strict=True):
-            append(token)
+        deque(map(call, cohort.appends, tokens), maxlen=0)
         if not scheduler.ahead:
             scheduler.columns.token[cohort.slots] = tokens
         if scheduler.cache.prefix_cache:
-            for i in np.flatnonzero((at + 1) % self.limits.block_size == 0).tolist():
-                scheduler.cache.seal(cohort.requests[i])
+            num_full, rest = np.divmod(at + 1, self.limits.block_size)
+            full = np.flatnonzero(rest == 0)
+            for i, count in zip(full.tolist(), num_full[full].tolist(), strict=True):
+                scheduler.cache.seal_next(cohort.requests[i], count)
         self.outbox.add(cohort, tokens)
         self.counters.output_tokens += len(tokens)
         ends = np.flatnonzero(at + 2 >= scheduler.columns.limit[cohort.slots]).tolist()

@@ -163,9 +163,11 @@ class Scheduler:
             return
         slots = cohort.slots
         at = columns.computed[slots]
-        for i in np.flatnonzero(at == columns.capacity[slots]).tolist():
-            request = cohort.requests[i]
-            draft.grown.append((request.row, self.cache.extend(request, 1)))
+        full = np.flatnonzero(at == columns.capacity[slots])
+        if full.size:
+            columns.capacity[slots[full]] += self.limits.block_size
+            for i, row in zip(full.tolist(), slots[full].tolist(), strict=True):
+                draft.grown.append((row, [self.cache.extend_by_one(cohort.requests[i])]))
         draft.decode(cohort, at, columns.token[slots].tolist())
         columns.computed[slots] = at + 1
         columns.last_step[slots] = draft.step

@@ -65,6 +65,23 @@ class KVCache:
         request.capacity += num_blocks * self.block_size
         return fresh
 
+    def extend_by_one(self, request: Request) -> int:
+        """`extend` by one block for a decoding row; the caller keeps the books of its capacity."""
+        block = self.pool.take()
+        request.blocks.append(block)
+        return block
+
+    def seal_next(self, request: Request, num_full: int) -> None:
+        """`seal` for a row whose first `num_full` blocks are full, all but the last of which are sealed as a rule."""
+        hashes, i = request.hashes, num_full - 1
+        if not 0 < i == request.num_sealed == len(hashes):
+            self.seal(request)
+            return
+        content = block_hash(hashes[-1], request.tokens[i * self.block_size : num_full * self.block_size].tobytes())
+        hashes.append(content)
+        self.pool.seal(request.blocks[i], content)
+        request.num_sealed = num_full
+
     def seal(self, request: Request) -> None:
         """Makes the blocks that are full of known tokens by now findable: any later step may read them, since plans run in
         order."""
