@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -72,6 +73,7 @@ class EngineLoop:
         self._next_load = self._latest_load = 0.0
         self._next_stats = time.monotonic() + STATS_S
         self._steps_logged = 0
+        self._step_s: deque[float] = deque(maxlen=64)  # processor time per step: answer, next plan, outputs
         self._was_idle = True
         self._drain_from = self._drain_until = float("inf")
         poller.add(server, self._on_messages)
@@ -83,7 +85,7 @@ class EngineLoop:
 
     def turn(self, wait_s: float = 1.0) -> None:
         """One look at everything. Waits for something to happen, at most `wait_s`."""
-        now = time.monotonic()
+        now, began_s, steps = time.monotonic(), time.thread_time(), self.core.counters.steps
         for result in self._executor.take_results():
             self.core.on_result(result, now)
             self._changed = True
@@ -96,6 +98,8 @@ class EngineLoop:
         self._report(now)
         if self._on_turn is not None:
             self._on_turn(self.core.counters.steps)
+        if self.core.counters.steps > steps:
+            self._step_s.append((time.thread_time() - began_s) / (self.core.counters.steps - steps))
         self._poller.wait(max(0.0, min(wait_s, self._next_due() - time.monotonic())))
 
     def drain(self, order: Drain) -> None:
@@ -174,6 +178,8 @@ class EngineLoop:
             "blocks_cached": len(cache.pool.cached),
             "blocks_owned": core.limits.num_blocks - cache.num_available,
             "num_in_flight": len(scheduler.in_flight),
+            "core_s": time.thread_time(),
+            "core_step_s": list(self._step_s),
             "socket": self._server.counts(),
         }
 

@@ -196,6 +196,22 @@ COMMANDS: tuple[Command, ...] = (
         COMMON_ENGINE,
     ),
     Command(
+        "bench ipc",
+        "time the way between a front end and a worker, without a model",
+        "launch.bench_ipc",
+        (),
+        (
+            Setting("", "running", "list", ("1", "64", "256", "1024", "4096"), "requests at once; a row for each"),
+            OUTPUT_LEN,
+            JSON,
+        ),
+        (
+            "trireme bench ipc",
+            "trireme bench ipc --running 256,1024 --output-len 64",
+            "trireme bench ipc --json",
+        ),
+    ),
+    Command(
         "bench startup",
         "time a start from process launch to the first served token, and weigh the running processes",
         "launch.bench_startup",

@@ -40,6 +40,7 @@ class FakeOptions(msgspec.Struct, frozen=True):
     crash_token: int = -1  # an exception out of execute()
     die_token: int = -1  # SIGKILL to the own process
     hang_token: int = -1  # execute() never returns
+    skip_kv: bool = False  # neither writes nor reads KV: always the token `low`, and no faults (benchmarks)
     fail_load: str = ""  # load() raises EngineError with this text on worker 0
 
 
@@ -111,6 +112,9 @@ class FakeWorker:
         """Applies the plan, writes KV, samples. None unless this worker reports."""
         started = time.monotonic()
         self.before_forward()
+        if self.model.fake.skip_kv:
+            rows = [row for row, sample in zip(plan.rows, plan.sample, strict=True) if sample]
+            return StepResult(plan.step, rows, [self.model.fake.low] * len(rows)) if self.mesh.reports_result else None
         self._apply(plan)
         faults = self._write(plan)
         delay_ms = self.model.fake.delay_ms or self.model.stub.delay_ms

@@ -32,6 +32,7 @@ COMMAND_FLAGS = {
     "bench throughput": "--num-requests --input-len --output-len --repeats --json --config",
     "bench serve": "--concurrency --num-requests --input-len --output-len --repeats --url --peer --json --config",
     "bench sweep": "--concurrency --rate --num-requests --input-len --output-len --repeats --url --peer --json --config",
+    "bench ipc": "--running --output-len --json",
     "bench startup": "--repeats --json --config",
     "report": "--output",
     "doctor": "--json",
