@@ -35,13 +35,18 @@ LinearPieces read_pieces(const py::list& given) {
   return pieces;
 }
 
-void add_layer(DecoderStage& stage, const std::array<Address, 4>& norms, int window, const std::array<py::list, 4>& linears) {
+void add_layer(DecoderStage& stage, const std::array<Address, 6>& norms, int window,
+               Address cos_sin, int rot, const std::array<py::list, 4>& linears) {
   DecoderLayer layer{};
   layer.attn_norm = pointer<const float>(norms[0]);
   layer.ffn_norm = pointer<const float>(norms[1]);
   layer.q_norm = pointer<const float>(norms[2]);
   layer.k_norm = pointer<const float>(norms[3]);
+  layer.attn_post = pointer<const float>(norms[4]);
+  layer.ffn_post = pointer<const float>(norms[5]);
   layer.window = window;
+  layer.cos_sin = pointer<const float>(cos_sin);
+  layer.rot = rot;
   layer.qkv = read_pieces(linears[0]);
   layer.o = read_pieces(linears[1]);
   layer.gate_up = read_pieces(linears[2]);
@@ -63,12 +68,25 @@ void bind_kv(DecoderStage& stage, int type, int block_size, const std::vector<st
 
 void bind_decoder(py::module_& m) {
   py::class_<DecoderStage>(m, "DecoderStage")
-      .def(py::init([](const std::array<int, 6>& sizes, float eps, float scale, Address cos_sin) {
-             return DecoderStage(DecoderShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], eps, scale,
-                                              pointer<const float>(cos_sin)});
+      .def(py::init([](const std::array<int, 5>& sizes, const std::array<float, 4>& scales, bool wide_qk_norm,
+                       int activation) {
+             DecoderShape shape{};
+             shape.hidden = sizes[0];
+             shape.q_heads = sizes[1];
+             shape.kv_heads = sizes[2];
+             shape.dim = sizes[3];
+             shape.ffn = sizes[4];
+             shape.eps = scales[0];
+             shape.scale = scales[1];
+             shape.softcap = scales[2];
+             shape.residual_scale = scales[3];
+             shape.wide_qk_norm = wide_qk_norm;
+             shape.activation = static_cast<Activation>(activation);
+             return DecoderStage(shape);
            }),
-           py::arg("sizes"), py::arg("eps"), py::arg("scale"), py::arg("cos_sin"))
-      .def("add_layer", &add_layer, py::arg("norms"), py::arg("window"), py::arg("linears"))
+           py::arg("sizes"), py::arg("scales"), py::arg("wide_qk_norm"), py::arg("activation"))
+      .def("add_layer", &add_layer, py::arg("norms"), py::arg("window"), py::arg("cos_sin"), py::arg("rot"),
+           py::arg("linears"))
       .def("bind_kv", &bind_kv, py::arg("type"), py::arg("block_size"), py::arg("caches"))
       .def(
           "run",

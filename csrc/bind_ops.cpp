@@ -120,7 +120,7 @@ PyObject* call_rope_and_cache(PyObject*, PyObject* const* values, Py_ssize_t giv
   return run(rope_and_cache, a);
 }
 
-// query_start, context_len, block_table, rows, table_stride, scale, window
+// query_start, context_len, block_table, rows, table_stride, scale, window, softcap
 void read_batch(Arguments& in, AttentionArgs& a) {
   a.query_start = in.pointer<int32_t>();
   a.context_len = in.pointer<int32_t>();
@@ -129,11 +129,12 @@ void read_batch(Arguments& in, AttentionArgs& a) {
   a.table_stride = in.integer();
   a.scale = in.real();
   a.window = in.size();
+  a.softcap = in.real();
 }
 
 PyObject* call_paged_attention(PyObject*, PyObject* const* values, Py_ssize_t given) {
   Arguments in(values, given);
-  if (!in.expect("paged_attention", 18)) return nullptr;
+  if (!in.expect("paged_attention", 19)) return nullptr;
   AttentionArgs a{};
   a.q = in.pointer<float>();
   a.q_stride = in.integer();
@@ -157,7 +158,7 @@ void rope_cache_attention(const FusedArgs& a) {
 
 PyObject* call_rope_cache_attention(PyObject*, PyObject* const* values, Py_ssize_t given) {
   Arguments in(values, given);
-  if (!in.expect("rope_cache_attention", 26)) return nullptr;
+  if (!in.expect("rope_cache_attention", 27)) return nullptr;
   FusedArgs a{};
   float* qkv = in.pointer<float>();
   const int64_t stride = in.integer();
@@ -184,9 +185,9 @@ PyObject* call_rope_cache_attention(PyObject*, PyObject* const* values, Py_ssize
   return run(rope_cache_attention, a);
 }
 
-PyObject* call_swiglu(PyObject*, PyObject* const* values, Py_ssize_t given) {
+PyObject* call_gated(const char* name, Activation activation, PyObject* const* values, Py_ssize_t given) {
   Arguments in(values, given);
-  if (!in.expect("swiglu", 6)) return nullptr;
+  if (!in.expect(name, 6)) return nullptr;
   SwigluArgs a{};
   a.gate_up = in.pointer<float>();
   a.gate_up_stride = in.integer();
@@ -194,7 +195,16 @@ PyObject* call_swiglu(PyObject*, PyObject* const* values, Py_ssize_t given) {
   a.out_stride = in.integer();
   a.rows = in.size();
   a.width = in.size();
+  a.activation = activation;
   return run(swiglu, a);
+}
+
+PyObject* call_swiglu(PyObject*, PyObject* const* values, Py_ssize_t given) {
+  return call_gated("swiglu", Activation::silu, values, given);
+}
+
+PyObject* call_geglu(PyObject*, PyObject* const* values, Py_ssize_t given) {
+  return call_gated("geglu", Activation::gelu_tanh, values, given);
 }
 
 using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
@@ -212,12 +222,13 @@ PyMethodDef methods[] = {
            "kv_k, kv_v, kv_type, kv_heads, dim, block_size, q_norm, k_norm, eps"),
     define("paged_attention", call_paged_attention,
            "q, q_stride, q_heads, kv_k, kv_v, kv_type, kv_heads, dim, block_size, "
-           "query_start, context_len, block_table, rows, table_stride, scale, window, out, out_stride"),
+           "query_start, context_len, block_table, rows, table_stride, scale, window, softcap, out, out_stride"),
     define("rope_cache_attention", call_rope_cache_attention,
            "qkv, qkv_stride, tokens, q_heads, kv_k, kv_v, kv_type, kv_heads, dim, block_size, cos_sin, rot, positions, "
-           "slots, query_start, context_len, block_table, rows, table_stride, scale, window, q_norm, k_norm, eps, out, "
+           "slots, query_start, context_len, block_table, rows, table_stride, scale, window, softcap, q_norm, k_norm, eps, out, "
            "out_stride"),
     define("swiglu", call_swiglu, "gate_up, gate_up_stride, out, out_stride, rows, width"),
+    define("geglu", call_geglu, "gate_up, gate_up_stride, out, out_stride, rows, width"),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -53,5 +53,7 @@ def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:
     """The weights of a model, mapped, nothing read yet."""
     family = family_named(arch.family)
     if files.kind == "gguf":
-        return GgufSource(files.path, interleaved_head_dim=arch.head_dim if family.gguf_pairs else 0)
+        head_dim = arch.head_dim if family.gguf_pairs else 0
+        source = GgufSource(files.path, interleaved_head_dim=head_dim, special=family.gguf_names)
+        return family.gguf_seen(source, arch)
     return family.seen(SafetensorsSource(files.path), arch)

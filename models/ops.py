@@ -163,16 +163,24 @@ def rope_and_cache_reference(
 
 
 def paged_attention(
-    q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int | None = None, out: Tensor | None = None
+    q: Tensor,
+    kv: KVLayer,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None = None,
+    out: Tensor | None = None,
+    *,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over the paged cache, prefill and decode rows in one call. Returns [T, Hq * D].
 
     The query of row r at index i sits at position context_len[r] - num_queries[r] + i and sees the positions up to its
-    own, with `window` only the last `window` of them; their KV must be in the cache already. Hq is a multiple of Hk.
+    own, with `window` only the last `window` of them; their KV must be in the cache already. Hq is a multiple of Hk. Scores
+    become softcap * tanh(score / softcap) where that is not 0.
     Blocks wholly before the window are never read, so their table entries may be stale.
     """
     if not _runs_native(q):
-        return paged_attention_reference(q, kv, batch, scale, window, out)
+        return paged_attention_reference(q, kv, batch, scale, window, out, softcap=softcap)
     tokens, heads, dim = q.shape
     if out is None:
         out = torch.empty(tokens, heads * dim)
@@ -189,6 +197,7 @@ def paged_attention(
         table.stride()[0],
         scale,
         window or 0,
+        softcap,
         out.data_ptr(),
         out.stride()[0],
     )
@@ -196,7 +205,14 @@ def paged_attention(
 
 
 def paged_attention_reference(
-    q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int | None = None, out: Tensor | None = None
+    q: Tensor,
+    kv: KVLayer,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None = None,
+    out: Tensor | None = None,
+    *,
+    softcap: float = 0.0,
 ) -> Tensor:
     tokens, heads, dim = q.shape
     result = q.new_zeros(tokens, heads, dim) if out is None else out.view(tokens, heads, dim)
@@ -213,6 +229,8 @@ def paged_attention_reference(
             seen &= token > position - window
         group = heads // keys.shape[0]
         scores = torch.einsum("thd,hsd->hts", q[start:stop].float(), keys.repeat_interleave(group, 0)) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         values = torch.where(seen.any(0)[:, None], values, 0.0).repeat_interleave(group, 0)
         result[start:stop] = torch.einsum("hts,hsd->thd", weights, values).to(q.dtype)
@@ -236,6 +254,7 @@ def rope_cache_attention(
     scale: float,
     *,
     window: int | None = None,
+    softcap: float = 0.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -247,7 +266,17 @@ def rope_cache_attention(
     """
     if not _runs_native(qkv):
         return rope_cache_attention_reference(
-            qkv, kv, batch, cos_sin, scale, window=window, q_norm=q_norm, k_norm=k_norm, eps=eps, out=out
+            qkv,
+            kv,
+            batch,
+            cos_sin,
+            scale,
+            window=window,
+            softcap=softcap,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            out=out,
         )
     kv_arguments = _kv_arguments(kv)
     tokens, width = qkv.shape
@@ -272,6 +301,7 @@ def rope_cache_attention(
         table.stride()[0],
         scale,
         window or 0,
+        softcap,
         0 if q_norm is None else q_norm.data_ptr(),
         0 if k_norm is None else k_norm.data_ptr(),
         eps,
@@ -289,6 +319,7 @@ def rope_cache_attention_reference(
     scale: float,
     *,
     window: int | None = None,
+    softcap: float = 0.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -298,7 +329,7 @@ def rope_cache_attention_reference(
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
     rope_and_cache_reference(q, k, v, cos_sin, batch.positions, batch.slots, kv, q_norm, k_norm, eps)
-    return paged_attention_reference(q, kv, batch, scale, window, out)
+    return paged_attention_reference(q, kv, batch, scale, window, out, softcap=softcap)
 
 
 # ---------------------------------------------------------------- activation
@@ -318,4 +349,21 @@ def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 def swiglu_reference(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     product = (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return product if out is None else out.copy_(product)
+
+
+def geglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """As swiglu with the tanh form of GELU in the place of SiLU."""
+    if not _runs_native(gate_up):
+        return geglu_reference(gate_up, out)
+    tokens, width = gate_up.shape
+    if out is None:
+        out = torch.empty(tokens, width // 2)
+    _native.geglu(gate_up.data_ptr(), gate_up.stride()[0], out.data_ptr(), out.stride()[0], tokens, width // 2)
+    return out
+
+
+def geglu_reference(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    product = (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
     return product if out is None else out.copy_(product)

@@ -5,7 +5,8 @@ Names are Hugging Face's on both sides. Called by models/load and models/arch; c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -116,7 +117,8 @@ class SafetensorsSource:
         return raw_from_tensor(self.tensor(name, (n, k)))
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self.tensor(name, (size,)).float().clone()
+        shape = tuple(self._open[self._file_of[name]].get_slice(name).get_shape())  # (norms of each head: a matrix)
+        return self.tensor(name, shape if math.prod(shape) == size else (size,)).float().flatten().clone()
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of any dtype as stored, mapped, which must have this shape."""
@@ -153,6 +155,9 @@ def _safetensors_files(directory: Path) -> list[Path]:
 
 
 _GGUF_LAYER = {
+    "attn_qkv": "self_attn.qkv_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -168,18 +173,21 @@ _GGUF_LAYER = {
 _GGUF_TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
     "rope_freqs.weight": "rope_freqs.weight",
 }
 
 
-def name_from_gguf(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; names that are not known stay as they are."""
+def name_from_gguf(name: str, special: Mapping[str, str] | None = None) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; names that are not known stay as they are. `special`
+    are the parts that mean something else in a family."""
+    layer_names = {**_GGUF_LAYER, **(special or {})}
     if name in _GGUF_TOP:
         return _GGUF_TOP[name]
     parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _GGUF_LAYER:
-        return f"model.layers.{parts[1]}.{_GGUF_LAYER[parts[2]]}.{parts[3]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in layer_names:
+        return f"model.layers.{parts[1]}.{layer_names[parts[2]]}.{parts[3]}"
     return name
 
 
@@ -187,11 +195,11 @@ class GgufSource:
     """A memory-mapped GGUF file. With `interleaved_head_dim` > 0 the rows of q and k are stored in pairs (i, i + 1) and are
     put back into halves (i, i + head_dim / 2), which is what the kernels rotate."""
 
-    def __init__(self, path: Path, *, interleaved_head_dim: int = 0) -> None:
+    def __init__(self, path: Path, *, interleaved_head_dim: int = 0, special: Mapping[str, str] | None = None) -> None:
         self.path = path
         self._file: GgufFile = read_gguf(path, arrays=False)
         self._data = np.memmap(path, dtype=np.uint8, mode="r")
-        self._name_of = {name_from_gguf(name): name for name in self._file.tensors}
+        self._name_of = {name_from_gguf(name, special): name for name in self._file.tensors}
         self._pair_dim = interleaved_head_dim
 
     def names(self) -> set[str]:
@@ -205,11 +213,16 @@ class GgufSource:
         return RawMatrix(kind, rows, n, k)
 
     def vector(self, name: str, size: int) -> Tensor:
-        kind, raw = self._bytes(name, (size,))
+        kind, raw = self._bytes(name, self._flat(name, size))
         values = RawMatrix(kind, raw.reshape(1, -1), 1, size).as_float32().view(size)
-        if self._pair_dim and name.endswith(("q_proj.bias", "k_proj.bias")):
+        if self._pair_dim and name.endswith(("q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight")):
             values = values[torch.from_numpy(_halves_from_pairs(size, self._pair_dim))]
         return values.clone()
+
+    def _flat(self, name: str, size: int) -> tuple[int, ...]:
+        """The shape in which a vector of `size` lies in the file: norms of each head are a matrix."""
+        shape = self._file.tensors[self._name_of[name]].shape
+        return shape if math.prod(shape) == size else (size,)
 
     def _bytes(self, name: str, shape: tuple[int, ...]) -> tuple[str, Bytes]:
         tensor = self._file.tensors[self._name_of[name]]

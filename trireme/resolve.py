@@ -63,6 +63,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> tup
     work.types()
     work.memory()
     work.length()
+    work.reuse()
     work.queue()
     work.places()
     return work.config, work.decisions
@@ -181,6 +182,13 @@ class _Resolver:
             self.decide("model", f"what the KV memory holds; the model could {longest}", max_len=fits)
         else:
             raise too_little_kv(longest, 0, self.token_bytes())
+
+    def reuse(self) -> None:
+        """Keys of equal prefixes are equal only where rotation does not depend on how long the prompt is."""
+        rope, longest = self.arch.rope, self.config.model.max_len or self.arch.max_position
+        if rope.kind in ("dynamic", "longrope") and longest > rope.original_max_position:
+            if self.config.cache.prefix_cache:
+                self.decide("cache", f"{rope.kind} rotates prompts by their length", prefix_cache=False)
 
     def queue(self) -> None:
         scheduler, max_len = self.config.scheduler, self.config.model.max_len or 1

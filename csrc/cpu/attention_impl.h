@@ -179,6 +179,19 @@ static void add_tile(const TaskState& s, int query, const Tile<T>& tile, const f
   }
 }
 
+// cap * tanh(x / cap), where tanh(y) = 1 - 2 / (exp(2 y) + 1).
+template <int R>
+static void cap_scores(float cap, int first_sub, int last_sub, float* scores) {
+  const Vec twice = set1(2.0f / cap), one = set1(1.0f), two = set1(2.0f), width = set1(cap);
+  for (int r = 0; r < R; ++r) {
+    for (int i = first_sub * kLanes; i < last_sub * kLanes; i += kLanes) {
+      float* at = scores + r * kTileTokens + i;
+      const Vec grown = exp(mul(load(at), twice));
+      store(at, mul(width, ::trireme::TRIREME_VARIANT::sub(one, div(two, add(grown, one)))));
+    }
+  }
+}
+
 // ---------------------------------------------------------------- softmax over one tile
 
 struct Range {
@@ -253,6 +266,7 @@ static void weigh_queries(const AttentionArgs& a, const AttentionTask& task, con
   if (covered.first >= covered.last) return;
   float* scores = s.scores + static_cast<int64_t>(query) * kTileTokens;
   score_tile<R, T>(s, query, tile, covered.first_sub(), covered.last_sub(), scores);
+  if (a.softcap > 0.0f) cap_scores<R>(a.softcap, covered.first_sub(), covered.last_sub(), scores);
   for (int r = 0; r < R; ++r) {
     const Range seen = covered_range(a, task, s, query + r, 1, tile_start, covered);
     s.alpha[query + r] = weigh_query(scores + r * kTileTokens, covered, seen, s.part_max + query + r,

@@ -1,5 +1,7 @@
 #include "decoder.h"
 
+#include "threads.h"
+
 namespace trireme {
 
 namespace {
@@ -9,6 +11,29 @@ void multiply(const LinearPieces& pieces, int tokens, const float* x, int width,
   for (const LinearPiece& piece : pieces) {
     linear(*piece.weight, LinearArgs{x, width, tokens, out + piece.column, out_width, piece.bias, accumulate});
   }
+}
+
+void norm_rows(const float* x, const float* weight, float* out, int64_t stride, int rows, int width, float eps) {
+  NormArgs a{};
+  a.x = x;
+  a.weight = weight;
+  a.out = out;
+  a.x_stride = a.out_stride = stride;
+  a.rows = rows;
+  a.width = width;
+  a.eps = eps;
+  rms_norm(a);
+}
+
+// hidden += scale * branch, the product rounded first.
+void add_scaled(float* hidden, const float* branch, float scale, int rows, int width) {
+  const auto add = [&](int row) {
+    float* to = hidden + static_cast<int64_t>(row) * width;
+    const float* from = branch + static_cast<int64_t>(row) * width;
+    for (int i = 0; i < width; ++i) to[i] += from[i] * scale;
+  };
+  if (static_cast<int64_t>(rows) * width >= 65536) return parallel(rows, [&](int row, int) { add(row); });
+  for (int row = 0; row < rows; ++row) add(row);
 }
 
 }  // namespace
@@ -26,26 +51,35 @@ void DecoderStage::run(const StepInputs& in, const StepBuffers& buffers) const {
   const int q_width = shape_.q_heads * shape_.dim;
   const int qkv_width = q_width + 2 * shape_.kv_heads * shape_.dim;
   for (const DecoderLayer& layer : layers_) {
-    norm(layer.attn_norm, in, buffers);
-    multiply(layer.qkv, in.tokens, buffers.normed, shape_.hidden, buffers.qkv, qkv_width, false);
+    const float* x = branch_input(layer.attn_norm, in, buffers);
+    multiply(layer.qkv, in.tokens, x, shape_.hidden, buffers.qkv, qkv_width, false);
     attend(layer, in, buffers);
-    multiply(layer.o, in.tokens, buffers.attended, q_width, buffers.hidden, shape_.hidden, true);
-    norm(layer.ffn_norm, in, buffers);
-    multiply(layer.gate_up, in.tokens, buffers.normed, shape_.hidden, buffers.gate_up, 2 * shape_.ffn, false);
-    swiglu(SwigluArgs{buffers.gate_up, 2 * shape_.ffn, buffers.product, shape_.ffn, in.tokens, shape_.ffn});
-    multiply(layer.down, in.tokens, buffers.product, shape_.ffn, buffers.hidden, shape_.hidden, true);
+    join(layer.o, buffers.attended, q_width, layer.attn_post, in, buffers);
+    x = branch_input(layer.ffn_norm, in, buffers);
+    multiply(layer.gate_up, in.tokens, x, shape_.hidden, buffers.gate_up, 2 * shape_.ffn, false);
+    swiglu(SwigluArgs{buffers.gate_up, 2 * shape_.ffn, buffers.product, shape_.ffn, in.tokens, shape_.ffn,
+                      shape_.activation});
+    join(layer.down, buffers.product, shape_.ffn, layer.ffn_post, in, buffers);
   }
 }
 
-void DecoderStage::norm(const float* weight, const StepInputs& in, const StepBuffers& buffers) const {
-  NormArgs a{};
-  a.x = buffers.hidden;
-  a.weight = weight;
-  a.out = buffers.normed;
-  a.x_stride = a.out_stride = a.width = shape_.hidden;
-  a.rows = in.tokens;
-  a.eps = shape_.eps;
-  rms_norm(a);
+const float* DecoderStage::branch_input(const float* weight, const StepInputs& in, const StepBuffers& buffers) const {
+  if (weight == nullptr) return buffers.hidden;
+  norm_rows(buffers.hidden, weight, buffers.normed, shape_.hidden, in.tokens, shape_.hidden, shape_.eps);
+  return buffers.normed;
+}
+
+// Ends a branch: the last product of x, normed and scaled where the family says so, is added to the residual stream.
+void DecoderStage::join(const LinearPieces& last, const float* x, int width, const float* post, const StepInputs& in,
+                        const StepBuffers& buffers) const {
+  const int hidden = shape_.hidden;
+  if (post == nullptr && shape_.residual_scale == 1.0f) {
+    return multiply(last, in.tokens, x, width, buffers.hidden, hidden, true);
+  }
+  float* branch = buffers.normed;
+  multiply(last, in.tokens, x, width, branch, hidden, false);
+  if (post != nullptr) norm_rows(branch, post, branch, hidden, in.tokens, hidden, shape_.eps);
+  add_scaled(buffers.hidden, branch, shape_.residual_scale, in.tokens, hidden);
 }
 
 void DecoderStage::attend(const DecoderLayer& layer, const StepInputs& in, const StepBuffers& buffers) const {
@@ -58,13 +92,19 @@ void DecoderStage::attend(const DecoderLayer& layer, const StepInputs& in, const
   rope.q_stride = rope.k_stride = rope.v_stride = q_width + 2 * kv_width;
   rope.tokens = in.tokens;
   rope.q_heads = shape_.q_heads;
-  rope.cos_sin = shape_.cos_sin;
-  rope.rot = shape_.rot;
+  rope.cos_sin = layer.cos_sin;
+  rope.rot = layer.rot;
   rope.positions = in.positions;
   rope.slots = in.slots;
   rope.kv = KvView{layer.k_cache, layer.v_cache, kv_type_, shape_.kv_heads, shape_.dim, block_size_};
-  rope.q_norm = layer.q_norm;
-  rope.k_norm = layer.k_norm;
+  if (shape_.wide_qk_norm) {
+    float* k = buffers.qkv + q_width;
+    norm_rows(rope.q, layer.q_norm, rope.q, rope.q_stride, in.tokens, static_cast<int>(q_width), shape_.eps);
+    norm_rows(k, layer.k_norm, k, rope.k_stride, in.tokens, static_cast<int>(kv_width), shape_.eps);
+  } else {
+    rope.q_norm = layer.q_norm;
+    rope.k_norm = layer.k_norm;
+  }
   rope.eps = shape_.eps;
   rope_and_cache(rope);
 
@@ -79,6 +119,7 @@ void DecoderStage::attend(const DecoderLayer& layer, const StepInputs& in, const
   attention.rows = in.rows;
   attention.table_stride = in.table_stride;
   attention.scale = shape_.scale;
+  attention.softcap = shape_.softcap;
   attention.window = layer.window;
   attention.out = buffers.attended;
   attention.out_stride = q_width;

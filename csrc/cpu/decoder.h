@@ -1,5 +1,5 @@
 // All layers of a decoder stage on one rank in one call, so that the interpreter takes no part between them. The same ops
-// in the same order as Decoder._run_layers in models/arch/decoder.py, so results are bit-identical. Called by
+// with the same results as Decoder._run_layers in models/arch/decoder.py, so results are bit-identical. Called by
 // bind_decoder.cpp; owns nothing: weights, tables and buffers belong to Python objects that outlive the stage.
 #pragma once
 
@@ -20,10 +20,15 @@ struct LinearPiece {
 using LinearPieces = std::vector<LinearPiece>;
 
 struct DecoderLayer {
+  // RMS norms before and after attention and feed-forward; null where there is none.
   const float* attn_norm;
   const float* ffn_norm;
-  const float* q_norm;  // or null
+  const float* q_norm;
   const float* k_norm;
+  const float* attn_post;
+  const float* ffn_post;
+  const float* cos_sin;
+  int rot;     // 0: not rotated
   int window;  // 0: none
   LinearPieces qkv, o, gate_up, down;
   void* k_cache;
@@ -36,10 +41,12 @@ struct DecoderShape {
   int kv_heads;
   int dim;
   int ffn;
-  int rot;
+  bool wide_qk_norm;  // q_norm and k_norm are over all heads together
+  Activation activation;
   float eps;
   float scale;
-  const float* cos_sin;
+  float softcap;
+  float residual_scale;  // of each branch before it is added
 };
 
 // Inputs of one step (see ForwardBatch in models/forward.py), all int32.
@@ -76,7 +83,9 @@ class DecoderStage {
 
  private:
   void attend(const DecoderLayer& layer, const StepInputs& in, const StepBuffers& buffers) const;
-  void norm(const float* weight, const StepInputs& in, const StepBuffers& buffers) const;
+  const float* branch_input(const float* weight, const StepInputs& in, const StepBuffers& buffers) const;
+  void join(const LinearPieces& last, const float* x, int width, const float* post, const StepInputs& in,
+            const StepBuffers& buffers) const;
 
   DecoderShape shape_;
   std::vector<DecoderLayer> layers_;

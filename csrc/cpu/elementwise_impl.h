@@ -133,16 +133,33 @@ TRIREME_INLINE Vec swiglu_lanes(Vec gate, Vec up) {
   return mul(div(gate, add(set1(1.0f), exp(sub(zero(), gate)))), up);
 }
 
-static void swiglu_span(const SwigluArgs& a, int row, int first, int last) {
+// GELU by tanh: x * (1 + tanh(y)) / 2 = x / (1 + exp(-2 y)), with y = sqrt(2 / pi) * (x + 0.044715 x^3).
+TRIREME_INLINE Vec geglu_lanes(Vec gate, Vec up) {
+  const Vec cubic = mul(mul(gate, gate), set1(0.044715f));
+  const Vec y = mul(mul(gate, add(set1(1.0f), cubic)), set1(-1.5957691216057308f));
+  return mul(div(gate, add(set1(1.0f), exp(y))), up);
+}
+
+template <Activation A>
+static void gate_span(const SwigluArgs& a, int row, int first, int last) {
+  const auto lanes = [](Vec gate, Vec up) {
+    if constexpr (A == Activation::silu) return swiglu_lanes(gate, up);
+    else return geglu_lanes(gate, up);
+  };
   const float* gate = a.gate_up + row * a.gate_up_stride;
   const float* up = gate + a.width;
   float* out = a.out + row * a.out_stride;
   int i = first;
-  for (; i + kLanes <= last; i += kLanes) store(out + i, swiglu_lanes(load(gate + i), load(up + i)));
+  for (; i + kLanes <= last; i += kLanes) store(out + i, lanes(load(gate + i), load(up + i)));
   if (i < last) {
     const int n = last - i;
-    store_first(out + i, swiglu_lanes(load_first(gate + i, n), load_first(up + i, n)), n);
+    store_first(out + i, lanes(load_first(gate + i, n), load_first(up + i, n)), n);
   }
+}
+
+static void swiglu_span(const SwigluArgs& a, int row, int first, int last) {
+  if (a.activation == Activation::silu) return gate_span<Activation::silu>(a, row, first, last);
+  gate_span<Activation::gelu_tanh>(a, row, first, last);
 }
 
 }  // namespace trireme::TRIREME_VARIANT

@@ -66,9 +66,12 @@ struct AttentionArgs {
   int64_t table_stride;
   float scale;
   int window;  // 0: none
+  float softcap;  // scores become softcap * tanh(score / softcap); 0: none
   float* out;  // [tokens, q_heads * dim]
   int64_t out_stride;
 };
+
+enum class Activation : int { silu = 0, gelu_tanh = 1 };
 
 struct SwigluArgs {
   const float* gate_up;
@@ -77,6 +80,7 @@ struct SwigluArgs {
   int64_t out_stride;
   int rows;
   int width;  // of the output
+  Activation activation;
 };
 
 // True when the call is worth the pool, and the release of the interpreter lock.

@@ -38,8 +38,10 @@ class Driver:
         *,
         block_size: int = 4,
         kv_dtype: torch.dtype = torch.float32,
+        num_prompt: int = 1,
     ) -> None:
         self.model = model
+        self.num_prompt = num_prompt
         self.block_size = block_size
         blocks_per_row = -(-max_len // block_size)
         num_blocks = num_rows * blocks_per_row + 1
@@ -82,7 +84,7 @@ class Driver:
             block_table=self.table[[row for row, _ in rows]].contiguous(),
             logits_index=_ints(index),
             choices=_ints([0] * len(rows)),
-            num_prompt=_ints([1] * len(rows)),
+            num_prompt=_ints([self.num_prompt] * len(rows)),
         )
         with torch.inference_mode():
             return self.model.forward(batch, self.kv)

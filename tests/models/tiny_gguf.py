@@ -31,18 +31,32 @@ _LAYER_NAMES = {
 }
 
 
-def gguf_name(name: str) -> str:
+_ARCHS = {"mistral": "llama", "gemma3_text": "gemma3", "cohere": "command-r"}
+_PAIRED = ("llama", "granite", "smollm3")  # the converter interleaves q and k rows
+_NORMS_AROUND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+
+
+def gguf_name(name: str, arch: str = "llama") -> str:
     """GGUF's name of a Hugging Face weight."""
+    names = _LAYER_NAMES | (_NORMS_AROUND if arch in ("gemma2", "gemma3", "olmo2") else {})
+    names |= {key: value for key, value in _NORMS_AROUND.items() if "proj" in key}
     top = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
+        "model.norm.bias": "output_norm.bias",
         "lm_head.weight": "output.weight",
     }
     if name in top:
         return top[name]
     layer, rest = name.removeprefix("model.layers.").split(".", 1)
     stem, suffix = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_LAYER_NAMES[stem]}.{suffix}"
+    return f"blk.{layer}.{names[stem]}.{suffix}"
 
 
 def gguf_from_directory(
@@ -60,7 +74,7 @@ def gguf_from_directory(
     (F32); `extra` are metadata keys with __ for a dot (llama__rope__scaling__type=...).
     """
     config = json.loads((directory / "config.json").read_text())
-    arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
+    arch = _ARCHS.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
     _write_shape(writer, config)
     write_byte_vocabulary(writer, config["vocab_size"])
@@ -71,11 +85,13 @@ def gguf_from_directory(
         weights |= load_file(file)
     for name, tensor in weights.items():
         array = tensor.float()
-        if arch == "llama" and ".q_proj." in name:
+        if arch in _PAIRED and ".q_proj." in name:
             array = _pairs_from_halves(array, config["num_attention_heads"])
-        if arch == "llama" and ".k_proj." in name:
+        if arch in _PAIRED and ".k_proj." in name:
             array = _pairs_from_halves(array, config["num_key_value_heads"])
-        target = gguf_name(name)
+        if arch.startswith("gemma") and "norm" in name:
+            array = array + 1.0
+        target = gguf_name(name, arch)
         chosen = next((value for end, value in (kinds or {}).items() if target.endswith(end)), kind)
         _add_tensor(writer, target, array.numpy(), chosen if array.ndim == 2 else "F32")
     for name, tensor in (tensors or {}).items():
@@ -107,12 +123,30 @@ def _write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if "layer_norm_eps" in config:
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope.get("rope_theta") or config["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    for key, add in (
+        ("sliding_window", writer.add_sliding_window),
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("logit_scale", writer.add_logit_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("attention_multiplier", writer.add_attention_scale),
+    ):
+        if config.get(key) is not None:
+            add(config[key])
     writer.add_vocab_size(config["vocab_size"])
 
 
