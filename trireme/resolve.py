@@ -186,9 +186,9 @@ class _Resolver:
     def reuse(self) -> None:
         """Keys of equal prefixes are equal only where rotation does not depend on how long the prompt is."""
         rope, longest = self.arch.rope, self.config.model.max_len or self.arch.max_position
-        if rope.kind in ("dynamic", "longrope") and longest > rope.original_max_position:
-            if self.config.cache.prefix_cache:
-                self.decide("cache", f"{rope.kind} rotates prompts by their length", prefix_cache=False)
+        varies = rope.kind in ("dynamic", "longrope") and longest > rope.original_max_position
+        if varies and self.config.cache.prefix_cache:
+            self.decide("cache", f"{rope.kind} rotates prompts by their length", prefix_cache=False)
 
     def queue(self) -> None:
         scheduler, max_len = self.config.scheduler, self.config.model.max_len or 1
