@@ -61,6 +61,21 @@ TRIREME_INLINE bool reaches(const float* group_max, int tile, float floor) {
   return reduce_max(load(group_max + tile * kLanes)) >= floor;
 }
 
+// Bit per lane: x >= floor.
+TRIREME_INLINE uint32_t lanes_reaching(Vec x, float floor) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(floor), _CMP_GE_OQ);
+#elif defined(__AVX2__)
+  const __m256 limit = _mm256_set1_ps(floor);
+  const int low = _mm256_movemask_ps(_mm256_cmp_ps(x.lo, limit, _CMP_GE_OQ));
+  return static_cast<uint32_t>(low | _mm256_movemask_ps(_mm256_cmp_ps(x.hi, limit, _CMP_GE_OQ)) << 8);
+#else
+  uint32_t mask = 0;
+  for (int i = 0; i < kLanes; ++i) mask |= static_cast<uint32_t>(x.q[i / 4][i % 4] >= floor) << i;
+  return mask;
+#endif
+}
+
 static int first_of(const float* logits, int size, const float* group_max, float value) {
   for (int first = 0, tile = 0; first < size; first += kTile, ++tile) {
     if (!reaches(group_max, tile, value)) continue;
@@ -74,12 +89,17 @@ static int first_of(const float* logits, int size, const float* group_max, float
 // Tokens whose logit is at least floor, to the scratch.
 static Tokens tokens_above(const float* logits, int size, float floor, const SampleScratch& scratch) {
   int n = 0;
-  for (int first = 0, tile = 0; first < size; first += kTile, ++tile) {
-    if (!reaches(scratch.group_max, tile, floor)) continue;
-    for (int i = first; i < smaller(size, first + kTile); ++i) {
+  for (int first = 0; first < size; first += kLanes) {
+    if (first % kTile == 0 && !reaches(scratch.group_max, first / kTile, floor)) {
+      first += kTile - kLanes;
+      continue;
+    }
+    const int count = smaller(kLanes, size - first);
+    const Vec x = count == kLanes ? load(logits + first) : load_first(logits + first, count);
+    for (uint32_t mask = lanes_reaching(x, floor) & ((1u << count) - 1u); mask != 0; mask &= mask - 1u) {
+      const int i = first + __builtin_ctz(mask);
       scratch.ids[n] = i;
-      scratch.logits[n] = logits[i];
-      n += logits[i] >= floor;
+      scratch.logits[n++] = logits[i];
     }
   }
   return {scratch.ids, scratch.logits, n};
@@ -121,6 +141,7 @@ static Cut find_cut(uint32_t* keys, int32_t* masses, int size, double target) {
     low = keys[i] < low ? keys[i] : low;
     high = keys[i] > high ? keys[i] : high;
   }
+  const auto goal = static_cast<int64_t>(std::ceil(target));  // sums are whole numbers
   int64_t before = 0, bins[kBins];
   for (;;) {
     const int width = low == high ? 0 : 32 - __builtin_clz(high - low);
@@ -128,14 +149,14 @@ static Cut find_cut(uint32_t* keys, int32_t* masses, int size, double target) {
     std::memset(bins, 0, sizeof(bins));
     for (int i = 0; i < size; ++i) bins[(keys[i] - low) >> shift] += masses == nullptr ? 1 : masses[i];
     uint32_t bin = 0;
-    while (bin + 1 < kBins && static_cast<double>(before + bins[bin]) < target) before += bins[bin++];
+    while (bin + 1 < kBins && before + bins[bin] < goal) before += bins[bin++];
     low += bin << shift;
     int n = 0;
     for (int i = 0; i < size; ++i) {
-      const bool inside = (keys[i] - low) >> shift == 0;
+      if ((keys[i] - low) >> shift != 0) continue;  // nearly all
       keys[n] = keys[i];
       if (masses != nullptr) masses[n] = masses[i];
-      n += inside;
+      ++n;
     }
     size = n;
     high = low + ((1u << shift) - 1u);
@@ -143,18 +164,19 @@ static Cut find_cut(uint32_t* keys, int32_t* masses, int size, double target) {
   }
   const int64_t mass = masses == nullptr ? 1 : masses[0];
   if (mass < 1) return {low, size};
-  const auto reached = [&](int64_t ties) { return static_cast<double>(before + ties * mass) >= target; };
-  auto ties = static_cast<int64_t>((target - static_cast<double>(before)) / static_cast<double>(mass));
-  while (ties < size && !reached(ties)) ++ties;
-  while (ties > 1 && reached(ties - 1)) --ties;
+  const int64_t ties = (goal - before + mass - 1) / mass;
   return {low, ties < 1 ? 1 : ties};
 }
 
 template <class Key>
 TRIREME_INLINE Tokens apply_cut(const Tokens& tokens, Cut cut, const SampleScratch& scratch, Key key_of) {
+  int64_t ties = cut.ties;
   return keep_tokens(tokens, scratch, [&](int i) {
     const uint32_t key = key_of(tokens.logits[i]);
-    return key < cut.key || (key == cut.key && cut.ties-- > 0);
+    const bool is_tie = key == cut.key;
+    const bool stays = (key < cut.key) | (is_tie & (ties > 0));
+    ties -= is_tie;
+    return stays;
   });
 }
 
@@ -202,15 +224,33 @@ TRIREME_INLINE Vec heavy_mass(Vec logits, Heat heat) {
   return add(scale_pow2(p, add(n, set1(30.0f))), set1(0.5f));
 }
 
-// Whole masses of `logits`, and their sum. Reads up to 15 lanes past a full row only from the scratch.
-static int64_t masses_of(const float* logits, int size, Heat heat, int32_t* masses) {
+inline constexpr int kSteps = 4;  // depths 3, 6, 9, 12, about which the first look at a row tells something
+inline constexpr float kStepDepth = 3.0f;
+
+TRIREME_INLINE float step_floor(int step, Heat heat) {
+  return heat.peak - kStepDepth * static_cast<float>(step + 1) / heat.rate;
+}
+
+// Whole masses of `logits`, and their sum. `above`, if given, gets about the mass down to each step.
+static int64_t masses_of(const float* logits, int size, Heat heat, int32_t* masses, float* above = nullptr) {
   int64_t total = 0;
+  Vec steps[kSteps], floors[kSteps];
+  for (int step = 0; step < kSteps; ++step) {
+    steps[step] = zero();
+    floors[step] = set1(step_floor(step, heat));
+  }
   alignas(64) float wide[kTile];
   for (int first = 0; first < size; first += kTile) {
     const int count = smaller(kTile, size - first);
     int i = 0;
     for (; i + kLanes <= count; i += kLanes) store(wide + i, heavy_mass(load(logits + first + i), heat));
     if (i < count) store(wide + i, heavy_mass(load_first(logits + first + i, count - i), heat));
+    if (above != nullptr) {
+      for (int k = 0; k + kLanes <= count; k += kLanes) {
+        const Vec mass = load(wide + k), x = load(logits + first + k);
+        for (int step = 0; step < kSteps; ++step) steps[step] = add(steps[step], zero_below(mass, x, floors[step]));
+      }
+    }
     int64_t sum = 0;
     if (masses == nullptr) {
       for (i = 0; i < count; ++i) sum += static_cast<int32_t>(wide[i]);
@@ -222,20 +262,30 @@ static int64_t masses_of(const float* logits, int size, Heat heat, int32_t* mass
     }
     total += sum;
   }
+  for (int step = 0; above != nullptr && step < kSteps; ++step) above[step] = reduce_add(steps[step]);
   return total;
+}
+
+// A logit above which the tokens that reach `target` surely or likely lie.
+TRIREME_INLINE float floor_of_mass(const float* above, double target, double p, int64_t total, int size, Heat heat) {
+  for (int step = 0; step < kSteps; ++step) {
+    if (static_cast<double>(above[step]) >= target * 1.0001) return step_floor(step, heat);
+  }
+  // Tokens lighter than an equal part of what may be left out weigh less than that together.
+  const double part = (1.0 - p) * static_cast<double>(total) / size * 0.99;
+  const double deepest = part > 1.0 ? 30.0 * 0.6931471805599453 - std::log(part) : INFINITY;
+  return heat.peak - static_cast<float>(deepest / heat.rate);
 }
 
 static Tokens top_p(const Tokens& all, Heat heat, double p, const SampleScratch& scratch) {
   const bool is_row = all.ids == nullptr;
-  const int64_t total = masses_of(all.logits, all.size, heat, is_row ? nullptr : scratch.masses);
+  float above[kSteps];
+  const int64_t total =
+      masses_of(all.logits, all.size, heat, is_row ? nullptr : scratch.masses, is_row ? above : nullptr);
   const double target = p * static_cast<double>(total);
   Tokens tokens = all;
-  if (is_row) {
-    // Tokens lighter than an equal part of what may be left out weigh less than that together; whether the estimate of
-    // that depth was good is seen from the sum.
-    const double part = (1.0 - p) * static_cast<double>(total) / all.size * 0.99;
-    const double deepest = part > 1.0 ? 30.0 * 0.6931471805599453 - std::log(part) : INFINITY;
-    const float floor = heat.peak - static_cast<float>(deepest / heat.rate);
+  if (is_row) {  // whether the floor was low enough is seen from the sum
+    const float floor = floor_of_mass(above, target, p, total, all.size, heat);
     tokens = tokens_above(all.logits, all.size, floor > kLowest ? floor : kLowest, scratch);
     if (static_cast<double>(masses_of(tokens.logits, tokens.size, heat, scratch.masses)) < target) {
       tokens = tokens_above(all.logits, all.size, kLowest, scratch);
