@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from launch.passes import PASS_NAME
 from launch.session import AsyncSession, Session
 from launch.view import ProgressView
 from serving.client import EngineClient
@@ -21,8 +22,6 @@ from transport.messages import Boot
 from transport.rundir import LOCK_NAME, PREFIX
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
-
-PASS_NAME = "client.pass"
 
 
 class AsyncClient(AsyncSession):
@@ -42,14 +41,6 @@ class Client(Session):
 
     def __init__(self, directory: str | Path | None = None) -> None:
         super().__init__(AsyncClient(directory))
-
-
-def write_pass(boot: Boot) -> None:
-    """Lets programs of this user join the deployment that `boot` describes. Called by the server once it is ready."""
-    path = Path(boot.run_dir, PASS_NAME)
-    handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(msgspec.msgpack.encode(boot))
 
 
 def read_pass(directory: Path) -> Boot:

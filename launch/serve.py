@@ -15,7 +15,7 @@ import msgspec
 from launch.cli import print_error
 from launch.console import Console
 from launch.options import Invocation
-from launch.rpc import write_pass
+from launch.passes import write_pass
 from launch.supervise import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
 from transport.messages import Boot, Failed, Progress, Ready
 from trireme import __version__, log

@@ -17,7 +17,8 @@ import pytest
 from launch import console as console_module
 from launch.cli import print_error
 from launch.console import Console
-from launch.rpc import PASS_NAME, read_pass
+from launch.passes import PASS_NAME
+from launch.rpc import read_pass
 from launch.serve import ServeView, curl_line, merge_decisions, print_failed, url_of
 from launch.supervise import AllReady, Died, Restarted, Stopped, Stopping
 from launch.view import ProgressView
