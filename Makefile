@@ -7,7 +7,7 @@ FLAGS ?=
 BIN := .venv/bin
 export PYTHONUNBUFFERED := 1
 
-.PHONY: serve chat test fmt lint types arch unit gpu bench docs native setup setup-dev check-python clean
+.PHONY: serve chat test fmt lint types arch unit gpu bench count docs native setup setup-dev check-python clean
 
 serve: setup
 	@exec $(BIN)/trireme serve $(MODEL) $(FLAGS)
@@ -42,6 +42,10 @@ bench: setup
 	$(BIN)/trireme bench latency $(MODEL) $(FLAGS)
 	$(BIN)/trireme bench throughput $(MODEL) $(FLAGS)
 	$(BIN)/trireme bench serve $(MODEL) $(FLAGS)
+
+# instructions of the hot paths against scripts/instructions.json; needs valgrind (apt-get install valgrind)
+count: setup-dev
+	$(BIN)/python scripts/count_instructions.py $(FLAGS)
 
 docs: setup-dev
 	$(BIN)/python scripts/make_docs.py
