@@ -46,7 +46,9 @@ def load_model(
     source = open_weights(files, arch)
     family = family_named(arch.family)
     check_names(source, family.weight_names(arch), family.ignorable_names(arch))
-    return family.body(arch, mesh, group, source, dense=quantize or dense_kind(dtype), progress=progress, max_len=max_len)
+    return family.body(
+        arch, mesh, group, source, dense=quantize or dense_kind(dtype), progress=progress, max_len=max_len
+    )
 
 
 def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:

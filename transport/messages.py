@@ -235,7 +235,9 @@ class StepPlan(Wire, frozen=True):
     rows: list[int]  # rows computed in this step
     num_tokens: list[int]  # per scheduled row: tokens computed
     num_computed: list[int]  # per scheduled row: tokens whose KV is already there
-    tokens: list[int]  # per scheduled row: id sampled since the worker last saw the row; -1: none, or the worker holds it
+    tokens: list[
+        int
+    ]  # per scheduled row: id sampled since the worker last saw the row; -1: none, or the worker holds it
     sample: list[bool]  # per scheduled row: its last computed position yields a new token
 
 
