@@ -28,7 +28,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-class _Common(msgspec.Struct, frozen=True):
+class _Basics(msgspec.Struct, frozen=True):
     """What every config.json may say."""
 
     torch_dtype: str | None = None
@@ -143,7 +143,7 @@ def _convert(config: dict[str, Any], kind: type[_S], where: Path) -> _S:
 
 def _shared(config: dict[str, Any], generation: dict[str, Any], where: Path, *, tied: bool) -> dict[str, Any]:
     """Fields of ArchSpec that all families spell alike; `tied` is the family's default."""
-    have = _convert(config, _Common, where)
+    have = _convert(config, _Basics, where)
     if have.quantization_config is not None and have.quantization_config.get("quant_method") != "mxfp4":
         raise ModelError(
             f"{where} has quantized weights ({have.quantization_config.get('quant_method', 'unknown')}), "

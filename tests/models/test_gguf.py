@@ -180,7 +180,7 @@ def test_flipped_bytes_never_crash_the_reader(tmp_path: Path, tiny_gguf: bytes, 
     [
         ({"llama__expert_count": 8}, "mixture of experts"),
         ({"split__count": 2}, "one part of several"),
-        ({"llama__rope__scaling__type": "longrope"}, "'longrope'"),
+        ({"llama__rope__scaling__type": "spiral"}, "'spiral'"),
         ({"tokenizer__ggml__eot_token_id": 5000}, "outside the vocabulary"),
     ],
 )
