@@ -13,6 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,7 @@ from trireme.packaged import find_model
 log = logging.getLogger(__name__)
 
 CLEANUP_S = 10.0
+RELINK_WAIT_S = 5.0  # a restarted front end links to its engines before it takes connections from its siblings
 
 
 def main(channel: BootChannel) -> None:
@@ -95,10 +97,15 @@ async def _serve(channel: BootChannel, front: Front, siblings: Siblings, phases:
     front.client.start()
     front.ticker.start()
     await siblings.start()
+    if boot.epoch > 0:
+        with contextlib.suppress(TimeoutError):
+            await front.client.wait_up(RELINK_WAIT_S)
     listener = Listener(make_app(front), socket.socket(fileno=boot.listen_fd))
     await listener.start()
     gc.collect()
     gc.freeze()  # what start-up made stays: no need to look at it again
+    if boot.epoch == 0:
+        await _linked_or(front, leaving)
     channel.ready(phases=phases, decisions=[("chat template", front.renderer.template.name, "see --chat-template")])
     log.info("listening. %s", facts(fd=boot.listen_fd, model=front.model_name, template=front.renderer.template.name))
     order = await leaving
@@ -107,6 +114,14 @@ async def _serve(channel: BootChannel, front: Front, siblings: Siblings, phases:
     front.close()
     beats.cancel()
     loop.remove_reader(channel.fileno())
+
+
+async def _linked_or(front: Front, leaving: asyncio.Future[Drain]) -> None:
+    """Returns when every engine is linked, so that "ready" holds for whichever front end a client meets, or when told to leave."""
+    linked = asyncio.ensure_future(front.client.wait_up())
+    either: list[asyncio.Future[Any]] = [linked, leaving]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    linked.cancel()
 
 
 async def drain(

@@ -132,7 +132,8 @@ def test_front_end_killed_frees_its_rows(tiny: Path) -> None:
         for pid in fronts:
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: all(s.end for s in streams), 5, "connections closed")
-        wait_for(lambda: deployment.status("/ready") == 200, 30, "front ends restarted")
+        wait_for(lambda: len(deployment.pids("serving.main")) == 2, 30, "front ends restarted")
+        deployment.wait_ready(30)
         wait_for(lambda: deployment.metric("trireme_requests_running") == 0, 5, "rows freed")
         assert one_answer(deployment) == before
 
