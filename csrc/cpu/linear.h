@@ -193,4 +193,8 @@ const LinearKernels& linear_kernels_portable();
 const LinearKernels& linear_kernels_avx2();
 const LinearKernels& linear_kernels_avx512();
 
+// Of linear_dense_*.cpp, for those tables.
+TileFn dense_tiles_avx2(WeightKind kind);
+TileFn dense_tiles_avx512(WeightKind kind);
+
 }  // namespace trireme

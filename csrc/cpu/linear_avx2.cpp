@@ -4,6 +4,7 @@
 
 #include "halfs.h"
 #include "linear.h"
+#include "linear_store_avx2.h"
 
 namespace trireme {
 namespace {
@@ -55,38 +56,6 @@ void quantize_row(const float* x, int k, const QuantizedRows& row) {
     row.minus_sum[block] = -first - second;
     row.minus_halves[block] = static_cast<int32_t>((static_cast<uint32_t>(-first) & 0xffffu) | static_cast<uint32_t>(-second) << 16);
   }
-}
-
-// ---------------------------------------------------------------- results
-
-inline void store_half(float* out, const float* bias, bool accumulate, __m256 acc) {
-  if (bias != nullptr) acc = _mm256_add_ps(acc, _mm256_loadu_ps(bias));
-  if (accumulate) acc = _mm256_add_ps(acc, _mm256_loadu_ps(out));
-  _mm256_storeu_ps(out, acc);
-}
-
-inline void store_partial(float* out, const float* bias, bool accumulate, const float* acc, int cols) {
-  for (int lane = 0; lane < cols; ++lane) {
-    float value = acc[lane];
-    if (bias != nullptr) value += bias[lane];
-    if (accumulate) value += out[lane];
-    out[lane] = value;
-  }
-}
-
-inline void store(const TileArgs& args, int row, int tile, __m256 acc0, __m256 acc1) {
-  const int first = tile * kTileRows;
-  float* out = args.out + row * args.out_stride + first;
-  const float* bias = args.bias == nullptr ? nullptr : args.bias + first;
-  if (args.num_cols - first >= kTileRows) {
-    store_half(out, bias, args.accumulate, acc0);
-    store_half(out + 8, bias == nullptr ? nullptr : bias + 8, args.accumulate, acc1);
-    return;
-  }
-  float lanes[kTileRows];
-  _mm256_storeu_ps(lanes, acc0);
-  _mm256_storeu_ps(lanes + 8, acc1);
-  store_partial(out, bias, args.accumulate, lanes, args.num_cols - first);
 }
 
 // ---------------------------------------------------------------- block kinds
@@ -503,75 +472,12 @@ void block_tiles(const TileArgs& args) {
   }
 }
 
-// ---------------------------------------------------------------- dense kinds
-
-template <WeightKind kind>
-inline __attribute__((always_inline)) __m256 load_dense(const uint8_t* p) {
-  if constexpr (kind == WeightKind::f32) return _mm256_load_ps(reinterpret_cast<const float*>(p));
-  const __m128i halfs = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-  if constexpr (kind == WeightKind::f16) return _mm256_cvtph_ps(halfs);
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halfs), 16));
-}
-
-// R rows of x by T consecutive tiles; R * T accumulators of 16 lanes hide the latency of the sequential sums.
-template <WeightKind kind, int R, int T>
-inline __attribute__((always_inline)) void dense_rows(const TileArgs& args, int tile, int first_row) {
-  constexpr size_t step = packed_group_bytes(kind);
-  const uint8_t* packed = args.tiles + tile * args.tile_bytes;
-  const float* x = args.x + first_row * args.x_stride;
-  __m256 acc[R][T][2];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) acc[r][t][0] = acc[r][t][1] = _mm256_setzero_ps();
-  }
-  for (int i = 0; i < args.k; ++i, packed += step) {
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      const __m256 w0 = load_dense<kind>(packed + t * args.tile_bytes);
-      const __m256 w1 = load_dense<kind>(packed + t * args.tile_bytes + step / 2);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const __m256 value = _mm256_broadcast_ss(x + r * args.x_stride + i);
-        acc[r][t][0] = _mm256_fmadd_ps(w0, value, acc[r][t][0]);
-        acc[r][t][1] = _mm256_fmadd_ps(w1, value, acc[r][t][1]);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) store(args, first_row + r, tile + t, acc[r][t][0], acc[r][t][1]);
-  }
-}
-
-template <WeightKind kind>
-void dense_tiles(const TileArgs& args) {
-  int tile = 0;
-  if (args.m == 1) {
-    for (; tile + 4 <= args.num_tiles; tile += 4) dense_rows<kind, 1, 4>(args, tile, 0);
-  } else if (args.m == 2) {
-    for (; tile + 2 <= args.num_tiles; tile += 2) dense_rows<kind, 2, 2>(args, tile, 0);
-  }
-  for (; tile < args.num_tiles; ++tile) {
-    int row = 0;
-    for (; row + 6 <= args.m; row += 6) dense_rows<kind, 6, 1>(args, tile, row);
-    switch (args.m - row) {
-      case 5: dense_rows<kind, 5, 1>(args, tile, row); break;
-      case 4: dense_rows<kind, 4, 1>(args, tile, row); break;
-      case 3: dense_rows<kind, 3, 1>(args, tile, row); break;
-      case 2: dense_rows<kind, 2, 1>(args, tile, row); break;
-      case 1: dense_rows<kind, 1, 1>(args, tile, row); break;
-    }
-  }
-}
-
 }  // namespace
 
 const LinearKernels& linear_kernels_avx2() {
   static const LinearKernels kernels{
       quantize_row,
-      {dense_tiles<WeightKind::f32>, dense_tiles<WeightKind::f16>, dense_tiles<WeightKind::bf16>,
+      {dense_tiles_avx2(WeightKind::f32), dense_tiles_avx2(WeightKind::f16), dense_tiles_avx2(WeightKind::bf16),
        block_tiles<WeightKind::q8_0>, block_tiles<WeightKind::q4_0>, block_tiles<WeightKind::q4_1>,
        block_tiles<WeightKind::q5_0>, block_tiles<WeightKind::q5_1>, block_tiles<WeightKind::q2_k>,
        block_tiles<WeightKind::q3_k>, block_tiles<WeightKind::q4_k>, block_tiles<WeightKind::q5_k>,
