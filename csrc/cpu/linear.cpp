@@ -89,26 +89,36 @@ const LinearKernels& kernels() {
   return linear_kernels_portable();
 }
 
-QuantizedRows rows_from(const QuantizedRows& rows, size_t block) {
-  return {rows.q + block * kBlock, rows.scale + block, rows.sum + block, rows.minus_sum + block, rows.minus_halves + block};
+QuantizedRows rows_from(const QuantizedRows& rows, int row, int k) {
+  const size_t blocks = static_cast<size_t>(k) / kBlock;
+  const bool grouped = rows.step != 1;
+  const size_t q = grouped ? row / kTileRows * blocks * kGroupedBlock + row % kTileRows * kBlock : row * blocks * kBlock;
+  const size_t at = grouped ? row / kTileRows * blocks * (kGroupedBlock / 4) + row % kTileRows : row * blocks;
+  return {rows.q + q, rows.scale + at, rows.sum + at, rows.minus_sum + at, rows.minus_halves + at, rows.q_step, rows.step};
 }
 
 QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, int k, Scratch* scratch) {
-  const size_t blocks = static_cast<size_t>(args.m) * (k / kBlock);
+  const bool grouped = args.m >= kernels.grouped_from;
+  const int padded = grouped ? (args.m + kTileRows - 1) / kTileRows * kTileRows : args.m;
+  const size_t blocks = static_cast<size_t>(padded) * (k / kBlock);
   uint8_t* memory = scratch->reserve(blocks * (kBlock + 16) + 64);
   QuantizedRows rows{};
-  rows.scale = reinterpret_cast<float*>(memory);
-  rows.sum = rows.scale + blocks;
-  rows.minus_sum = reinterpret_cast<int32_t*>(rows.sum + blocks);
-  rows.minus_halves = rows.minus_sum + blocks;
-  rows.q = reinterpret_cast<int8_t*>(rows.minus_halves + blocks);
-  const int per_task = std::max(1, 16384 / k);
+  const size_t between = grouped ? kTileRows : blocks;  // from one array to the next
+  rows.scale = reinterpret_cast<float*>(grouped ? memory + kTileRows * kBlock : memory);
+  rows.sum = rows.scale + between;
+  rows.minus_sum = reinterpret_cast<int32_t*>(rows.sum + between);
+  rows.minus_halves = rows.minus_sum + between;
+  rows.q = reinterpret_cast<int8_t*>(grouped ? memory : reinterpret_cast<uint8_t*>(rows.minus_halves + between));
+  if (grouped) {
+    rows.q_step = kGroupedBlock;
+    rows.step = kGroupedBlock / 4;
+  }
+  const int per_task = grouped ? kTileRows : std::max(1, 16384 / k);
   const int num_tasks = (args.m + per_task - 1) / per_task;
   parallel(num_tasks, [&](int task, int) {
     const int end = std::min(args.m, (task + 1) * per_task);
     for (int row = task * per_task; row < end; ++row) {
-      const size_t at = static_cast<size_t>(row) * (k / kBlock);
-      kernels.quantize_row(args.x + row * args.x_stride, k, rows_from(rows, at));
+      kernels.quantize_row(args.x + row * args.x_stride, k, rows_from(rows, row, k));
     }
   });
   return rows;
@@ -152,13 +162,13 @@ void linear(const PackedWeight& weight, const LinearArgs& args) {
 
   // A task is a rectangle: up to kRowsPerTask rows of x by a run of tiles.
   const int row_chunks = (args.m + kRowsPerTask - 1) / kRowsPerTask;
-  const int rows_per_chunk = (args.m + row_chunks - 1) / row_chunks;
+  const int even_chunk = (args.m + row_chunks - 1) / row_chunks;
+  const int rows_per_chunk = rows.step == 1 ? even_chunk : (even_chunk + kTileRows - 1) / kTileRows * kTileRows;
   const int64_t work = static_cast<int64_t>(weight.n) * weight.k * args.m;
   const int threads = work < kSerialWork ? 1 : num_threads();
   const int wanted = threads == 1 ? 1 : std::max(1, (threads * 4 + row_chunks - 1) / row_chunks);
   const int tiles_per_task = std::max(1, (weight.num_tiles + wanted - 1) / wanted);
   const int tile_chunks = (weight.num_tiles + tiles_per_task - 1) / tiles_per_task;
-  const int blocks_per_row = weight.k / kBlock;
 
   auto run_task = [&](int task, int) {
     const int first_row = task % row_chunks * rows_per_chunk;
@@ -174,7 +184,7 @@ void linear(const PackedWeight& weight, const LinearArgs& args) {
     tile.x = args.x + first_row * args.x_stride;
     tile.x_stride = args.x_stride;
     if (is_block) {
-      tile.rows = rows_from(rows, static_cast<size_t>(first_row) * blocks_per_row);
+      tile.rows = rows_from(rows, first_row, weight.k);
     }
     tile.out = args.out + first_row * args.out_stride + first_col;
     tile.out_stride = args.out_stride;

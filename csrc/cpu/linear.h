@@ -155,14 +155,19 @@ void read_row(WeightKind kind, const uint8_t* tile, int lane, int k, float* out)
 
 // ---- what a kernel file (linear_portable.cpp, linear_avx2.cpp, linear_avx512.cpp) provides
 
-// int8 form of activations: x = q * scale per block of 32.
+// int8 form of activations: x = q * scale per block of 32. Either row by row, or "grouped": for each 16 rows, for each block,
+// q of the 16 rows and then what else belongs to the block (kGroupedBlock bytes in all), so that a kernel that takes many rows
+// finds them side by side.
 struct QuantizedRows {
   int8_t* q;        // [m][k]
   float* scale;     // [m][k / 32]; NaN where x has a value that is not finite
   float* sum;       // [m][k / 32], scale * sum of q
   int32_t* minus_sum;  // [m][k / 32], minus the sum of q
   int32_t* minus_halves;  // [m][k / 32], the same of the first and the second 16 as two int16, first one low
+  ptrdiff_t q_step = kBlock;  // bytes between the blocks of a row
+  ptrdiff_t step = 1;         // elements of the other arrays between them
 };
+constexpr ptrdiff_t kGroupedBlock = kTileRows * (kBlock + 16);
 
 // One rectangle of a product: consecutive tiles x consecutive rows.
 struct TileArgs {
@@ -187,6 +192,7 @@ using TileFn = void (*)(const TileArgs& args);
 struct LinearKernels {
   QuantizeRowFn quantize_row;
   TileFn tiles[kNumWeightKinds];
+  int grouped_from = 1 << 30;  // calls of so many rows get them grouped; quantize_row then minds the steps
 };
 
 const LinearKernels& linear_kernels_portable();
