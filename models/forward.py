@@ -1,4 +1,7 @@
-"""What a model's forward sees: the flat token batch, the paged KV tensors and the group of ranks it computes with.
+"""What a model's forward sees: the flat token batch, the paged KV memory and the group of ranks it computes with.
+
+The worker and the native stages speak in numpy arrays (HostBatch, HostKV); bodies in torch see the same memory as tensors
+(ForwardBatch, KVLayer; models/tensors.py is the border). Imports no torch.
 
 Legend: T tokens of the step, R scheduled rows, S positions whose logits are wanted, B longest block table.
 """
@@ -6,41 +9,54 @@ Legend: T tokens of the step, R scheduled rows, S positions whose logits are wan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Array = TypeVar("Array")
 
 
 @dataclass(slots=True)
-class ForwardBatch:
+class StepBatch(Generic[Array]):
     """One step's flat inputs. Rows are contiguous in T: row r owns tokens query_start[r]:query_start[r+1].
 
     context_len[r] counts all tokens of row r including this step's. KV of token t is written to
     (slot[t] // block_size, slot[t] % block_size) before attention reads it back through block_table.
     """
 
-    token_ids: Tensor  # [T] int32
-    positions: Tensor  # [T] int32
-    slots: Tensor  # [T] int32, block_id * block_size + offset
-    query_start: Tensor  # [R + 1] int32
-    context_len: Tensor  # [R] int32
-    block_table: Tensor  # [R, B] int32
-    logits_index: Tensor  # [S] int32, rising indices into T
-    choices: Tensor  # [R] int32, choice number of each row (test models look at it)
-    num_prompt: Tensor  # [R] int32, prompt length of each row
+    token_ids: Array  # [T] int32
+    positions: Array  # [T] int32
+    slots: Array  # [T] int32, block_id * block_size + offset
+    query_start: Array  # [R + 1] int32
+    context_len: Array  # [R] int32
+    block_table: Array  # [R, B] int32
+    logits_index: Array  # [S] int32, rising indices into T
+    choices: Array  # [R] int32, choice number of each row (test models look at it)
+    num_prompt: Array  # [R] int32, prompt length of each row
 
 
 @dataclass(slots=True)
-class KVLayer:
+class PagedKV(Generic[Array]):
     """Paged KV of one layer on one rank. Keys are stored transposed inside a block, so that a vector lane is a token.
 
     k: [num_blocks, kv_heads, head_dim, block_size]   v: [num_blocks, kv_heads, block_size, head_dim]
-    dtype float32, float16 or bfloat16.
+    dtype float32, float16 or bfloat16 (in numpy: its bits as uint16).
     """
 
-    k: Tensor
-    v: Tensor
+    k: Array
+    v: Array
+
+
+HostBatch = StepBatch[NDArray[np.int32]]
+HostKV = PagedKV[NDArray[Any]]
+ForwardBatch = StepBatch["Tensor"]
+KVLayer = PagedKV["Tensor"]
+Logits = NDArray[np.float32]
 
 
 class Group(Protocol):
@@ -85,15 +101,29 @@ class SoloGroup:
         raise AssertionError("a single stage has no previous stage")
 
 
-class Model(Protocol):
-    """One stage of a model on one rank. Built by models.load.load_model."""
+class ModelFacts(Protocol):
+    """What the KV memory of one stage of a model on one rank must fit."""
 
-    vocab_size: int
     num_kv_layers: int  # layers of this stage
     kv_heads: int  # KV heads of this rank
     head_dim: int
 
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor | None:
+
+class Model(ModelFacts, Protocol):
+    """One stage of a model on one rank, as the worker runs it. Built by models.load.load_model."""
+
+    vocab_size: int
+
+    def forward(self, batch: HostBatch, kv: list[HostKV]) -> Logits | None:
         """Runs this stage: receives hidden states unless first, sends them unless last. Returns logits [S, vocab] float32
-        on every rank of the last stage (gathered over TP), None on other stages."""
+        on every rank of the last stage (gathered over TP), None on other stages. The worker passes the same `kv` list in
+        every step."""
         ...
+
+
+class TensorModel(ModelFacts, Protocol):
+    """The same in torch; models.tensors.OverTensors makes a Model of it."""
+
+    vocab_size: int
+
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor | None: ...

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from models.quant.packed import Floats
 from models.weights import RawMatrix, WeightSource
 from trireme.arch import ArchSpec
 
@@ -79,15 +78,15 @@ class LaidOutSource:
         whole = self._source.matrix(stored, part.total, k)
         return RawMatrix(whole.kind, whole.raw[part.rows()], n, k)
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int) -> Floats:
         if name in self._heads:
             stored = sorted(self._heads[name], key=_number_in)
-            return torch.cat([self._source.vector(each, size // len(stored)) for each in stored])
+            return np.concatenate([self._source.vector(each, size // len(stored)) for each in stored])
         part = self._part_of(name)
         if part is not None:
-            return self._source.vector(self._name_of[name], part.total)[torch.from_numpy(part.rows())]
+            return self._source.vector(self._name_of[name], part.total)[part.rows()]
         values = self._source.vector(self._name_of[name], size)
-        return values[torch.from_numpy(self._halves(size))] if self._is_paired(name) else values
+        return values[self._halves(size)] if self._is_paired(name) else values
 
     def _part_of(self, name: str) -> Part | None:
         stem = name.rpartition(".")[0]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from models.arch.stub import StubModel
+from models.arch import native
 from models.forward import Group, Model
 from models.registry import family_named
 from models.weights import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
 from trireme.arch import ArchSpec
+from trireme.config import Decision
 from trireme.mesh import Mesh
 from trireme.packaged import ModelFiles
 
@@ -32,23 +33,49 @@ def load_model(
     *,
     max_len: int | None = None,
     quantize: str | None = None,
+    runtime: str = "",
 ) -> Model:
     """This rank's stage. `dtype` is the type of dense weights (auto: as stored); quantized blocks stay as they are.
 
-    `quantize` is a scheme of models.quant.base.SCHEMES to which dense matrices are rounded instead.
+    `quantize` is a scheme of models.quant.packed.SCHEMES to which dense matrices are rounded instead.
 
-    `max_len` is how many positions will ever be computed (default: the model's own limit; more is allowed).
+    `max_len` is how many positions will ever be computed (default: the model's own limit; more is allowed). `runtime` is
+    what choose_runtime says unless a test asks for the other one.
     `progress("weights", done, total)` counts layers, and the embedding with the head as one. Raises ModelError for files
     that do not fit together.
     """
     if arch.family == "stub":
+        from models.arch.stub import StubModel
+
         return StubModel(arch, mesh, group)
     source = open_weights(files, arch)
     family = family_named(arch.family)
     check_names(source, family.weight_names(arch), family.ignorable_names(arch))
-    return family.body(
-        arch, mesh, group, source, dense=quantize or dense_kind(dtype), progress=progress, max_len=max_len
-    )
+    dense = quantize or dense_kind(dtype)
+    if (runtime or choose_runtime(arch, mesh).value) != TORCH:
+        return native.NativeDecoder(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len)
+    from models.tensors import OverTensors
+
+    body = family.load_body()
+    return OverTensors(body(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len))
+
+
+TORCH = "torch"
+
+
+def choose_runtime(arch: ArchSpec, mesh: Mesh) -> Decision:
+    """What computes the layers of a rank on the CPU. Only with "torch" does a worker import it."""
+    if arch.family == "stub":
+        return Decision("runtime", "stub, no torch", "it has no layers")
+    if not family_named(arch.family).is_decoder:
+        return Decision("runtime", TORCH, f"the native stage does not know the layers of {arch.family}")
+    if mesh.tp > 1:
+        return Decision("runtime", TORCH, f"{mesh.tp} workers share each layer")
+    if not native.covers(arch):
+        return Decision("runtime", TORCH, f"the native stage does not know the norms of {arch.family}")
+    if mesh.pp > 1:
+        return Decision("runtime", "native", "all layers of a stage run in one native call")
+    return Decision("runtime", "native, no torch", "all layers run in one native call")
 
 
 def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:

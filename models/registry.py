@@ -1,13 +1,16 @@
-"""Table of model families: which body computes a family, and how its files differ. Used by models.load only."""
+"""Table of model families: which body computes a family, and how its files differ. Used by models.load only.
+
+Bodies are modules by name, imported when they are chosen: those in torch must not be loaded where nothing needs it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import NamedTuple, Protocol
 
 from models import layouts
-from models.arch import decoder, gpt, moe
-from models.forward import Group, Model
+from models.forward import Group, TensorModel
 from models.weights import WeightSource
 from trireme.arch import ArchSpec
 from trireme.errors import ModelError
@@ -27,7 +30,10 @@ class Body(Protocol):
         dense: str | None = None,
         progress: Callable[[str, int, int], None],
         max_len: int | None = None,
-    ) -> Model: ...
+    ) -> TensorModel: ...
+
+
+Seen = Callable[[WeightSource, ArchSpec], WeightSource]
 
 
 def _as_stored(source: WeightSource, arch: ArchSpec) -> WeightSource:
@@ -40,19 +46,43 @@ class Family(NamedTuple):
 
     gguf_pairs: bool = False
     gguf_names: Mapping[str, str] = {}  # parts of GGUF names that mean another weight than usual
-    gguf_seen: Callable[[WeightSource, ArchSpec], WeightSource] = _as_stored
-    body: Body = decoder.Decoder
-    weight_names: Callable[[ArchSpec], Iterable[str]] = decoder.weight_names  # every weight of the whole model
-    ignorable_names: Callable[[ArchSpec], Iterable[str]] = decoder.ignorable_names  # may be there without being used
-    seen: Callable[[WeightSource, ArchSpec], WeightSource] = _as_stored
+    gguf_seen: Seen = _as_stored
+    seen: Seen = _as_stored
+    body: tuple[str, str] = ("models.arch.decoder", "Decoder")  # module and class, in torch
+    names: str = "models.arch.stage"  # module of weight_names and ignorable_names
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether its body is the Llama-like decoder."""
+        return self.names == "models.arch.stage"
+
+    def load_body(self) -> Body:
+        module, name = self.body
+        found: Body = getattr(import_module(module), name)
+        return found
+
+    def weight_names(self, arch: ArchSpec) -> Iterable[str]:
+        """Every weight of the whole model."""
+        found: Iterable[str] = import_module(self.names).weight_names(arch)
+        return found
+
+    def ignorable_names(self, arch: ArchSpec) -> Iterable[str]:
+        """Weights that may be there without being used."""
+        found: Iterable[str] = import_module(self.names).ignorable_names(arch)
+        return found
 
 
-_GPT = Family(
-    body=gpt.GptModel, weight_names=gpt.weight_names, ignorable_names=gpt.ignorable_names, seen=gpt.seen_names
-)
-_MOE = Family(
-    body=moe.MoeModel, weight_names=moe.weight_names, ignorable_names=moe.ignorable_names, seen=moe.seen_names
-)
+def _seen_by(module: str) -> Seen:
+    """seen_names of a module that is imported when a source is seen."""
+    return lambda source, arch: import_module(module).seen_names(source, arch)
+
+
+def _family_of(module: str, name: str) -> Family:
+    return Family(body=(module, name), names=module, seen=_seen_by(module))
+
+
+_GPT = _family_of("models.arch.gpt", "GptModel")
+_MOE = _family_of("models.arch.moe", "MoeModel")
 
 _BEFORE_FFN = {"ffn_norm": "pre_feedforward_layernorm"}
 

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from models.quant.base import PACKED_KINDS, SCHEMES, Bytes, bytes_of, kind_of, quantize, row_bytes
 from models.quant.gguf_expand import dequantize
+from models.quant.packed import PACKED_KINDS, SCHEMES, Bytes, Floats, bytes_of, quantize_rows, row_bytes
+from models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from trireme.errors import ModelError
 from trireme.gguf import GgufFile, read_gguf
 from trireme.mesh import Span
 from trireme.packaged import read_json
 
-_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DENSE_KINDS = ("F32", "F16", "BF16")
 _KIND_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -39,14 +37,18 @@ class RawMatrix(NamedTuple):
 
     def as_kind(self, kind: str) -> RawMatrix:
         """The matrix in a dense kind (F32, F16, BF16), rounded to nearest."""
-        if kind == self.kind:
-            return self
-        return raw_from_tensor(self.as_float32().to(_TORCH_DTYPES[kind]))
+        return self if kind == self.kind else raw_from_floats(self.as_float32(), kind)
 
-    def as_float32(self) -> Tensor:
-        if self.kind in _TORCH_DTYPES:
-            copied = torch.from_numpy(np.array(self.raw).reshape(-1))
-            return copied.view(_TORCH_DTYPES[self.kind]).view(self.n, self.k).float()
+    def as_float32(self) -> Floats:
+        """[n, k], a copy."""
+        if self.kind == "F32":
+            return np.array(self.raw).reshape(-1).view(np.float32).reshape(self.n, self.k)
+        if self.kind == "F16":
+            with np.errstate(invalid="ignore"):  # NaN stays NaN
+                return bytes_of(self.raw).view(np.float16).astype(np.float32).reshape(self.n, self.k)
+        if self.kind == "BF16":
+            wide = bytes_of(self.raw).view(np.uint16).astype(np.uint32) << np.uint32(16)
+            return wide.view(np.float32).reshape(self.n, self.k)
         return dequantize(self.kind, self.raw, self.n, self.k)
 
     def computable(self, dense: str | None) -> RawMatrix:
@@ -54,18 +56,31 @@ class RawMatrix(NamedTuple):
         scheme, when that is given. Rows that are no whole blocks stay dense."""
         if self.kind not in PACKED_KINDS:
             return self.as_kind("F16")
-        if dense is None or self.kind not in _TORCH_DTYPES:
+        if dense is None or self.kind not in DENSE_KINDS:
             return self
         if dense in SCHEMES:
-            return self if self.k % 32 else RawMatrix(*quantize(dense, self.as_float32()), self.n, self.k)
+            return self if self.k % 32 else RawMatrix(*quantize_rows(dense, self.as_float32()), self.n, self.k)
         return self.as_kind(dense)
 
 
-def raw_from_tensor(tensor: Tensor) -> RawMatrix:
-    """A dense [n, k] tensor as raw rows, without a copy where it is contiguous."""
-    n, k = tensor.shape
-    kind = kind_of(tensor)
-    return RawMatrix(kind, bytes_of(tensor).reshape(n, row_bytes(kind, k)), n, k)
+def raw_from_floats(values: Floats, kind: str = "F32") -> RawMatrix:
+    """A float32 matrix [n, k] as raw rows of a dense kind, rounded to nearest, ties to even."""
+    n, k = values.shape
+    stored: np.ndarray = values
+    if kind == "F16":
+        with np.errstate(over="ignore", invalid="ignore"):  # inf where float16 ends
+            stored = values.astype(np.float16)
+    elif kind == "BF16":
+        stored = bf16_from_floats(values)
+    return RawMatrix(kind, bytes_of(stored).reshape(n, row_bytes(kind, k)), n, k)
+
+
+def bf16_from_floats(values: Floats) -> np.ndarray:
+    """Bits of bfloat16 as uint16, rounded to nearest, ties to even; any NaN becomes the quiet one."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    half = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + (half + np.uint32(0x7FFF))) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 def dense_kind(dtype: str) -> str | None:
@@ -86,7 +101,7 @@ class WeightSource(Protocol):
         """The raw matrix, which must have this shape. Raises ModelError that names it."""
         ...
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int) -> Floats:
         """A float32 copy of a vector, likewise."""
         ...
 
@@ -96,40 +111,44 @@ class SafetensorsSource:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory
-        self._file_of: dict[str, Path] = {}
-        self._open = {}
-        for file in _safetensors_files(directory):
-            try:
-                # (the library checks every offset of the header, and maps the file)
-                handle = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{file} is not a safetensors file: {error}") from error
-            self._open[file] = handle
-            for name in handle.keys():  # noqa: SIM118
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for path in _safetensors_files(directory):
+            file = SafetensorsFile(path)
+            for name in file.names():
                 if name in self._file_of:
-                    raise ModelError(f"{name} is in {self._file_of[name].name} and in {file.name}")
+                    raise ModelError(f"{name} is in {self._file_of[name].path.name} and in {path.name}")
                 self._file_of[name] = file
 
     def names(self) -> set[str]:
         return set(self._file_of)
 
     def matrix(self, name: str, n: int, k: int) -> RawMatrix:
-        return raw_from_tensor(self.tensor(name, (n, k)))
+        stored = self.tensor(name, (n, k))
+        kind = self._dense_kind(name, stored)
+        return RawMatrix(kind, stored.raw.reshape(n, row_bytes(kind, k)), n, k)
 
-    def vector(self, name: str, size: int) -> Tensor:
-        shape = tuple(self._open[self._file_of[name]].get_slice(name).get_shape())  # (norms of each head: a matrix)
-        return self.tensor(name, shape if math.prod(shape) == size else (size,)).float().flatten().clone()
+    def vector(self, name: str, size: int) -> Floats:
+        shape = self._file_of[name].shape(name)  # (norms of each head: a matrix)
+        stored = self.tensor(name, shape if math.prod(shape) == size else (size,))
+        kind = self._dense_kind(name, stored)
+        return RawMatrix(kind, stored.raw.reshape(1, row_bytes(kind, size)), 1, size).as_float32().reshape(size)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """A tensor of any dtype as stored, mapped, which must have this shape."""
         file = self._file_of[name]
-        try:
-            tensor: Tensor = self._open[file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"cannot read {name} from {file}: {error}") from error
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{name} in {file} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
-        return tensor
+        if file.shape(name) != shape:
+            raise ModelError(
+                f"{name} in {file.path} has shape {list(file.shape(name))}; config.json asks for {list(shape)}"
+            )
+        return file.tensor(name)
+
+    def _dense_kind(self, name: str, stored: StoredTensor) -> str:
+        if stored.dtype not in DENSE_KINDS:
+            raise ModelError(
+                f"{name} in {self._file_of[name].path} has dtype {DTYPES[stored.dtype][1]}; "
+                "supported: float32, float16, bfloat16"
+            )
+        return stored.dtype
 
 
 def _safetensors_files(directory: Path) -> list[Path]:
@@ -212,12 +231,12 @@ class GgufSource:
             rows = rows[_halves_from_pairs(n, self._pair_dim)]
         return RawMatrix(kind, rows, n, k)
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int) -> Floats:
         kind, raw = self._bytes(name, self._flat(name, size))
-        values = RawMatrix(kind, raw.reshape(1, -1), 1, size).as_float32().view(size)
+        values = RawMatrix(kind, raw.reshape(1, -1), 1, size).as_float32().reshape(size)
         if self._pair_dim and name.endswith(("q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight")):
-            values = values[torch.from_numpy(_halves_from_pairs(size, self._pair_dim))]
-        return values.clone()
+            values = values[_halves_from_pairs(size, self._pair_dim)]
+        return values
 
     def _flat(self, name: str, size: int) -> tuple[int, ...]:
         """The shape in which a vector of `size` lies in the file: norms of each head are a matrix."""

@@ -11,10 +11,8 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from models.forward import ForwardBatch, KVLayer
+from models.forward import HostBatch, HostKV, Logits
 from transport.messages import NewRow, StepPlan
 from trireme.mesh import Mesh
 from trireme.params import RowParams
@@ -43,10 +41,10 @@ class Silent:
         self.vocab_size = vocab_size
         values = np.random.default_rng(0).standard_normal((num_rows, vocab_size)) * 2
         values[:, ::97] += 6
-        self._logits = torch.from_numpy(values.astype(np.float32))
+        self._logits = values.astype(np.float32)
 
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor:
-        return self._logits[: batch.logits_index.numel()]
+    def forward(self, batch: HostBatch, kv: list[HostKV]) -> Logits:
+        return self._logits[: batch.logits_index.size]
 
 
 def step_us(num_rows: int, vocab_size: int, params: RowParams, steps: int) -> float:
@@ -76,7 +74,6 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49152)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     print(f"CPU us per decode step besides the model, vocabulary {options.vocab}, context {PROMPT}")
     print("rows".ljust(12) + "".join(f"{rows:>10}" for rows in options.rows))
     for name, fields in SETTINGS.items():

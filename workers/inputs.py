@@ -1,6 +1,6 @@
-"""Builds a ForwardBatch from the persistent batch and a step's row columns, by array arithmetic, into buffers made once.
+"""Builds a HostBatch from the persistent batch and a step's row columns, by array arithmetic, into buffers made once.
 
-Called by workers.runner. The tensors it returns are views of its buffers and die with the next build.
+Called by workers.runner. The arrays it returns are views of its buffers and die with the next build.
 
     row r of R:   |<- num_computed[r] ->|<- num_tokens[r]: this step ->|
                   0                     positions ...                   context_len[r]
@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from models.forward import ForwardBatch
+from models.forward import HostBatch
 from trireme.errors import EngineError
 from workers.batch import Batch
 
@@ -51,26 +49,24 @@ class Wanted:
 
 
 class _Buffer:
-    """An int32 torch tensor with its numpy view; grows by doubling. Decode steps repeat a size: its slices are kept."""
+    """An int32 array that grows by doubling. Decode steps repeat a size: its slices are kept."""
 
     def __init__(self, size: int) -> None:
-        self._tensor = torch.zeros(max(size, 1), dtype=torch.int32)
-        self._array: Column = self._tensor.numpy()
-        self._taken = self._tensor, self._array
+        self._array: Column = np.zeros(max(size, 1), np.int32)
+        self._taken = self._array
 
-    def take(self, size: int) -> tuple[Tensor, Column]:
-        if size == self._taken[1].size:
+    def take(self, size: int) -> Column:
+        if size == self._taken.size:
             return self._taken
         if size > self._array.size:
-            self._tensor = torch.zeros(2 * size, dtype=torch.int32)
-            self._array = self._tensor.numpy()
-        self._taken = self._tensor[:size], self._array[:size]
+            self._array = np.zeros(2 * size, np.int32)
+        self._taken = self._array[:size]
         return self._taken
 
-    def put(self, values: NDArray[Any]) -> Tensor:
-        tensor, array = self.take(values.size)
+    def put(self, values: NDArray[Any]) -> Column:
+        array = self.take(values.size)
         array[:] = values
-        return tensor
+        return array
 
 
 class InputBuilder:
@@ -85,12 +81,12 @@ class InputBuilder:
         self._block_table = _Buffer(max_rows * min(max_blocks, 64))
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
 
-    def build(self, batch: Batch, step: StepRows) -> tuple[ForwardBatch, Wanted]:
+    def build(self, batch: Batch, step: StepRows) -> tuple[HostBatch, Wanted]:
         """Inputs of one forward. Raises EngineError when a row lacks the tokens or blocks that the plan counts on."""
         rows, count = step.rows, step.rows.size
         context = step.num_computed + step.num_tokens
         self._check(batch, step, context)
-        query_start, starts = self._query_start.take(count + 1)
+        starts = self._query_start.take(count + 1)
         starts[0] = 0
         np.cumsum(step.num_tokens, out=starts[1:])
         if int(starts[-1]) == count:
@@ -98,11 +94,11 @@ class InputBuilder:
         else:
             owner, positions = self._spread(step, starts)
         index, wanted = self._wanted(batch, step, starts)
-        forward = ForwardBatch(
+        forward = HostBatch(
             token_ids=self._token_ids.put(batch.tokens[owner, positions]),
             positions=self._positions.put(positions),
             slots=self._slots.put(self._slot_values(batch, owner, positions)),
-            query_start=query_start,
+            query_start=starts,
             context_len=self._context_len.put(context),
             block_table=self._gather_blocks(batch, rows, context),
             logits_index=self._logits_index.put(index),
@@ -131,14 +127,13 @@ class InputBuilder:
         block, offset = np.divmod(positions, np.int32(batch.block_size))
         return batch.blocks[owner, block] * np.int32(batch.block_size) + offset
 
-    def _gather_blocks(self, batch: Batch, rows: NDArray[np.int64], context: Column) -> Tensor:
+    def _gather_blocks(self, batch: Batch, rows: NDArray[np.int64], context: Column) -> NDArray[np.int32]:
         """[R, B] table, B just long enough for the longest context; entries past a row's own are 0."""
         width = -(-int(context.max()) // batch.block_size)
-        tensor, array = self._block_table.take(rows.size * width)
-        table = array.reshape(rows.size, width)
+        table = self._block_table.take(rows.size * width).reshape(rows.size, width)
         np.take(batch.blocks[:, :width], rows, axis=0, out=table)
         np.copyto(table, 0, where=self._count_to(width) >= batch.num_blocks[rows][:, None])
-        return tensor.view(rows.size, width)
+        return table
 
     def _count_to(self, width: int) -> Column:
         """0, 1, ... width - 1."""

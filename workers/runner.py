@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from models.forward import Group, KVLayer, Model
+from models.forward import Group, HostKV, Logits, Model
 from transport.messages import LogprobRow, RowFault, StepPlan, StepResult
 from trireme.errors import EngineError
 from trireme.mesh import Mesh
@@ -48,7 +46,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        kv: list[KVLayer],
+        kv: list[HostKV],
         batch: Batch,
         inputs: InputBuilder,
         mesh: Mesh,
@@ -76,7 +74,6 @@ class Runner:
         """Rows in the persistent batch."""
         return self._batch.num_rows()
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step. None on workers that do not report.
 
@@ -110,8 +107,9 @@ class Runner:
             token_of = dict(zip(sampled.rows, sampled.tokens, strict=True))
             tokens[:] = [token_of.get(row, -1) for row in rows.tolist()]
         if group.size > 1:
-            gathered = group.all_gather(torch.from_numpy(tokens)[None], [rows.size] * group.size)
-            tokens = gathered[0, : rows.size].numpy()
+            from models.tensors import gather_tokens
+
+            tokens = gather_tokens(group, tokens)
         self._batch.keep_sampled(rows, tokens)
 
     def _rows_of(self, plan: StepPlan) -> StepRows:
@@ -169,8 +167,7 @@ class Runner:
         if logits is not None and self._mesh.reports_result:
             self._read_logits(logits, wanted, outcome)
 
-    def _read_logits(self, logits: Tensor, wanted: Wanted, outcome: _Outcome) -> None:
-        values = logits.float().cpu().numpy()
+    def _read_logits(self, values: Logits, wanted: Wanted, outcome: _Outcome) -> None:
         for row, first, count, at in wanted.prompt:
             try:
                 k = self._batch.row_params(row).prompt_logprobs

@@ -7,16 +7,16 @@ come from one thread. workers.fake.FakeWorker has the same methods and no tensor
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import msgspec
-import torch
 
-from models.forward import Group, KVLayer, Model
-from models.load import load_model
+from models.forward import Group, HostKV, Model
+from models.load import TORCH, choose_runtime, load_model
 from models.native import load_native
 from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.arch import ArchSpec, read_arch
@@ -27,7 +27,7 @@ from trireme.packaged import find_model
 from workers.batch import Batch
 from workers.collectives import make_group
 from workers.inputs import InputBuilder
-from workers.kv_tensors import allocate_kv, block_bytes, choose_kv_dtype, poison_blocks
+from workers.kv_tensors import KvDtype, allocate_kv, block_bytes, choose_kv_dtype, poison_blocks
 from workers.memory import activation_bytes, kv_share, read_memory, usable_cores
 from workers.runner import Runner
 
@@ -42,8 +42,8 @@ class Worker:
         self._arena = init.arena
         self._native = _native_kernels()
         self._progress = progress
-        self._loaded: tuple[ArchSpec, Model, torch.dtype] | None = None
-        self._kv: list[KVLayer] = []
+        self._loaded: tuple[ArchSpec, Model, KvDtype] | None = None
+        self._kv: list[HostKV] = []
         self._runner: Runner | None = None
         self._group: Group | None = None
         self.before_forward: Callable[[], object] = lambda: None  # called before other threads get the interpreter
@@ -52,16 +52,20 @@ class Worker:
     def load(self) -> WorkerLoaded:
         """Loads this worker's slice of the weights. Raises ModelError or ConfigError with the cause."""
         started, before = time.perf_counter(), read_memory()
-        num_threads, decision = self._set_threads()
+        num_threads, threads = self._set_threads()
         files = find_model(self.config.model.model)
         arch = read_arch(files)
+        runtime = choose_runtime(arch, self.mesh)
         group = make_group(self.mesh, self._arena, step_timeout_s=self.config.launch.step_timeout)
         self._group = group
         self._abort_group = getattr(group, "abort", None)
         dtype, max_len, quantize = self.config.model.dtype, self.config.model.max_len, self.config.model.quantize
         model = load_model(files, arch, self.mesh, group, dtype, self._progress, max_len=max_len, quantize=quantize)
-        if self._native is not None and num_threads > 1:
-            torch.set_num_threads(1)  # the pool of the native kernels computes; torch's own threads would only spin
+        if runtime.value == TORCH:
+            from models.tensors import use_threads
+
+            # the pool of the native kernels computes where they are built; torch's own threads would only spin
+            use_threads(num_threads if self._native is None else 1)
         kv_dtype, kv_decision = choose_kv_dtype(self.config.cache.kv_dtype, arch)
         self._loaded = arch, model, kv_dtype
         facts, parallel = read_memory(), self.config.parallel
@@ -73,7 +77,9 @@ class Worker:
             free_bytes=kv_share(facts, step_bytes, parallel.dp * self.mesh.num_workers, self.mesh.num_workers),
             weight_bytes=max(0, facts.own - before.own),
             phases={"weights": time.perf_counter() - started},  # reading the files and all that goes with it
-            decisions=[_as_tuple(choice) for choice in (decision, *_kernel_decisions(self._native), kv_decision)],
+            decisions=[
+                _as_tuple(choice) for choice in (threads, runtime, *_kernel_decisions(self._native), kv_decision)
+            ],
         )
 
     def setup_kv(self, num_blocks: int) -> None:
@@ -116,7 +122,7 @@ class Worker:
         self._loaded = None
         self._kv = []
 
-    def _need_model(self) -> tuple[ArchSpec, Model, torch.dtype]:
+    def _need_model(self) -> tuple[ArchSpec, Model, KvDtype]:
         if self._loaded is None:
             raise EngineError("setup_kv was called before load")
         return self._loaded
@@ -124,18 +130,23 @@ class Worker:
     def _info(self) -> dict[str, Any]:
         steps = self._runner.num_steps if self._runner else 0
         rows = self._runner.num_rows if self._runner else 0
-        facts = read_memory()
-        return {"worker": self.mesh.worker, "steps": steps, "rows": rows, "pid": os.getpid(), "own_bytes": facts.own}
+        return {
+            "worker": self.mesh.worker,
+            "steps": steps,
+            "rows": rows,
+            "pid": os.getpid(),
+            "own_bytes": read_memory().own,
+            "torch": "torch" in sys.modules,
+        }
 
     def _set_threads(self) -> tuple[int, Decision]:
-        """Sizes torch's threads and the native pool: no more threads on the machine than cores."""
+        """Sizes the native pool: no more threads on the machine than cores."""
         parallel = self.config.parallel
         cores, num_workers = usable_cores(), parallel.dp * parallel.pp * parallel.tp
         if parallel.threads is not None:
             count, because = parallel.threads, "--threads was given"
         else:
             count, because = max(1, cores // num_workers), f"{cores} usable cores over {num_workers} workers"
-        torch.set_num_threads(count)
         if self._native is not None:
             self._native.set_num_threads(count)
         return count, Decision("threads", str(count), because)

@@ -13,7 +13,10 @@ from torch import Tensor
 from models.forward import ForwardBatch, Group
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
-from models.weights import RawMatrix, SafetensorsSource, raw_from_tensor
+from models.layers.packed import PackedLinear
+from models.quant.packed import Floats
+from models.tensors import raw_from_tensor, tensor_from_stored
+from models.weights import RawMatrix, SafetensorsSource
 from trireme.arch import ArchSpec
 from trireme.mesh import HeadSpans, Mesh, Span, split_evenly, split_heads
 
@@ -47,12 +50,12 @@ class PrefixedSource:
     def matrix(self, name: str, n: int, k: int) -> RawMatrix:
         return self._source.matrix(self._name_of[name], n, k)
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int) -> Floats:
         return self._source.vector(self._name_of[name], size)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of any rank and dtype as stored, mapped."""
-        return self._source.tensor(self._name_of[name], shape)
+        """A tensor of any rank and dtype as stored."""
+        return tensor_from_stored(self._source.tensor(self._name_of[name], shape))
 
 
 class Cut:
@@ -85,12 +88,17 @@ class Cut:
 
     def packed(self, matrices: list[RawMatrix], biases: list[Tensor] | None = None) -> Linear:
         """A layer of matrices one under the other, each cut to this rank's rows already."""
-        return Linear([matrix.computable(self._dense) for matrix in matrices], biases)
+        vectors = None if biases is None else [bias.numpy() for bias in biases]
+        return Linear(PackedLinear([matrix.computable(self._dense) for matrix in matrices], vectors))
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A float32 vector of the checkpoint."""
+        return torch.from_numpy(self.source.vector(name, size))
 
     def rows(self, name: str, n: int, k: int, *, bias: bool = False) -> Linear:
         """This rank's rows of one matrix (a Hugging Face name without .weight)."""
         own = self.spans(n)[self.rank]
-        biases = [self.source.vector(name + ".bias", n)[own.start : own.stop]] if bias else None
+        biases = [self.vector(name + ".bias", n)[own.start : own.stop]] if bias else None
         return self.packed([self.source.matrix(name + ".weight", n, k).rows(own)], biases)
 
 

@@ -150,9 +150,9 @@ def _body(arch: ArchSpec) -> GptBody:
 class _Norm:
     """A layer norm with its weights."""
 
-    def __init__(self, source: PrefixedSource, name: str, arch: ArchSpec) -> None:
-        self._weight = source.vector(name + ".weight", arch.hidden)
-        self._bias = source.vector(name + ".bias", arch.hidden)
+    def __init__(self, cut: Cut, name: str, arch: ArchSpec) -> None:
+        self._weight = cut.vector(name + ".weight", arch.hidden)
+        self._bias = cut.vector(name + ".bias", arch.hidden)
         self._eps = arch.norm_eps
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class _Layer:
     def __init__(self, cut: Cut, index: int) -> None:
         arch, names = cut.arch, NAMES[cut.arch.family]
         body, at = _body(arch), f"{names.layer}.{index}."
-        self.norms = [_Norm(cut.source, at + name, arch) for name in norm_names(arch)]
+        self.norms = [_Norm(cut, at + name, arch) for name in norm_names(arch)]
         self.qkv = _fused_qkv(cut, at + names.qkv, names)
         q_rows = arch.num_heads * arch.head_dim
         self.o = _rows(cut, at + names.o, arch.hidden, q_rows, names, bias=arch.o_bias)
@@ -189,7 +189,7 @@ def _rows(cut: Cut, name: str, n: int, k: int, names: Names, *, bias: bool) -> L
     if not names.inputs_first:
         return cut.rows(name, n, k, bias=bias)
     own = cut.spans(n)[cut.rank]
-    biases = [cut.source.vector(name + ".bias", n)[own.start : own.stop]] if bias else None
+    biases = [cut.vector(name + ".bias", n)[own.start : own.stop]] if bias else None
     return cut.packed([_matrix(cut, name, n, k, names).rows(own)], biases)
 
 
@@ -200,9 +200,7 @@ def _fused_qkv(cut: Cut, name: str, names: Names) -> Linear:
     whole = _matrix(cut, name, heads * arch.head_dim, arch.hidden, names)
     order = qkv_heads(arch.num_heads, arch.num_kv_heads, cut.heads()[cut.rank], grouped=names.grouped)
     rows = (order[:, None] * arch.head_dim + np.arange(arch.head_dim)).reshape(-1)
-    biases = (
-        [cut.source.vector(name + ".bias", heads * arch.head_dim)[torch.from_numpy(rows)]] if arch.qkv_bias else None
-    )
+    biases = [cut.vector(name + ".bias", heads * arch.head_dim)[torch.from_numpy(rows)]] if arch.qkv_bias else None
     return cut.packed([whole._replace(raw=whole.raw[rows], n=rows.size)], biases)
 
 
@@ -256,13 +254,17 @@ class GptModel:
         for done, index in enumerate(range(stage.start, stage.stop), start=1):
             self._layers.append(_Layer(cut, index))
             progress("weights", done, stage.size + 1)
-        norm = _Norm(source, names.norm, arch) if mesh.is_last_stage else None
+        norm = _Norm(cut, names.norm, arch) if mesh.is_last_stage else None
         self._ends = Ends(cut, mesh, group, (names.embed, names.head), norm)
         self._positions: Tensor | None = None
         if body.learned_positions and mesh.is_first_stage:
             rows = source.matrix("wpe.weight", body.learned_positions, arch.hidden)
             self._positions = dense_tensor(rows).float()
-        self._cos_sin = identity_table(positions) if body.learned_positions else cos_sin_table(arch.rope, positions)
+        self._cos_sin = (
+            identity_table(positions)
+            if body.learned_positions
+            else torch.from_numpy(cos_sin_table(arch.rope, positions))
+        )
         progress("weights", stage.size + 1, stage.size + 1)
 
     @property

@@ -19,7 +19,8 @@ from models.forward import ForwardBatch, Group, KVLayer
 from models.layers.linear import Linear
 from models.layers.rope import cos_sin_table
 from models.ops_more import clamped_swiglu, rows_by_chunk, torch_attention
-from models.weights import RawMatrix, SafetensorsSource, WeightSource, raw_from_tensor
+from models.tensors import raw_from_tensor
+from models.weights import RawMatrix, SafetensorsSource, WeightSource
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import MoeBody
 from trireme.errors import ModelError
@@ -111,7 +112,7 @@ class _Experts:
         body, hidden, ffn = self._body, arch.hidden, arch.ffn
         self._router = cut.packed(
             [cut.source.matrix(at + ".router.weight", body.num_experts, hidden)],
-            [cut.source.vector(at + ".router.bias", body.num_experts)] if body.biases else None,
+            [cut.vector(at + ".router.bias", body.num_experts)] if body.biases else None,
         )
         self._wide, self._hidden = cut.columns(cut.spans(ffn)), cut.columns(cut.spans(hidden))
         gate, own = cut.spans(ffn)[cut.rank], cut.spans(hidden)[cut.rank]
@@ -211,8 +212,8 @@ class _Layer:
     def __init__(self, cut: Cut, index: int) -> None:
         arch, body, at = cut.arch, _body(cut.arch), f"model.layers.{index}."
         dim, own = arch.head_dim, cut.heads()[cut.rank]
-        self.attn_norm = cut.source.vector(at + "input_layernorm.weight", arch.hidden)
-        self.ffn_norm = cut.source.vector(at + "post_attention_layernorm.weight", arch.hidden)
+        self.attn_norm = cut.vector(at + "input_layernorm.weight", arch.hidden)
+        self.ffn_norm = cut.vector(at + "post_attention_layernorm.weight", arch.hidden)
         parts = (("q", arch.num_heads, own.q), ("k", arch.num_kv_heads, own.kv), ("v", arch.num_kv_heads, own.kv))
         matrices, biases = [], []
         self.rotates = index not in body.no_rope_layers
@@ -221,16 +222,14 @@ class _Layer:
             whole = cut.source.matrix(f"{at}self_attn.{name}_proj.weight", heads * dim, arch.hidden)
             matrices.append(whole._replace(raw=whole.raw[order], n=order.size))
             if arch.qkv_bias:
-                biases.append(
-                    cut.source.vector(f"{at}self_attn.{name}_proj.bias", heads * dim)[torch.from_numpy(order)]
-                )
+                biases.append(cut.vector(f"{at}self_attn.{name}_proj.bias", heads * dim)[torch.from_numpy(order)])
         self.qkv = cut.packed(matrices, biases)
         self.o = cut.rows(at + "self_attn.o_proj", arch.hidden, arch.num_heads * dim, bias=arch.o_bias)
         self.window = None if index in arch.full_attention_layers else arch.sliding_window
         self.unit = torch.ones(dim) if body.unit_qk_norm and self.rotates else None
         self.sinks: Tensor | None = None
         if body.sinks:
-            self.sinks = cut.source.vector(at + "self_attn.sinks", arch.num_heads)[own.q.start : own.q.stop]
+            self.sinks = cut.vector(at + "self_attn.sinks", arch.num_heads)[own.q.start : own.q.stop]
         network = at + _FEED_FORWARD[arch.family]
         self.feed_forward: _Experts | _Dense = (
             _Experts(cut, network) if index in body.moe_layers else _Dense(cut, network, body.dense_ffn)
@@ -275,11 +274,11 @@ class MoeModel:
         for done, index in enumerate(range(stage.start, stage.stop), start=1):
             self._layers.append(_Layer(cut, index))
             progress("weights", done, stage.size + 1)
-        norm = source.vector("model.norm.weight", arch.hidden) if mesh.is_last_stage else None
+        norm = cut.vector("model.norm.weight", arch.hidden) if mesh.is_last_stage else None
         final = None if norm is None else lambda x: ops.rms_norm(x, norm, arch.norm_eps)
         self._ends = Ends(cut, mesh, group, ("model.embed_tokens", "lm_head"), final)
         positions = max_len or arch.max_position
-        self._cos_sin = cos_sin_table(arch.rope, positions)
+        self._cos_sin = torch.from_numpy(cos_sin_table(arch.rope, positions))
         self._unrotated = identity_table(positions) if self._body.no_rope_layers else self._cos_sin
         progress("weights", stage.size + 1, stage.size + 1)
 

@@ -10,10 +10,9 @@ import time
 from typing import Literal
 
 import msgspec
-import torch
-from torch import Tensor
+import numpy as np
 
-from models.forward import ForwardBatch, Group, KVLayer
+from models.forward import Group, HostBatch, HostKV, Logits
 from trireme.arch import ArchSpec
 from trireme.errors import ModelError
 from trireme.mesh import Mesh
@@ -49,49 +48,52 @@ class StubModel:
         self._group = group
         eos = arch.eos_token_ids[0] if arch.eos_token_ids else arch.vocab_size - 1
         self._scripts = _script_table(self._settings.scripts, eos)
-        self._vector = torch.full((self.vocab_size,), self._settings.default)
+        self._vector = np.full(self.vocab_size, self._settings.default, np.float32)
         for token, value in self._settings.logits.items():
             self._vector[token] = value
 
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor | None:
+    def forward(self, batch: HostBatch, kv: list[HostKV]) -> Logits | None:
         """Logits [S, vocab] on the last stage, None elsewhere."""
         self._check_stages(batch)
         if self._settings.delay_ms:
             time.sleep(self._settings.delay_ms / 1e3)
         if not self._mesh.is_last_stage:
             return None
-        row = torch.searchsorted(batch.query_start, batch.logits_index, right=True) - 1
+        row = np.searchsorted(batch.query_start, batch.logits_index, side="right") - 1
         choice = batch.choices[row]
         if self._settings.kind == "script":
             logits = self._scripted(batch, row, choice)
         else:
-            logits = self._vector.repeat(row.numel(), 1)
+            logits = np.tile(self._vector, (row.size, 1))
         if self._settings.nan_choice >= 0:
-            logits[choice == self._settings.nan_choice] = float("nan")
+            logits[choice == self._settings.nan_choice] = np.nan
         return logits
 
-    def _scripted(self, batch: ForwardBatch, row: Tensor, choice: Tensor) -> Tensor:
+    def _scripted(self, batch: HostBatch, row: np.ndarray, choice: np.ndarray) -> Logits:
         """Flat logits over the prompt; afterwards the script's token stands out."""
         output = batch.positions[batch.logits_index] + 1 - batch.num_prompt[row]
         last = self._scripts.shape[1] - 1
-        token = self._scripts[(choice % self._scripts.shape[0]).long(), output.clamp(0, last).long()]
-        logits = torch.zeros(row.numel(), self.vocab_size)
-        logits.scatter_(1, token[:, None], torch.where(output >= 0, FORCED, 0.0)[:, None])
+        token = self._scripts[choice % self._scripts.shape[0], output.clip(0, last)]
+        logits = np.zeros((row.size, self.vocab_size), np.float32)
+        logits[np.arange(row.size), token] = np.where(output >= 0, FORCED, 0.0)
         return logits
 
-    def _check_stages(self, batch: ForwardBatch) -> None:
+    def _check_stages(self, batch: HostBatch) -> None:
         """Receives the previous stage's token ids, which must be this step's, and sends them on."""
         if self._mesh.pp == 1:
             return
-        mine = batch.token_ids.float()[:, None]
+        from models.tensors import receive_prev, send_next
+
+        mine = batch.token_ids.astype(np.float32)[:, None]
         if not self._mesh.is_first_stage:
-            theirs = self._group.recv_prev(tuple(mine.shape), torch.float32)
-            assert torch.equal(theirs, mine), "the previous stage computed other tokens"
+            theirs = np.empty_like(mine)
+            receive_prev(self._group, theirs)
+            assert np.array_equal(theirs, mine), "the previous stage computed other tokens"
         if not self._mesh.is_last_stage:
-            self._group.send_next(mine)
+            send_next(self._group, mine)
 
 
-def _script_table(scripts: list[list[int]], eos: int) -> Tensor:
+def _script_table(scripts: list[list[int]], eos: int) -> np.ndarray:
     """[scripts, longest + 1] int64, padded with EOS."""
     longest = max((len(script) for script in scripts), default=0)
-    return torch.tensor([[*script, *[eos] * (longest + 1 - len(script))] for script in scripts or [[]]])
+    return np.array([[*script, *[eos] * (longest + 1 - len(script))] for script in scripts or [[]]], np.int64)

@@ -1,31 +1,38 @@
-"""Rotary frequencies of every supported scaling rule, and the table of cosines and sines that the kernels read.
+"""Rotary frequencies of every supported scaling rule, and the table of cosines and sines that the kernels read. No torch.
 
-Built once per model by models/arch; frequencies are float32 and computed as Hugging Face transformers computes them.
+Built once per model by models/arch. Frequencies and angles are float32, as in Hugging Face transformers; cosines and sines are
+computed in float64 and rounded once, so that they depend on no instruction set and on no place in a vector.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from models.forward import ForwardBatch
+from models.forward import StepBatch
+from models.quant.packed import Floats
 from trireme.arch import RopeSpec, yarn_scale
 
+_ROWS_AT_A_TIME = 4096  # bounds the temporaries
 
-def inverse_frequencies(spec: RopeSpec, length: int = 0) -> Tensor:
+
+def inverse_frequencies(spec: RopeSpec, length: int = 0) -> Floats:
     """[dim / 2] float32: radians per position of each rotated pair, in a sequence of `length` tokens (dynamic NTK and
     longrope depend on it beyond the trained length)."""
     if spec.kind == "dynamic":
         spec = msgspec.structs.replace(spec, theta=dynamic_base(spec, length))
+    exponents = (np.arange(0, spec.dim, 2, dtype=np.float32) / np.float32(spec.dim)).astype(np.float64)
+    waves = (spec.theta**exponents).astype(np.float32)
     if spec.kind == "longrope":
-        factors = torch.tensor(spec.long_factors if length > spec.original_max_position else spec.short_factors)
-        return 1.0 / (factors * spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim))
-    plain = 1.0 / (spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim))
+        factors = spec.long_factors if length > spec.original_max_position else spec.short_factors
+        return np.float32(1.0) / (np.array(factors, np.float32) * waves)
+    plain = np.float32(1.0) / waves
     if spec.kind == "linear":
-        return plain / spec.factor
+        return plain / np.float32(spec.factor)
     if spec.kind == "llama3":
         return _llama3(plain, spec)
     if spec.kind == "yarn":
@@ -42,16 +49,18 @@ def attention_scale(spec: RopeSpec) -> float:
     return yarn_scale(spec.factor) if spec.kind == "yarn" else 1.0
 
 
-def cos_sin_table(spec: RopeSpec, num_positions: int, divisors: Tensor | None = None) -> Tensor:
+def cos_sin_table(spec: RopeSpec, num_positions: int, divisors: Floats | None = None) -> Floats:
     """[num_positions, dim] float32: dim / 2 cosines, then dim / 2 sines of each position. `divisors` [dim / 2] further
     divide the frequencies (the tensor rope_freqs of GGUF files, which carries the Llama 3 rule)."""
     frequencies = inverse_frequencies(spec)
     if divisors is not None:
         frequencies = frequencies / divisors
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    scale = attention_scale(spec)
-    return table if scale == 1.0 else table * scale
+    table = np.empty((num_positions, spec.dim), np.float32)
+    for start in range(0, num_positions, _ROWS_AT_A_TIME):
+        stop = min(start + _ROWS_AT_A_TIME, num_positions)
+        angles = np.arange(start, stop, dtype=np.float32)[:, None] * frequencies
+        _fill(table[start:stop], angles, attention_scale(spec))
+    return table
 
 
 def dynamic_base(spec: RopeSpec, length: int) -> float:
@@ -66,46 +75,57 @@ def depends_on_length(spec: RopeSpec) -> bool:
     return spec.kind in ("dynamic", "longrope")
 
 
-def step_table(spec: RopeSpec, batch: ForwardBatch) -> Tensor | None:
+def step_table(spec: RopeSpec, batch: StepBatch[Any]) -> Floats | None:
     """[T, dim] float32, cosines and sines of every token of a step, for rules that depend on the length of the sequence;
-    None when every row is within the trained length, where cos_sin_table serves.
+    None when every row is within the trained length, where cos_sin_table serves. The batch holds arrays or tensors.
 
     The length is that of the prompt for its tokens, and of the sequence so far for generated ones, as when Hugging Face
     computes a prompt in one piece: neither chunks nor other rows change anything.
     """
-    counts = batch.query_start.diff()
-    lengths = torch.maximum(batch.num_prompt.repeat_interleave(counts), batch.positions + 1)
-    longest = int(lengths.max()) if len(lengths) else 0
+    positions, starts, prompts = (np.asarray(x) for x in (batch.positions, batch.query_start, batch.num_prompt))
+    lengths = np.maximum(np.repeat(prompts, np.diff(starts)), positions + 1)
+    longest = int(lengths.max(initial=0))
     if longest <= spec.original_max_position:
         return None
-    different, row_of = lengths.clamp(min=spec.original_max_position).unique(return_inverse=True)
-    frequencies = torch.stack([inverse_frequencies(spec, length) for length in different.tolist()])
-    angles = batch.positions.float()[:, None] * frequencies[row_of]
-    wide = angles.double()  # rounded once, so that a token's values do not depend on its place in a vector
-    return torch.cat((wide.cos(), wide.sin()), dim=-1).float() * attention_scale(spec)
+    different, row_of = np.unique(lengths.clip(min=spec.original_max_position), return_inverse=True)
+    frequencies = np.stack([inverse_frequencies(spec, length) for length in different.tolist()])
+    table = np.empty((positions.size, spec.dim), np.float32)
+    _fill(table, positions.astype(np.float32)[:, None] * frequencies[row_of], attention_scale(spec))
+    return table
 
 
-def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
+def _fill(table: Floats, angles: Floats, scale: float) -> None:
+    half, wide = angles.shape[1], angles.astype(np.float64)
+    table[:, :half], table[:, half:] = np.cos(wide), np.sin(wide)
+    if scale != 1.0:
+        table *= np.float32(scale)
+
+
+def _llama3(plain: Floats, spec: RopeSpec) -> Floats:
     """Long waves are slowed by `factor`, short ones kept, those between blended (Llama 3.1's rule)."""
     trained, low, high = spec.original_max_position, spec.low_freq_factor, spec.high_freq_factor
     wave = 2 * math.pi / plain
-    slowed = torch.where(wave > trained / low, plain / spec.factor, plain)
+    slowed = np.where(wave > trained / low, plain / spec.factor, plain)
     blend = (trained / wave - low) / (high - low)
     blended = (1 - blend) * slowed / spec.factor + blend * slowed
     between = ~(wave < trained / high) & ~(wave > trained / low)
-    return torch.where(between, blended, slowed)
+    return _narrow(np.where(between, blended, slowed))
 
 
-def _yarn(plain: Tensor, spec: RopeSpec) -> Tensor:
+def _yarn(plain: Floats, spec: RopeSpec) -> Floats:
     """NTK by parts (arXiv 2309.00071, section 3.2): a ramp over the pairs, from kept to divided by `factor`."""
     low, high = _pair_of_rotations(spec.beta_fast, spec), _pair_of_rotations(spec.beta_slow, spec)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dim - 1)
     width = (high - low) or 0.001
-    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    ramp = ((np.arange(spec.dim // 2, dtype=np.float32) - low) / width).clip(0, 1)
     kept = 1 - ramp
-    return plain / spec.factor * (1 - kept) + plain * kept
+    return _narrow(plain / spec.factor * (1 - kept) + plain * kept)
+
+
+def _narrow(values: NDArray[Any]) -> Floats:
+    return values.astype(np.float32, copy=False)
 
 
 def _pair_of_rotations(rotations: float, spec: RopeSpec) -> float:

@@ -10,14 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from models.quant.base import BLOCKS, Bytes, Raw, bytes_of, row_bytes
+from models.quant.packed import BLOCKS, Bytes, Floats, bytes_of, row_bytes
 from trireme.errors import ModelError
 
-Floats = NDArray[np.float32]
 # Blocks expanded at a time: bounds the temporaries to some tens of MiB.
 CHUNK_BLOCKS = 1 << 15
 
@@ -186,7 +182,7 @@ EXPANDABLE: dict[str, Callable[[Bytes], Floats]] = {
 }
 
 
-def dequantize(kind: str, raw: Raw, n: int, k: int) -> Tensor:
+def dequantize(kind: str, raw: Bytes, n: int, k: int) -> Floats:
     """float32 [n, k], the exact values of the file. Raises ModelError for a type that is not in EXPANDABLE."""
     expand = EXPANDABLE.get(kind)
     if expand is None:
@@ -204,4 +200,4 @@ def dequantize(kind: str, raw: Raw, n: int, k: int) -> Tensor:
     for start in range(0, len(blocks), per_chunk):
         chunk = np.ascontiguousarray(blocks[start : start + per_chunk])
         out[start : start + per_chunk] = expand(chunk).reshape(-1, size)
-    return torch.from_numpy(out.reshape(n, k))
+    return out.reshape(n, k)

@@ -1,4 +1,4 @@
-"""Runs a models.forward.Model the way a worker does, for tests: builds ForwardBatches over shuffled KV blocks.
+"""Runs a models.forward.Model the way a worker does, for tests: builds HostBatches over shuffled KV blocks; logits as tensors.
 
 Also runs several ranks of one model as threads of this process, over a plain-torch group.
 """
@@ -10,16 +10,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from models.forward import ForwardBatch, Group, KVLayer, SoloGroup
+from models.forward import Group, HostBatch, HostKV, SoloGroup
 from models.load import load_model
 from trireme.arch import read_arch
 from trireme.mesh import Mesh
 from trireme.packaged import find_model
 
 SOLO = Mesh(1, 1, 1)
+KV_DTYPES = {
+    torch.float32: np.dtype(np.float32),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(np.uint16),
+}
 
 
 def load(path: Path | str, mesh: Mesh = SOLO, group: Group | None = None, **options: Any) -> Any:
@@ -46,12 +52,14 @@ class Driver:
         blocks_per_row = -(-max_len // block_size)
         num_blocks = num_rows * blocks_per_row + 1
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))[: num_rows * blocks_per_row]
-        self.table = order.view(num_rows, blocks_per_row).to(torch.int32)
+        self.table = order.view(num_rows, blocks_per_row).to(torch.int32).numpy()
         heads, dim = model.kv_heads, model.head_dim
+        dtype = KV_DTYPES[kv_dtype]
+        nan = 0x7FC0 if kv_dtype is torch.bfloat16 else np.nan
         self.kv = [
-            KVLayer(
-                torch.full((num_blocks, heads, dim, block_size), float("nan"), dtype=kv_dtype),
-                torch.full((num_blocks, heads, block_size, dim), float("nan"), dtype=kv_dtype),
+            HostKV(
+                np.full((num_blocks, heads, dim, block_size), nan, dtype),
+                np.full((num_blocks, heads, block_size, dim), nan, dtype),
             )
             for _ in range(model.num_kv_layers)
         ]
@@ -75,19 +83,19 @@ class Driver:
             starts.append(len(tokens))
             contexts.append(self.computed[row])
         index = range(len(tokens)) if all_logits else [stop - 1 for stop in starts[1:]]
-        batch = ForwardBatch(
+        batch = HostBatch(
             token_ids=_ints(tokens),
             positions=_ints(positions),
             slots=_ints(slots),
             query_start=_ints(starts),
             context_len=_ints(contexts),
-            block_table=self.table[[row for row, _ in rows]].contiguous(),
+            block_table=np.ascontiguousarray(self.table[[row for row, _ in rows]]),
             logits_index=_ints(index),
             choices=_ints([0] * len(rows)),
             num_prompt=_ints([self.num_prompt] * len(rows)),
         )
-        with torch.inference_mode():
-            return self.model.forward(batch, self.kv)
+        logits = self.model.forward(batch, self.kv)
+        return None if logits is None else torch.from_numpy(logits)
 
 
 def greedy(
@@ -179,21 +187,20 @@ class RankedModel:
         make = group_of or (lambda at: ThreadGroup(at, hub))
         self._meshes = [mesh.at_worker(worker) for worker in range(mesh.num_workers)]
         self.ranks = [load(path, at, make(at), **options) for at in self._meshes]
-        self._kv: list[list[KVLayer]] = []
+        self._kv: list[list[HostKV]] = []
         self.head_dim = self.ranks[0].head_dim
         self.kv_heads = 1
         self.num_kv_layers = 1
 
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor:
+    def forward(self, batch: HostBatch, kv: list[HostKV]) -> np.ndarray:
         """Runs every rank in its own thread. `kv` gives block count, block size and dtype; each rank has its own KV."""
-        if not self._kv or self._kv[0][0].k.dtype is not kv[0].k.dtype or self._kv[0][0].k.shape[0] != kv[0].k.shape[0]:
+        if not self._kv or self._kv[0][0].k.dtype != kv[0].k.dtype or self._kv[0][0].k.shape[0] != kv[0].k.shape[0]:
             self._kv = [_kv_like(kv[0], rank) for rank in self.ranks]
         results: list[Any] = [None] * len(self.ranks)
 
         def run(worker: int) -> None:
             try:
-                with torch.inference_mode():
-                    results[worker] = self.ranks[worker].forward(batch, self._kv[worker])
+                results[worker] = self.ranks[worker].forward(batch, self._kv[worker])
             except BaseException as error:
                 results[worker] = error
 
@@ -203,17 +210,14 @@ class RankedModel:
                 raise result
         last = [result for at, result in zip(self._meshes, results, strict=True) if at.is_last_stage]
         assert all(result is None for at, result in zip(self._meshes, results, strict=True) if not at.is_last_stage)
-        assert all(torch.equal(result, last[0]) for result in last)
+        assert all(np.array_equal(result, last[0], equal_nan=True) for result in last)
         return last[0]
 
 
-def _kv_like(kv: KVLayer, rank: Any) -> list[KVLayer]:
+def _kv_like(kv: HostKV, rank: Any) -> list[HostKV]:
     blocks, _, dim, size = kv.k.shape
     shape_k, shape_v = (blocks, rank.kv_heads, dim, size), (blocks, rank.kv_heads, size, dim)
-    return [
-        KVLayer(torch.zeros(shape_k, dtype=kv.k.dtype), torch.zeros(shape_v, dtype=kv.k.dtype))
-        for _ in range(rank.num_kv_layers)
-    ]
+    return [HostKV(np.zeros(shape_k, kv.k.dtype), np.zeros(shape_v, kv.k.dtype)) for _ in range(rank.num_kv_layers)]
 
 
 def _in_threads(jobs: Sequence[Callable[[], None]]) -> None:
@@ -225,5 +229,5 @@ def _in_threads(jobs: Sequence[Callable[[], None]]) -> None:
         assert not thread.is_alive(), "a rank hangs"
 
 
-def _ints(values: Any) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int32)
+def _ints(values: Any) -> np.ndarray:
+    return np.array(list(values), np.int32)

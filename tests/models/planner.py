@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from models.forward import KVLayer
+from models.forward import HostKV
 from tests.models.rows import new_row, plan_of
 from transport.messages import LogprobRow, NewRow, StepResult
 from trireme.params import RowParams
@@ -52,7 +52,7 @@ class RandomPlanner:
         rng: random.Random,
         jobs: list[Job],
         runner: Runner,
-        kv: list[KVLayer],
+        kv: list[HostKV],
         *,
         num_rows: int,
         block_size: int,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,8 +84,8 @@ def test_inputs_equal_the_index_by_index_reference(case: tuple[int, list[Any]], 
     padded = [(table + [0] * width)[:width] for table in tables]
     assert got.block_table.tolist() == padded
     for tensor in (got.token_ids, got.positions, got.slots, got.query_start, got.context_len, got.block_table):
-        assert tensor.dtype is torch.int32
-        assert tensor.is_contiguous()
+        assert tensor.dtype == np.int32
+        assert tensor.flags.c_contiguous
 
 
 def test_a_freed_row_is_poisoned_and_a_placed_one_is_clean() -> None:

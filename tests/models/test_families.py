@@ -109,12 +109,11 @@ def test_ranks_and_chunks_change_no_bit(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith(("cohere", "stablelm"))])
-def test_fused_stage_equals_layer_by_layer_bit_for_bit(tmp_path: Path, name: str) -> None:
-    model = load(make(tmp_path, name))
-    assert model._fused is not None
-    fused = logits_of(model, TEXT, chunk=9)
-    model._fused = None
-    assert torch.equal(logits_of(model, TEXT, chunk=9), fused)
+def test_native_stage_equals_layer_by_layer_bit_for_bit(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path, name)
+    native, layered = load(path), load(path, runtime="torch")
+    assert (type(native).__name__, type(layered.body).__name__) == ("NativeDecoder", "Decoder")
+    assert torch.equal(logits_of(layered, TEXT, chunk=9), logits_of(native, TEXT, chunk=9))
 
 
 # ---------------------------------------------------------------- rearranged Llama checkpoints
@@ -180,7 +179,7 @@ def test_dynamic_ntk_base_grows_with_the_length() -> None:
     spec = RopeSpec(kind="dynamic", dim=8, theta=10000.0, factor=4.0, original_max_position=16)
     bases = [dynamic_base(spec, length) for length in (8, 16, 17, 32, 64)]
     assert bases == pytest.approx([10000, 10000, 13465.2168, 85498.7973, 305673.5094], rel=1e-8)
-    frequencies = inverse_frequencies(spec, 32)
+    frequencies = torch.from_numpy(inverse_frequencies(spec, 32))
     torch.testing.assert_close(frequencies, torch.tensor([1, 0.058480355, 0.0034199519, 0.0002]), rtol=1e-6, atol=0)
 
 
@@ -196,11 +195,12 @@ def length_dependent(tmp_path: Path, kind: str) -> Path:
     return make_tiny(tmp_path, max_position_embeddings=48, rope_scaling=rope)
 
 
+@pytest.mark.parametrize("runtime", ["native", "torch"])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotation_that_depends_on_the_length(tmp_path: Path, kind: str) -> None:
+def test_rotation_that_depends_on_the_length(tmp_path: Path, kind: str, runtime: str) -> None:
     """As transformers computes it: a whole prompt in one way, and in another once it is longer than the trained length."""
     path = length_dependent(tmp_path, kind)
-    model = load(path, max_len=192)
+    model = load(path, max_len=192, runtime=runtime)
     for length in (20, 48, 49, 64):
         text = TEXT[:length]
         expected = reference_logits(reference(path), text)

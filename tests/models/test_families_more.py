@@ -144,7 +144,7 @@ def test_tiny_model_equals_transformers(tmp_path: Path, name: str) -> None:
     model = load(path)
     assert_parity(path, model)
     assert len(set(greedy(model, PROMPTS[1:2], NUM_NEW)[0])) > 4
-    assert model.weight_bytes > 0
+    assert model.body.weight_bytes > 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "falcon-7b", "falcon-40b", "llama4", "gpt_oss"])

@@ -45,7 +45,7 @@ def test_bfloat16_and_float16_weights_stay_as_stored(tmp_path: Path) -> None:
         path = make_tiny(tmp_path / dtype, dtype=dtype)
         model = load(path)
         assert_parity(path, model)
-        assert {weight.kind for layer in model._layers for weight in layer.qkv.weights} == {
+        assert {weight.kind for layer in model.weights.layers for weight in layer.qkv.weights} == {
             {"bfloat16": "BF16", "float16": "F16"}[dtype]
         }
 
@@ -57,7 +57,7 @@ def test_dtype_option_rounds_dense_weights(tmp_path: Path) -> None:
     change(rounded, **{name: w.bfloat16().float() for name, w in stored.items() if w.ndim == 2})
     model = load(path, dtype="bfloat16")
     torch.testing.assert_close(logits_of(model, TEXT), logits_of(load(rounded), TEXT), rtol=0, atol=LOGITS_BOUND)
-    assert {weight.kind for weight in model._layers[0].o.weights} == {"BF16"}
+    assert {weight.kind for weight in model.weights.layers[0].o.weights} == {"BF16"}
 
 
 def test_sharded_checkpoint_with_index(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_tied_embeddings_share_one_matrix(tmp_path: Path) -> None:
     path = make_tiny(tmp_path, "qwen2", tie_word_embeddings=True)
     model = load(path)
     assert_parity(path, model)
-    assert model._embedding._weight is model._head.weights[0]
+    assert model.weights.embedding is model.weights.head
     assert_parity(path, RankedModel(path, tp=2, pp=2))
 
 
@@ -158,13 +158,13 @@ def test_chunks_and_batches_change_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_fused_stage_equals_layer_by_layer_bit_for_bit(tmp_path: Path, family: str) -> None:
+def test_native_stage_equals_layer_by_layer_bit_for_bit(tmp_path: Path, family: str) -> None:
     path = make_tiny(tmp_path / "hf", family)
     kinds = {"attn_v.weight": "Q8_0", "ffn_up.weight": "F16"}
-    model = load(gguf_from_directory(path, tmp_path / "model.gguf", "Q4_0", kinds=kinds))
-    fused = logits_of(model, TEXT, chunk=9)
-    model._fused.run = model._run_layers
-    assert torch.equal(logits_of(model, TEXT, chunk=9), fused)
+    path = gguf_from_directory(path, tmp_path / "model.gguf", "Q4_0", kinds=kinds)
+    native, layered = load(path), load(path, runtime="torch")
+    assert (type(native).__name__, type(layered.body).__name__) == ("NativeDecoder", "Decoder")
+    assert torch.equal(logits_of(layered, TEXT, chunk=9), logits_of(native, TEXT, chunk=9))
 
 
 # ---------------------------------------------------------------- GGUF
@@ -216,7 +216,7 @@ def test_quantized_gguf_equals_its_expansion(tmp_path: Path, family: str, kind: 
     # a value on the border between two int8 steps may fall to either side, which moves a few logits a little
     assert error.mean() < 0.1
     assert error.max() < 1.5
-    assert {weight.kind for layer in model._layers for weight in layer.gate_up.weights} == {kind}
+    assert {weight.kind for layer in model.weights.layers for weight in layer.gate_up.weights} == {kind}
     assert torch.equal(logits_of(RankedModel(tmp_path / "model.gguf", tp=2, pp=2), TEXT), logits_of(model, TEXT))
 
 
@@ -226,7 +226,7 @@ def test_gguf_that_mixes_kinds(tmp_path: Path) -> None:
     model = load(gguf_from_directory(path, tmp_path / "model.gguf", "F32", kinds=kinds))
     error = (logits_of(model, TEXT) - logits_of(load(path), TEXT)).abs()
     assert 0 < error.mean() < 1.0
-    assert [weight.kind for weight in model._layers[0].qkv.weights] == ["F32", "Q8_0"]
+    assert [weight.kind for weight in model.weights.layers[0].qkv.weights] == ["F32", "Q8_0"]
 
 
 def test_gguf_rope_scaling(tmp_path: Path) -> None:
@@ -247,7 +247,8 @@ def test_gguf_llama3_rope_comes_as_divisors(tmp_path: Path) -> None:
     spec = read_arch(path).rope
     divisors = inverse_frequencies(RopeSpec(dim=spec.dim)) / inverse_frequencies(spec)
     assert divisors.max() == 8.0
-    model = load(gguf_from_directory(path, tmp_path / "model.gguf", tensors={"rope_freqs.weight": divisors}))
+    tensors = {"rope_freqs.weight": torch.from_numpy(divisors)}
+    model = load(gguf_from_directory(path, tmp_path / "model.gguf", tensors=tensors))
     torch.testing.assert_close(logits_of(model, TEXT), logits_of(load(path), TEXT), rtol=0, atol=LOGITS_BOUND)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ YARN = RopeSpec(kind="yarn", theta=10000.0, dim=16, factor=4.0, original_max_pos
 
 
 def assert_frequencies(spec: RopeSpec, expected: list[float]) -> None:
-    torch.testing.assert_close(inverse_frequencies(spec), torch.tensor(expected), rtol=1e-6, atol=0)
+    torch.testing.assert_close(torch.from_numpy(inverse_frequencies(spec)), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
 def test_default_and_linear_frequencies() -> None:
@@ -34,7 +35,7 @@ def test_yarn_ramps_between_its_bounds() -> None:
 
 
 def test_table_holds_scaled_cosines_then_sines() -> None:
-    table = cos_sin_table(YARN, 10)
+    table = torch.from_numpy(cos_sin_table(YARN, 10))
     assert table.shape == (10, 16)
     torch.testing.assert_close(table[0], torch.tensor([1.138629436] * 8 + [0.0] * 8))
     angle = torch.tensor(7 * 0.05)
@@ -43,6 +44,6 @@ def test_table_holds_scaled_cosines_then_sines() -> None:
 
 
 def test_divisors_slow_each_pair() -> None:
-    plain, slowed = RopeSpec(dim=8), torch.tensor([1.0, 2.0, 4.0, 8.0])
-    table = cos_sin_table(plain, 5, slowed)
+    plain, slowed = RopeSpec(dim=8), np.array([1.0, 2.0, 4.0, 8.0], np.float32)
+    table = torch.from_numpy(cos_sin_table(plain, 5, slowed))
     torch.testing.assert_close(table[3, 2], torch.tensor(3 * 0.01 / 4).cos())

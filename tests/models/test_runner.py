@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.forward import ForwardBatch, KVLayer
+from models.forward import ForwardBatch, HostKV, KVLayer
+from models.tensors import OverTensors
 from tests.models.planner import Job, RandomPlanner, execute, job_of, run_alone
 from tests.models.rows import new_row, plan_of
 from transport.messages import StepResult
@@ -71,12 +72,12 @@ class Attention:
 
 def make_runner(
     num_rows: int = 6, block_size: int = 4, num_blocks: int = 80, mesh: Mesh = SOLO, poison: bool = True
-) -> tuple[Runner, Batch, Attention, list[KVLayer]]:
+) -> tuple[Runner, Batch, Attention, list[HostKV]]:
     model = Attention(block_size)
-    kv = allocate_kv(model, num_blocks, block_size, torch.float32)
+    kv = allocate_kv(model, num_blocks, block_size, np.dtype(np.float32))
     poison_blocks(kv, list(range(num_blocks)))
     batch = Batch(num_rows, MAX_LEN, block_size, VOCAB, num_blocks, poison=poison)
-    return Runner(model, kv, batch, InputBuilder(4, 2, 2), mesh), batch, model, kv
+    return Runner(OverTensors(model), kv, batch, InputBuilder(4, 2, 2), mesh), batch, model, kv
 
 
 # ---------------------------------------------------------------- rows under a random planner
@@ -218,10 +219,10 @@ def test_a_plan_that_does_not_fit_is_refused_before_any_kernel(columns: dict[str
     greedy = RowParams(4, temperature=0.0)
     new = [new_row(0, [1, 2], greedy, blocks=[0]), new_row(1, [1, 2, 3, 4], greedy, blocks=[1])]
     execute(runner, new=new, rows=[0, 1], num_tokens=[2, 4])
-    before = kv[0].k.clone()
+    before = kv[0].k.copy()
     with pytest.raises(EngineError):
         runner.execute(plan_of(**columns))
-    assert torch.allclose(kv[0].k, before, equal_nan=True)
+    assert np.array_equal(kv[0].k, before, equal_nan=True)
 
 
 # ---------------------------------------------------------------- shapes of steps

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from models.arch.stub import StubModel
-from models.forward import ForwardBatch
+from models.forward import HostBatch
 from tests.models.rows import new_row, plan_of
 from tests.models.tiny import EOS, make_stub
 from transport.messages import StepResult, WorkerInit
@@ -143,12 +144,11 @@ class Pipe:
         return self.sent.pop(0)
 
 
-def _forward_batch(tokens: list[int]) -> ForwardBatch:
-    ids = torch.tensor(tokens, dtype=torch.int32)
-    count = torch.arange(len(tokens), dtype=torch.int32)
-    start, length = torch.tensor([0, len(tokens)], dtype=torch.int32), torch.tensor([len(tokens)], dtype=torch.int32)
-    none = torch.zeros(1, dtype=torch.int32)
-    return ForwardBatch(ids, count, count, start, length, none[None], count[-1:], none, length)
+def _host_batch(tokens: list[int]) -> HostBatch:
+    ids, count = np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32)
+    start, length = np.array([0, len(tokens)], np.int32), np.array([len(tokens)], np.int32)
+    none = np.zeros(1, np.int32)
+    return HostBatch(ids, count, count, start, length, none[None], count[-1:], none, length)
 
 
 def test_stages_must_see_the_same_steps() -> None:
@@ -156,10 +156,10 @@ def test_stages_must_see_the_same_steps() -> None:
     arch = _arch({"kind": "script", "scripts": [[7]]})
     mesh = Mesh(1, 2, 1)
     first, last = StubModel(arch, mesh.at_worker(0), pipe), StubModel(arch, mesh.at_worker(1), pipe)
-    assert first.forward(_forward_batch([1, 2]), []) is None
-    logits = last.forward(_forward_batch([1, 2]), [])
+    assert first.forward(_host_batch([1, 2]), []) is None
+    logits = last.forward(_host_batch([1, 2]), [])
     assert logits is not None
     assert logits.argmax(-1).tolist() == [7]
-    first.forward(_forward_batch([1, 2]), [])
+    first.forward(_host_batch([1, 2]), [])
     with pytest.raises(AssertionError, match="other tokens"):
-        last.forward(_forward_batch([1, 3]), [])
+        last.forward(_host_batch([1, 3]), [])

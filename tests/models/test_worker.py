@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +57,7 @@ def test_loading_reports_facts_and_decisions(model_dir: Path) -> None:
     decided = {what: (value, because) for what, value, because in loaded.decisions}
     assert decided["threads"] == ("1", "--threads was given")
     assert decided["kv dtype"] == ("float32", "the weights are float32")
+    assert decided["runtime"] == ("native, no torch", "all layers run in one native call")
     assert {"kernels", "attention"} <= set(decided)
 
 
@@ -64,7 +65,7 @@ def test_kv_dtype_is_what_was_asked(model_dir: Path) -> None:
     worker = make_worker(model_dir, kv_dtype="bfloat16")
     assert worker.load().block_bytes == LLAMA_BLOCK_BYTES // 2
     worker.setup_kv(2)
-    assert worker._kv[0].k.dtype is torch.bfloat16
+    assert worker._kv[0].k.dtype == np.uint16
 
 
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -90,7 +91,7 @@ def test_calls(worker: Worker) -> None:
     assert info["worker"] == 0
     assert info["own_bytes"] > 0
     worker.call("poison", {"blocks": [3]})
-    assert torch.isnan(worker._kv[1].v[3]).all()
+    assert np.isnan(worker._kv[1].v[3]).all()
     with pytest.raises(EngineError, match="no method 'dance'"):
         worker.call("dance", {})
 

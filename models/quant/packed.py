@@ -1,0 +1,98 @@
+"""Packed weights: matrices that a kernel multiplies with as they are, made once at load from the bytes of a file. No torch.
+
+Called by models/weights, models/layers and models/arch; models/quant/base computes with them on tensors. A weight of one of
+the PACKED_KINDS keeps the bits of the file: rows are interleaved into tiles of 16 so that a SIMD lane is an output row.
+
+`raw` below is the matrix as it lies in a file, row by row: uint8 [n, row_bytes] (or flat) of any GGUF type, or a dense
+array [n, k]. Rows for tensor parallelism are cut from `raw`, before packing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.native import load_native
+from trireme.errors import ModelError
+from trireme.gguf import TENSOR_TYPES
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Floats: TypeAlias = NDArray[np.float32]
+
+# Kinds that linear computes with as they are; the numbers are those of WeightKind in csrc/cpu/linear.h.
+PACKED_KINDS = {
+    **{"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5, "Q5_0": 6, "Q5_1": 7, "Q2_K": 8, "Q3_K": 9},
+    **{"Q4_K": 10, "Q5_K": 11, "Q6_K": 12, "IQ4_NL": 13, "IQ4_XS": 14, "MXFP4": 15},
+}
+BLOCKS = {name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()}
+SCHEMES = {"q8_0": ("Q8_0", False), "q4_0": ("Q4_0", False), "int8": ("Q8_0", True)}
+
+_native: Any = load_native()
+
+
+class PackedWeight:
+    """An [n, k] matrix in tiles, owned by native memory. Never changes after `pack`; any thread may read it."""
+
+    __slots__ = ("_handle", "k", "kind", "n", "nbytes")
+
+    def __init__(self, handle: Any, kind: str, n: int, k: int) -> None:
+        self._handle = handle
+        self.kind = kind
+        self.n = n
+        self.k = k
+        self.nbytes: int = handle.nbytes
+
+    @property
+    def native(self) -> Any:
+        """The native object, for code that hands it to other native code."""
+        return self._handle
+
+    def __repr__(self) -> str:
+        return f"PackedWeight({self.kind}, n={self.n}, k={self.k})"
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Where an array's first value lies; the array must outlive its use."""
+    where: int = array.__array_interface__["data"][0]
+    return where
+
+
+def row_bytes(kind: str, k: int) -> int:
+    """Bytes of one row of k values. Raises ModelError for an unknown kind or a k that is no multiple of its block."""
+    if kind not in BLOCKS:
+        raise ModelError(f"unknown weight type {kind}; known: {', '.join(BLOCKS)}")
+    size, nbytes = BLOCKS[kind]
+    if k % size:
+        raise ModelError(f"rows of {k} values are not a multiple of the {size} values of a {kind} block")
+    return k // size * nbytes
+
+
+def bytes_of(raw: NDArray[Any]) -> Bytes:
+    """The bytes of a raw matrix as a flat contiguous array; copies only what is not contiguous."""
+    return np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
+
+
+def pack(kind: str, raw: NDArray[Any], n: int, k: int) -> PackedWeight:
+    """Packs a matrix of one of PACKED_KINDS. Raises ModelError for other kinds (see gguf_expand) and wrong sizes."""
+    if kind not in PACKED_KINDS:
+        raise ModelError(
+            f"no kernel computes with {kind} as it is; expand it first. Kernels: {', '.join(PACKED_KINDS)}"
+        )
+    data = bytes_of(raw)
+    if data.size != n * row_bytes(kind, k):
+        raise ModelError(f"a {kind} matrix of {n} x {k} has {n * row_bytes(kind, k)} bytes, not {data.size}")
+    handle = _native.pack_weight(PACKED_KINDS[kind], address_of(data), n, k)
+    return PackedWeight(handle, kind, n, k)
+
+
+def quantize_rows(scheme: str, values: Floats) -> tuple[str, Bytes]:
+    """A dense [n, k] matrix, k a multiple of 32, rounded to raw blocks: (kind, uint8 [n, row_bytes]). Schemes are q8_0 and
+    q4_0, equal to ggml's reference to the bit, and int8: one fp16 scale for each row, repeated in q8_0 blocks."""
+    kind, one_scale = SCHEMES[scheme]
+    n, k = values.shape
+    values = np.ascontiguousarray(values)
+    raw = np.empty((n, row_bytes(kind, k)), np.uint8)
+    _native.quantize_weight(PACKED_KINDS[kind], address_of(values), n, k, one_scale, address_of(raw))
+    return kind, raw

@@ -1,0 +1,56 @@
+"""What a start brings into memory: no process of a model with a native stage loads torch, and weights are held once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.deployment import Deployment
+from tests.models.tiny import make_tiny_llama
+from trireme.errors import ModelError
+from trireme.packaged import find_model
+
+MIB = 1 << 20
+
+
+def processes(deployment: Deployment) -> list[psutil.Process]:
+    root = psutil.Process(deployment.process.pid)
+    return [root, *root.children(recursive=True)]
+
+
+def mapped_files(process: psutil.Process) -> set[str]:
+    return {region.path for region in process.memory_maps()}
+
+
+@pytest.mark.parametrize("flags", [(), ("--executor", "procs")], ids=["inproc", "procs"])
+def test_no_process_loads_torch(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with Deployment(make_tiny_llama(tmp_path), "--served-name", "tiny", *flags) as served:
+        served.post("/v1/completions", {"model": "tiny", "prompt": "the oars", "max_tokens": 4, "logprobs": 2})
+        files = [mapped_files(process) for process in processes(served)]
+        assert len(files) == 3 + len(flags) // 2
+        assert sum(any("models/_native" in path for path in paths) for paths in files) == 1, "one worker"
+        assert not [path for paths in files for path in paths if "torch" in path]
+        assert "native, no torch" in served.output()
+
+
+def test_layers_that_are_shared_need_torch(tmp_path: Path) -> None:
+    """The other runtime, so that the test above can fail."""
+    with Deployment(make_tiny_llama(tmp_path), "--served-name", "tiny", "--tp", "2") as served:
+        with_torch = [any("torch" in path for path in mapped_files(process)) for process in processes(served)]
+        assert sum(with_torch) == 2, "the two workers"
+        assert "2 workers share each layer" in served.output()
+
+
+def test_the_packed_weights_are_the_only_copy() -> None:
+    try:
+        path = find_model("smollm2").path
+    except ModelError as error:
+        pytest.skip(str(error))
+    with Deployment("smollm2", "--max-len", "512") as served:
+        served.post("/v1/completions", {"prompt": "the oars", "max_tokens": 4})
+        weights = path.stat().st_size
+        assert not [process for process in processes(served) if str(path) in mapped_files(process)]
+        own = sum(process.memory_full_info().uss for process in processes(served))
+        assert own < weights + 160 * MIB
