@@ -1,4 +1,4 @@
-"""Builds csrc into the extension models._native (the rest of the packaging is in pyproject.toml).
+"""Builds csrc into the extensions models._native (kernels) and serving._native (csrc/text); the rest is in pyproject.toml.
 
 Each object is compiled only when its source, a header in its depfile or its command changed; a file lock keeps two builds
 apart. csrc/cuda/*.cu is compiled too when nvcc and a CUDA torch are present. Kernel variants get their instruction set
@@ -26,6 +26,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
+TEXT = CSRC / "text"
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # No contraction: a*b+c is one rounding only where a kernel asks for it, so that results do not depend on the compiler.
 COMMON_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
@@ -83,16 +84,20 @@ def isa_flags(source: Path) -> list[str]:
     return []
 
 
-def find_sources(*, cuda: bool) -> list[Path]:
-    """All C++ sources (kernel variants for x86 only there), and the CUDA ones when they can be built."""
-    sources = [path for path in sorted(CSRC.rglob("*.cpp")) if IS_X86 or not isa_flags(path)]
+def find_sources(extension: str, *, cuda: bool) -> list[Path]:
+    """The C++ sources of an extension (kernel variants for x86 only there), and the CUDA ones when they can be built."""
+    if extension == "serving._native":
+        return sorted(TEXT.glob("*.cpp"))
+    kernels = [path for path in sorted(CSRC.rglob("*.cpp")) if TEXT not in path.parents]
+    sources = [path for path in kernels if IS_X86 or not isa_flags(path)]
     return sources + (sorted(CSRC.rglob("*.cu")) if cuda else [])
 
 
 class NativeBuild:
-    """One build of the extension into `target`, with objects kept under `work_dir`."""
+    """One build of `extension` into `target`, with objects kept under `work_dir`."""
 
-    def __init__(self, work_dir: Path, target: Path, compiler: str) -> None:
+    def __init__(self, extension: str, work_dir: Path, target: Path, compiler: str) -> None:
+        self.extension = extension
         self.work_dir = work_dir
         self.target = target
         self.compiler = compiler
@@ -106,7 +111,7 @@ class NativeBuild:
             self._build()
 
     def _build(self) -> None:
-        sources = find_sources(cuda=self.nvcc is not None)
+        sources = find_sources(self.extension, cuda=self.nvcc is not None)
         stale = [source for source in sources if self._is_stale(source)]
         # A future per file; the first failure is raised after all have printed theirs.
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
@@ -117,7 +122,7 @@ class NativeBuild:
             )
         objects = [self._object(source) for source in sources]
         newest = max(path.stat().st_mtime_ns for path in objects)
-        listing = self.work_dir / "objects.txt"
+        listing = self.work_dir / f"{self.extension}.objects.txt"
         names = "\n".join(map(str, objects))
         is_same_set = listing.exists() and listing.read_text() == names
         if not (self.target.exists() and is_same_set and self.target.stat().st_mtime_ns >= newest):
@@ -182,7 +187,7 @@ class BuildExt(build_ext):
         compiler = shutil.which(command[0]) or shutil.which("g++") or shutil.which("c++")
         if compiler is None:
             raise SystemExit("error: no C++ compiler found\n  try   apt-get install g++")
-        NativeBuild(ROOT / "build" / "native", target.resolve(), compiler).run()
+        NativeBuild(ext.name, ROOT / "build" / "native", target.resolve(), compiler).run()
 
     def copy_extensions_to_source(self) -> None:
         for ext in self.extensions:
@@ -192,4 +197,5 @@ class BuildExt(build_ext):
                 replace_file(target, lambda fresh, built=built: shutil.copy2(built, fresh))  # type: ignore[misc]
 
 
-setup(ext_modules=[Extension("models._native", sources=[])], cmdclass={"build_ext": BuildExt})
+EXTENSIONS = [Extension(name, sources=[]) for name in ("models._native", "serving._native")]
+setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt})

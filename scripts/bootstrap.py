@@ -154,7 +154,7 @@ def install_command() -> None:
 
 
 def has_extension() -> bool:
-    return any((ROOT / "models").glob("_native*.so"))
+    return all(any((ROOT / package).glob("_native*.so")) for package in ("models", "serving"))
 
 
 def digest_sources() -> str:

@@ -6,16 +6,17 @@ error, because a wrong one gives plausible but wrong ids.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from serving.encoders import ADDED, INERT, PLAIN, SPECIAL, Encoder, LibraryEncoder, SpmEncoder
 from trireme.errors import ModelError
 from trireme.gguf import GgufFile, read_gguf
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
-_META = "\u2581"
+_OF_KIND = {_UNKNOWN: SPECIAL, _CONTROL: SPECIAL, _USER_DEFINED: ADDED, _UNUSED: INERT}
 
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -56,30 +57,29 @@ _IGNORE_MERGES = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "gpt-4
 _NFC = {"qwen2", "deepseek-r1-qwen", "stablelm2"}
 
 
-def tokenizer_from_gguf(path: Path) -> tuple[Tokenizer, dict[str, str], str | None]:
-    """The tokenizer, its named special tokens (bos_token, ...), and the chat template of a GGUF file."""
+def tokenizer_from_gguf(path: Path) -> tuple[Encoder, dict[str, str], str | None]:
+    """The encoder, its named special tokens (bos_token, ...), and the chat template of a GGUF file."""
     file = read_gguf(path)
     if "tokenizer.ggml.model" not in file.metadata:
         raise ModelError(f"{path} carries no tokenizer", hint="--tokenizer DIR names a directory with tokenizer.json")
     kind = file.text("tokenizer.ggml.model")
     tokens = file.texts("tokenizer.ggml.tokens")
+    special = _named_tokens(file, tokens)
+    encoder: Encoder
     if kind == "gpt2":
-        tokenizer = _byte_level(file, tokens)
+        encoder = _byte_level(file, tokens, special)
     elif kind == "llama":
-        tokenizer = _sentencepiece(file, tokens)
+        encoder = _sentencepiece(file, tokens, special)
     else:
         raise ModelError(
             f"{path} has a tokenizer of kind {kind!r}; gpt2 (byte-level BPE) and llama (SentencePiece) can be rebuilt",
             hint="--tokenizer DIR names a directory with tokenizer.json",
         )
-    _add_tokens(tokenizer, file, tokens)
-    special = _named_tokens(file, tokens)
-    _add_ends(tokenizer, file, special, bos_by_default=kind == "llama")
     template = file.metadata.get("tokenizer.chat_template")
-    return tokenizer, special, template if isinstance(template, str) else None
+    return encoder, special, template if isinstance(template, str) else None
 
 
-def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
+def _byte_level(file: GgufFile, tokens: list[str], special: dict[str, str]) -> LibraryEncoder:
     pre = file.text("tokenizer.ggml.pre", "default")
     rule = _PRE.get(pre)
     if rule is None:
@@ -94,7 +94,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
         if not space or not right:
             raise ModelError(f"{file.path}: the merge {line!r} is not two pieces")
         merges.append((line[0] + left, right))
-    tokenizer = _build(file, tokens, merges, ignore_merges=pre in _IGNORE_MERGES)
+    tokenizer = Tokenizer(_build(file, tokens, merges, ignore_merges=pre in _IGNORE_MERGES))
     if pre in _NFC:
         tokenizer.normalizer = normalizers.NFC()
     prefix = file.flag("tokenizer.ggml.add_space_prefix", False)
@@ -112,95 +112,65 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
             ]
         )
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    _add_tokens(tokenizer, file, tokens)
+    _add_ends(tokenizer, file, special)
+    return LibraryEncoder(tokenizer, vocab_size=len(tokens))
 
 
-def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
+def _sentencepiece(file: GgufFile, tokens: list[str], special: dict[str, str]) -> SpmEncoder:
     scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise ModelError(f"{file.path}: {len(tokens)} tokens but {len(scores)} scores")
-    kinds = _kinds(file, tokens)
-    unknown = next((tokens[i] for i, kind in enumerate(kinds) if kind == _UNKNOWN), None)
-    plain = {token: i for i, token in enumerate(tokens) if kinds[i] not in (_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED)}
-    merges = _merges_from_scores(plain, scores)
-    tokenizer = _build(file, tokens, merges, unknown=unknown, byte_fallback=True)
-    prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
-    steps: list[normalizers.Normalizer] = [normalizers.Prepend(_META)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _META)])
-    ends = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_META, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
-    )
-    return tokenizer
+    of_file = np.array(_kinds(file, tokens))
+    unknown = np.nonzero(of_file == _UNKNOWN)[0]
+    kinds = np.full(len(tokens), PLAIN, dtype=np.uint8)
+    for number, kind in _OF_KIND.items():
+        kinds[of_file == number] = kind
+    try:
+        encoder = SpmEncoder(
+            tokens,
+            scores,
+            kinds,
+            unknown=int(unknown[0]) if len(unknown) else None,
+            adds_space=file.flag("tokenizer.ggml.add_space_prefix", True),
+        )
+    except ModelError as error:
+        raise ModelError(f"{file.path}: {error}", hint=error.hint) from error
+    begin, end = _ends(file, special, bos_by_default=True)
+    encoder.begin, encoder.end = ([tokens.index(text)] if text else [] for text in (begin, end))
+    return encoder
 
 
-def _merges_from_scores(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two others, best score first: the merge list SentencePiece leaves implicit.
-
-    Ties go to the smaller ids of the parts, as in the converter that writes tokenizer.json files.
-    """
-    found: list[tuple[float, int, int, str, str]] = []
-    for piece, token in ids.items():
-        local = []
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in ids and right in ids:
-                local.append((ids[left], ids[right], left, right))
-        found += [(scores[token], len(left), len(right), left, right) for _, _, left, right in sorted(local)]
-    found.sort(key=lambda merge: merge[:3], reverse=True)
-    return [(left, right) for _, _, _, left, right in found]
-
-
-def _build(
-    file: GgufFile,
-    tokens: list[str],
-    merges: list[tuple[str, str]],
-    *,
-    unknown: str | None = None,
-    byte_fallback: bool = False,
-    ignore_merges: bool = False,
-) -> Tokenizer:
+def _build(file: GgufFile, tokens: list[str], merges: list[tuple[str, str]], *, ignore_merges: bool) -> models.BPE:
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         repeated = next(token for i, token in enumerate(tokens) if vocab[token] != i)
         raise ModelError(f"{file.path}: the token {repeated!r} appears twice in the vocabulary")
     try:
-        model = models.BPE(
-            vocab=vocab,
-            merges=merges,
-            unk_token=unknown,
-            fuse_unk=byte_fallback,
-            byte_fallback=byte_fallback,
-            ignore_merges=ignore_merges,
-        )
+        return models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{file.path}: the vocabulary and merges do not fit together: {error}") from error
-    return Tokenizer(model)
 
 
 def _kinds(file: GgufFile, tokens: list[str]) -> list[int]:
     if "tokenizer.ggml.token_type" not in file.metadata:
         return [1] * len(tokens)
-    kinds = [int(kind) for kind in file.numbers("tokenizer.ggml.token_type")]
+    kinds = list(map(int, file.numbers("tokenizer.ggml.token_type")))
     if len(kinds) != len(tokens):
         raise ModelError(f"{file.path}: {len(tokens)} tokens but {len(kinds)} token types")
     return kinds
 
 
 def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
-    kinds = _kinds(file, tokens)
+    by_kind: dict[int, list[str]] = {_UNKNOWN: [], _CONTROL: [], _USER_DEFINED: []}
+    for token, kind in zip(tokens, _kinds(file, tokens), strict=True):
+        if kind in by_kind:
+            by_kind[kind].append(token)
     # one list in id order: the library gives new ids to tokens it does not find in the vocabulary, and all are in it
-    special = [
-        AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _CONTROL
-    ]
-    user = [
-        AddedToken(t, special=False, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _USER_DEFINED
-    ]
-    unknown = [
-        AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _UNKNOWN
-    ]
-    tokenizer.add_special_tokens(unknown + special)
-    tokenizer.add_tokens(user)
+    special = by_kind[_UNKNOWN] + by_kind[_CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    user = by_kind[_USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in user])
 
 
 def _named_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
@@ -216,22 +186,26 @@ def _named_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
     return special
 
 
-def _add_ends(tokenizer: Tokenizer, file: GgufFile, special: dict[str, str], *, bos_by_default: bool) -> None:
+def _ends(file: GgufFile, special: dict[str, str], *, bos_by_default: bool) -> tuple[str | None, str | None]:
     """BOS and EOS around a text, as the file's flags say (a Llama vocabulary has BOS unless told otherwise)."""
     pre = file.metadata.get("tokenizer.ggml.pre")
     begin = file.flag(
         "tokenizer.ggml.add_bos_token", bos_by_default or pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
     )
     end = file.flag("tokenizer.ggml.add_eos_token", False)
-    bos = special.get("bos_token") if begin else None
-    eos = special.get("eos_token") if end else None
+    return special.get("bos_token") if begin else None, special.get("eos_token") if end else None
+
+
+def _add_ends(tokenizer: Tokenizer, file: GgufFile, special: dict[str, str]) -> None:
+    bos, eos = _ends(file, special, bos_by_default=False)
     if bos is None and eos is None:
         return
-    find = functools.partial(_id_of, tokenizer)
     single = " ".join(part for part in (f"{bos}:0" if bos else "", "$A:0", f"{eos}:0" if eos else "") if part)
     pair = " ".join(part for part in (single, f"{bos}:1" if bos else "", "$B:1", f"{eos}:1" if eos else "") if part)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=single, pair=pair, special_tokens=[(text, find(text)) for text in dict.fromkeys((bos, eos)) if text]
+        single=single,
+        pair=pair,
+        special_tokens=[(text, _id_of(tokenizer, text)) for text in dict.fromkeys((bos, eos)) if text],
     )
 
 

@@ -12,7 +12,7 @@ import mmap
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from trireme.errors import ModelError
 
@@ -119,15 +119,16 @@ class GgufFile(NamedTuple):
     def texts(self, key: str) -> list[str]:
         """List of strings under `key`; ModelError when absent or of another type."""
         value = self.metadata.get(key)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        if not isinstance(value, list) or set(map(type, value)) - {str}:
             raise ModelError(f"{self.path}: {key} must be a list of strings")
-        return [str(item) for item in value]
+        return cast(list[str], value)
 
     def numbers(self, key: str) -> list[float]:
+        """List of numbers under `key`, likewise; whole ones may be of type int."""
         value = self.metadata.get(key)
-        if not isinstance(value, list) or any(isinstance(item, str) for item in value):
+        if not isinstance(value, list) or str in set(map(type, value)):
             raise ModelError(f"{self.path}: {key} must be a list of numbers")
-        return [float(item) for item in value]
+        return cast(list[float], value)
 
     def _typed(self, key: str, default: T | None, kind: type[T], words: str) -> T:
         value = self.metadata.get(key, default)
