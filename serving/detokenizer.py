@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-_new_decoder = codecs.getincrementaldecoder("utf-8")
+_decode_utf8 = codecs.utf_8_decode
 
 
 class Pieces(Protocol):
@@ -60,25 +60,40 @@ class StopStrings:
     at a time. `held` is always the longest end of the text so far that is a proper beginning of a stop string.
     """
 
-    __slots__ = ("found", "held", "include", "stops")
+    __slots__ = ("_beginnings", "_lasts", "_shortest", "found", "held", "include", "stops")
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self.stops = tuple(sorted(stops, key=len, reverse=True))
         self.include = include
         self.held = ""
         self.found: str | None = None
+        self._shortest = len(self.stops[-1])
+        self._lasts = frozenset(stop[-1] for stop in stops)
+        # the proper beginnings of all stops by their last character, longest first: most text ends in none of these
+        self._beginnings: dict[str, list[str]] = {}
+        for beginning in sorted({stop[:n] for stop in stops for n in range(1, len(stop))}, key=len, reverse=True):
+            self._beginnings.setdefault(beginning[-1], []).append(beginning)
 
     def push(self, text: str, *, armed: bool = True) -> str:
         """Text released by `text`. A match ending in it sets `found` and ends the output; unless `armed`, it is ignored."""
-        buffer = self.held + text
-        if armed and (at := self._first_end(buffer, len(self.held))):
+        held = self.held
+        buffer = held + text if held else text
+        if (
+            armed
+            and len(buffer) >= self._shortest
+            and not self._lasts.isdisjoint(text)
+            and (at := self._first_end(buffer, len(held)))
+        ):
             end, stop = at
             self.found = stop
             self.held = ""
             return buffer[:end] if self.include else buffer[: end - len(stop)]
-        keep = self._open_end(buffer)
-        self.held = buffer[len(buffer) - keep :]
-        return buffer[: len(buffer) - keep]
+        for beginning in self._beginnings.get(buffer[-1:], ()):
+            if buffer.endswith(beginning):
+                self.held = beginning
+                return buffer[: -len(beginning)]
+        self.held = ""
+        return buffer
 
     def finish(self) -> str:
         """The withheld text: no stop string came of it."""
@@ -94,14 +109,6 @@ class StopStrings:
                 best = (at + len(stop), stop)
         return best
 
-    def _open_end(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that is a proper beginning of a stop string."""
-        for size in range(min(len(buffer), len(self.stops[0]) - 1), 0, -1):
-            end = buffer[-size:]
-            if any(len(stop) > size and stop.startswith(end) for stop in self.stops):
-                return size
-        return 0
-
 
 class Detokenizer:
     """Text of one choice. After `stop` is set (the stop string that fired) nothing more may be pushed.
@@ -110,7 +117,7 @@ class Detokenizer:
     count only from the first text after `min_tokens` tokens.
     """
 
-    __slots__ = ("_decoder", "_hidden", "_min_tokens", "_partial", "_stops", "_table", "num_tokens")
+    __slots__ = ("_hidden", "_min_tokens", "_partial", "_stops", "_table", "num_tokens")
 
     def __init__(
         self,
@@ -127,8 +134,7 @@ class Detokenizer:
         self._hidden = hidden | table.special_ids if skip_special else hidden
         self._stops = StopStrings(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
-        self._decoder = _new_decoder("replace")
-        self._partial = False
+        self._partial = b""  # bytes that may be the beginning of a character
         self.num_tokens = 0
 
     @property
@@ -149,8 +155,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What is left at the end: withheld text, an unfinished character as one U+FFFD."""
-        tail = self._decoder.decode(b"", True) if self._partial else ""
-        self._partial = False
+        tail = self._partial.decode(errors="replace")
+        self._partial = b""
         if self._stops is None:
             return tail
         if self._stops.found is not None:
@@ -158,6 +164,7 @@ class Detokenizer:
         return self._stops.finish() + tail
 
     def _decode(self, piece: str | bytes) -> str:
-        text = self._decoder.decode(piece if isinstance(piece, bytes) else piece.encode())
-        self._partial = bool(self._decoder.getstate()[0])
+        raw = self._partial + (piece if isinstance(piece, bytes) else piece.encode())
+        text, num_used = _decode_utf8(raw, "replace", False)
+        self._partial = raw[num_used:]
         return text
