@@ -6,7 +6,6 @@ Started by launch/supervise.py as `spawn("engine_core.main", boot)`. On any fail
 
 from __future__ import annotations
 
-import gc
 import logging
 
 import msgspec
@@ -72,8 +71,6 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
         poller.add(coordinator, lambda: _on_coordinator(coordinator, loop))
     poller.remove(channel)
     poller.add(channel, lambda: _on_orders(channel, loop))
-    gc.collect()
-    gc.freeze()  # modules, config and weights live as long as the process
     channel.ready(msgspec.structs.asdict(started.core.facts()), started.phases, started.decisions)
     log.info("ready %s", facts(blocks=started.core.limits.num_blocks, max_len=started.core.limits.max_len))
     try:

@@ -60,7 +60,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "serve",
         "serve a model over HTTP with the OpenAI API",
-        "launch.serve",
+        "launch.parts",
         (_MODEL,),
         (
             CONFIG,

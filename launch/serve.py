@@ -1,4 +1,5 @@
-"""`trireme serve`: resolves the settings, hands them to the supervisor, and shows what happens on the console.
+"""`trireme serve`: resolves the settings, hands them to the supervisor, and shows what happens on the console. Called by
+launch/parts.py, which has started the processes already.
 
 Prints each failure once, last. No request passes through this process.
 """
@@ -17,6 +18,8 @@ from launch.console import Console
 from launch.options import Invocation
 from launch.passes import write_pass
 from launch.supervise import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
+from transport.boot import settle_memory
+from transport.hatch import Egg
 from transport.messages import Boot, Failed, Progress, Ready
 from trireme import __version__, log
 from trireme.config import Decision, EngineConfig
@@ -28,8 +31,8 @@ _log = logging.getLogger("trireme.launch")
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 
-def run(invocation: Invocation) -> int:
-    """Serves until a signal or a fatal failure; returns the exit status."""
+def run(invocation: Invocation, eggs: dict[str, Egg]) -> int:
+    """Serves until a signal or a fatal failure; returns the exit status. `eggs` by part; those not taken stay in it."""
     begun = time.monotonic()
     prepared = prepare(invocation.loaded.config)
     if invocation.options["print_config"]:
@@ -39,7 +42,13 @@ def run(invocation: Invocation) -> int:
     log.configure("launch", level=launch.log_level, form=launch.log_format)
     view = ServeView(Console(), prepared, begun)
     view.show_title()
-    supervisor = Supervisor(prepared.config, view.on_event)
+
+    def on_event(event: Event) -> None:
+        view.on_event(event)
+        if isinstance(event, AllReady):
+            settle_memory()
+
+    supervisor = Supervisor(prepared.config, on_event, eggs=eggs)
     view.make_boot = lambda: supervisor.boot_for("front", "client")
     try:
         with view.console.around_stderr():

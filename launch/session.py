@@ -49,8 +49,7 @@ class AsyncSession:
     async def start(self) -> None:
         """Returns when every engine can answer; raises why one cannot."""
         try:
-            text = TextSide.load(self.config)
-            await asyncio.to_thread(self._deployment.start)
+            text = await self._load()
             client = self._client = self._deployment.client()
             client.start()
             await self._connect(client)
@@ -64,6 +63,19 @@ class AsyncSession:
         text.set_facts(facts)
         self._text = text
         self._in_flight = InFlight.for_engines(facts, self.config.parallel.dp)
+
+    async def _load(self) -> TextSide:
+        """Tokenizer and engines side by side; returns when both are there."""
+        text, engines = await asyncio.gather(
+            asyncio.to_thread(TextSide.load, self.config),
+            asyncio.to_thread(self._deployment.start),
+            return_exceptions=True,
+        )
+        for failed in (engines, text):
+            if isinstance(failed, BaseException):
+                raise failed
+        assert isinstance(text, TextSide)
+        return text
 
     @staticmethod
     async def _connect(client: EngineClient) -> None:

@@ -16,9 +16,11 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from launch.parts import Modules, parts_of
 from launch.restarts import RestartLimits, Restarts
 from transport.address import make_secret_keys
 from transport.boot import Child, spawn
+from transport.hatch import Egg
 from transport.messages import Boot, Failed, Progress, Ready, Role
 from transport.poller import NEVER, Poller, Waker
 from transport.rundir import RunDir
@@ -26,14 +28,6 @@ from trireme.config import EngineConfig
 from trireme.errors import ConfigError
 
 PartState = Literal["new", "starting", "ready", "waiting", "down", "stopped"]
-
-
-class Modules(msgspec.Struct, frozen=True):
-    """Which module each kind of part runs (`main(channel)` in it). Tests pass their own."""
-
-    coordinator: str = "coordinator.main"
-    engine: str = "engine_core.main"
-    front: str = "serving.main"
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,8 +119,10 @@ class Supervisor:
         modules: Modules | None = None,
         num_fronts: int | None = None,
         timing: Timing | None = None,
+        eggs: dict[str, Egg] | None = None,
     ) -> None:
-        """`num_fronts` replaces config.serving.api_servers (0: no HTTP, no listening socket)."""
+        """`num_fronts` replaces config.serving.api_servers (0: no HTTP, no listening socket). `eggs` are processes that
+        already wait to become the parts of those names; they stay the caller's until then."""
         self.config = config
         self.timing = timing or Timing()
         self.is_ready = False  # all parts have been ready once
@@ -135,6 +131,7 @@ class Supervisor:
         self.exit_code = 0
         self.address: tuple[str, int] | None = None
         self._notify = notify
+        self._eggs = eggs if eggs is not None else {}
         self._parts = self._make_parts(
             modules or Modules(), config.serving.api_servers if num_fronts is None else num_fronts
         )
@@ -227,19 +224,15 @@ class Supervisor:
     # ------------------------------------------------------------ parts
 
     def _make_parts(self, modules: Modules, num_fronts: int) -> tuple[Part, ...]:
-        limits = self.timing.restarts
-        dp = self.config.parallel.dp
-        parts = [Part("coordinator", 0, "coordinator", modules.coordinator, limits)] if dp > 1 else []
-        parts += [Part("engine", i, f"engine-{i}", modules.engine, limits) for i in range(dp)]
-        parts += [Part("front", i, f"front-{i}", modules.front, limits) for i in range(num_fronts)]
-        return tuple(parts)
+        places = parts_of(self.config.parallel.dp, num_fronts, modules)
+        return tuple(Part(*place, self.timing.restarts) for place in places)
 
     def _launch(self, part: Part) -> None:
         """Starts the next life of `part`, in place: same name, same addresses, next epoch."""
         part.epoch += 1
         boot = self.boot_for(part.role, part.name, part.index, part.epoch)
         part.state, part.started_at, part.restart_at = "starting", time.monotonic(), NEVER
-        part.child = spawn(part.module, boot, pass_fds=(boot.listen_fd,) if boot.listen_fd >= 0 else ())
+        part.child = spawn(part.module, boot, egg=self._eggs.pop(part.name, None))
         self._poller.add(part.child, lambda: self._on_reports(part))
 
     def _on_reports(self, part: Part) -> None:

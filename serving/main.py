@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import time
@@ -102,8 +101,6 @@ async def _serve(channel: BootChannel, front: Front, siblings: Siblings, phases:
             await front.client.wait_up(RELINK_WAIT_S)
     listener = Listener(make_app(front), socket.socket(fileno=boot.listen_fd))
     await listener.start()
-    gc.collect()
-    gc.freeze()  # what start-up made stays: no need to look at it again
     if boot.epoch == 0:
         await _linked_or(front, leaving)
     channel.ready(phases=phases, decisions=[("chat template", front.renderer.template.name, "see --chat-template")])

@@ -8,7 +8,9 @@ The channel is a SOCK_SEQPACKET pair whose one end is the child's stdin: one pac
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -21,10 +23,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from transport.codec import Decoder, encode
+from transport.hatch import Egg, hatch
 from transport.messages import Beat, Boot, Drain, Failed, FromChild, Progress, Ready, ToChild, Wire
 from transport.poller import NEVER, Waker
 from transport.rundir import remove_run_dir
@@ -37,7 +41,6 @@ MAX_TEXT = 32 << 10
 BEAT_S = 1.0
 PROGRESS_S = 0.05
 EXIT_GRACE_S = 2.0
-CHILD_SCRIPT = str(Path(__file__).with_name("child.py"))
 
 
 class Child:
@@ -82,6 +85,14 @@ class Child:
             except ProtocolError as error:
                 log.warning("dropped a malformed report from=%s: %s", self.name, error)
         return reports
+
+    def tell_boot(self) -> None:
+        """The first message of all."""
+        fds = [self.boot.listen_fd] if self.boot.listen_fd >= 0 else []
+        try:
+            socket.send_fds(self._channel, [encode(self.boot)[0]], fds)
+        except OSError as error:
+            log.debug("could not send to=%s: %s", self.name, error)  # it is dead; receive() tells how
 
     def drain(self, deadline_s: float, notice_s: float = 0.0) -> None:
         """Asks the child to take new work for `notice_s`, then to finish what it has within `deadline_s`, and to leave."""
@@ -162,37 +173,18 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def spawn(module: str, boot: Boot, *, pass_fds: tuple[int, ...] = ()) -> Child:
-    """Starts `python transport/child.py module name`; fds in `pass_fds` keep their numbers. stdout of the child is our stderr.
-
-    Call from the main thread where possible: only then the kernel itself ties the child's life to ours (it watches the
-    thread that started the child); else the child's own watcher does.
+def spawn(module: str, boot: Boot, *, egg: Egg | None = None) -> Child:
+    """Starts a process that runs `module` as `boot` says, or tells a hatched one. A listening socket goes along; the child
+    has it under a number of its own. About threads see hatch.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", CHILD_SCRIPT, module, boot.name, str(int(_death_signal(boot)))],
-                stdin=theirs.fileno(),
-                stdout=2,
-                pass_fds=pass_fds,
-                process_group=0,  # the terminal's Ctrl-C reaches the supervisor only
-            )
-        except OSError as error:
-            ours.close()
-            raise TransportError(f"cannot start {boot.name}: {error}") from error
-    ours.setblocking(False)
-    child = Child(boot, process, ours)
-    child._send(boot)
+    try:
+        egg = egg or hatch(module, boot.name, boot.role)
+    except OSError as error:
+        raise TransportError(f"cannot start {boot.name}: {error}") from error
+    egg.channel.setblocking(False)
+    child = Child(boot, egg.process, egg.channel)
+    child.tell_boot()
     return child
-
-
-def _death_signal(boot: Boot) -> int:
-    """Engines and workers are killed by the kernel. A light child is only woken (should it be stopped): its watcher
-    removes the run directory before it kills itself."""
-    if threading.current_thread() is not threading.main_thread():
-        return 0
-    return signal.SIGKILL if boot.role in ("engine", "worker") else signal.SIGCONT
 
 
 class BootChannel:
@@ -201,8 +193,10 @@ class BootChannel:
     SIGINT and SIGTERM are ignored in a child: its parent decides, through Drain and SIGKILL.
     """
 
-    def __init__(self, boot: Boot, channel: socket.socket) -> None:
-        self.boot = boot
+    boot: Boot  # known once `begin` has returned
+
+    def __init__(self, name: str, channel: socket.socket) -> None:
+        self._name = name
         self._channel = channel
         self._lock = threading.Lock()
         self._drains: deque[Drain] = deque()
@@ -210,11 +204,21 @@ class BootChannel:
         self._waker = Waker()
         self._last_progress = 0.0
         self._next_beat = 0.0
+
+    def begin(self) -> None:
+        """Waits for Boot, then watches the parent."""
+        packet, fds, _, _ = socket.recv_fds(self._channel, PACKET_BYTES, 1)
+        if not packet:
+            os._exit(0)  # the parent died before it said who we are
+        boot = Decoder(ToChild).decode([packet])
+        if not isinstance(boot, Boot):
+            raise ProtocolError(f"a child's first message must be Boot, not {type(boot).__name__}")
+        self.boot = msgspec.structs.replace(boot, listen_fd=fds[0]) if fds else boot
         threading.Thread(target=self._watch_parent, name="boot", daemon=True).start()
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Reports start-up progress (at most 20 a second reach the parent; the last one of a phase always does)."""
-        self.forward(Progress(self.boot.name, phase, done, total))
+        self.forward(Progress(self._name, phase, done, total))
 
     def forward(self, report: Progress) -> None:
         """Passes a grandchild's progress on, under the same limit."""
@@ -229,8 +233,9 @@ class BootChannel:
         phases: dict[str, float] | None = None,
         decisions: list[tuple[str, str, str]] | None = None,
     ) -> None:
-        """Reports that this process can do its work."""
-        self._send(Ready(self.boot.name, facts or {}, phases or {}, decisions or []))
+        """Reports that this process can do its work. Ends the time without garbage collection that child.py began."""
+        settle_memory()
+        self._send(Ready(self._name, facts or {}, phases or {}, decisions or []))
 
     def beat(self, progress: int) -> None:
         """Called by the main loop on every turn (cheap; sends once a second). A child that has beaten once and then falls
@@ -242,7 +247,7 @@ class BootChannel:
 
     def fail(self, error: BaseException | Failed) -> NoReturn:
         """Reports the error (or a grandchild's Failed as it is) and ends this process at once."""
-        failed = error if isinstance(error, Failed) else failed_from_error(self.boot.name, error)
+        failed = error if isinstance(error, Failed) else failed_from_error(self._name, error)
         self._send(failed)
         end_process(failed.exit_code)
 
@@ -306,28 +311,35 @@ class BootChannel:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def attach() -> BootChannel:
-    """Takes the boot channel from stdin and waits for Boot. Called once, by run_child."""
+def settle_memory() -> None:
+    """Gives back what a start has used and left. What is left lives as long as the process: the collector need not walk it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def attach(name: str) -> BootChannel:
+    """Takes the boot channel from stdin. Called once, by run_child."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    packet = channel.recv(PACKET_BYTES)
-    if not packet:
-        os._exit(0)  # the parent died before it said who we are
-    boot = Decoder(ToChild).decode([packet])
-    if not isinstance(boot, Boot):
-        raise ProtocolError(f"a child's first message must be Boot, not {type(boot).__name__}")
-    return BootChannel(boot, channel)
+    return BootChannel(name, channel)
 
 
-def run_child(module: str) -> NoReturn:
-    """Runs `module.main(channel)` in this process; reports whatever it raises as Failed, and ends the process."""
-    channel = attach()
+def run_child(module: str, name: str) -> NoReturn:
+    """Imports `module`, waits for Boot and runs `module.main(channel)`; reports whatever it raises as Failed, and ends the
+    process."""
+    channel = attach(name)
     try:
-        importlib.import_module(module).main(channel)
+        imported = importlib.import_module(module)
+        channel.begin()
+        imported.main(channel)
     except SystemExit as error:
         end_process(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
     except BaseException as error:

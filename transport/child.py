@@ -6,6 +6,8 @@ Started by boot.spawn only. Ties this process to its parent before anything slow
 from __future__ import annotations
 
 import ctypes
+import gc
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +15,8 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 def main() -> None:
+    gc.disable()  # until BootChannel.ready: what a start makes mostly stays
+    os.putenv("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which nobody here uses, take longer to start than numpy
     module, name, death_signal = sys.argv[1:4]
     libc = ctypes.CDLL(None, use_errno=True)
     if int(death_signal):
@@ -22,7 +26,7 @@ def main() -> None:
 
     from transport.boot import run_child
 
-    run_child(module)
+    run_child(module, name)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ ends. It never decides anything, and it does not outlive its engine core.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import traceback
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from transport.boot import BootChannel
+from transport.boot import BootChannel, settle_memory
 from transport.messages import (
     Boot,
     Call,
@@ -95,8 +94,7 @@ class Shell:
                 self._send(self._worker.load())
             case SetupKV():
                 self._need_worker().setup_kv(message.num_blocks)
-                gc.collect()
-                gc.freeze()  # modules, weights and tables live as long as the process: the collector need not walk them
+                settle_memory()
                 self._send(WorkerReady(self._index))
             case Welcome():
                 pass

@@ -25,6 +25,7 @@ TORCH_FREE = (
     "transport.boot",
     "launch.cli",
     "launch.console",
+    "launch.parts",
     "launch.serve",
     "launch.supervise",
     "launch.llm",

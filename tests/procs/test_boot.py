@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.procs.deployment import Deployment, is_alive, ready_of, wait_for
-from transport.boot import Child
+from transport.boot import Child, spawn
+from transport.hatch import hatch
 from transport.messages import Failed, Progress, Ready
 from transport.poller import Poller
 from transport.rundir import RunDir, sweep_run_dirs
@@ -69,6 +72,37 @@ def test_a_childs_own_error_reaches_the_parent_once_and_last(
     if orders["do"] in ("raise", "crash"):
         assert 'fake_child.py", line' in failed.traceback
     assert child.receive() == []
+
+
+def test_a_hatched_child_becomes_what_its_boot_says(deployment: Deployment) -> None:
+    """It waits with its imports done; a listening socket reaches it under a number of its own."""
+    egg = hatch("tests.procs.fake_child", "front-0", "front")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        orders = msgspec.json.encode({"do": "work"})
+        boot = deployment.boot("front", "front-0", config=orders)
+        boot = msgspec.structs.replace(boot, listen_fd=listener.fileno())
+        child = spawn("tests.procs.fake_child", boot, egg=egg)
+        deployment.children.append(child)
+        facts = ready_of(child).facts
+        assert facts["pid"] == egg.process.pid == child.pid
+        links = [os.readlink(link) for link in Path(f"/proc/{child.pid}/fd").iterdir()]
+        assert os.readlink(f"/proc/self/fd/{listener.fileno()}") in links
+
+
+def test_an_egg_that_is_not_needed_ends(deployment: Deployment) -> None:
+    discarded, forgotten = (hatch("tests.procs.fake_child", "front-0", "front") for _ in range(2))
+    discarded.discard()
+    assert discarded.process.returncode == -signal.SIGKILL
+    forgotten.channel.close()
+    assert forgotten.process.wait(30) == 0
+
+
+def test_a_module_that_cannot_be_imported_is_named(deployment: Deployment) -> None:
+    child = spawn("tests.procs.no_such_module", deployment.boot("engine", "engine-0"))
+    deployment.children.append(child)
+    (failed,) = reports_until_death(child)
+    assert isinstance(failed, Failed)
+    assert "no_such_module" in failed.error
 
 
 def test_sigkill_is_noticed_and_named(deployment: Deployment) -> None:
