@@ -15,6 +15,7 @@ import numpy as np
 from engine_core.core import EngineCore
 from engine_core.scheduler import Limits
 from transport.messages import StepPlan, StepResult, Submit
+from transport.packed import pack, unpack, unpack_flags
 from trireme.params import RowParams
 
 STEPS = 200
@@ -52,8 +53,8 @@ def make_core(num_rows: int, num_tokens: int) -> EngineCore:
 
 def answer(plan: StepPlan) -> StepResult:
     """What a worker would say: some token for every row that samples."""
-    rows = [row for row, sample in zip(plan.rows, plan.sample, strict=True) if sample]
-    return StepResult(plan.step, rows, [7 + row % 100 for row in rows])
+    rows = unpack(plan.rows)[unpack_flags(plan.sample)]
+    return StepResult(plan.step, pack(rows), pack(7 + rows % 100))
 
 
 def measure(num_rows: int, num_steps: int = STEPS) -> Timing:

@@ -6,35 +6,41 @@ its own numbers here while it has a slot. Knows no block, queue or policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import compress
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from transport.packed import Column, Ids, pack, pack_ids
 
 if TYPE_CHECKING:
     from engine_core.request import Request
 
 Mask = NDArray[np.bool_]
-Slots = NDArray[np.int64]
+Slots = NDArray[np.intp]
+Ints = NDArray[np.int32]
 
 NOTHING = -2  # in `Columns.token`: no token that the next plan could compute
 HELD = -1  # a token that the workers hold themselves, or will when the steps before have run
 MANY_STOPS = 64  # a union of stop ids beyond this is made anew when rows leave
+TAIL_BLOCKS = 8  # a decoding row is looked at by itself once in so many blocks
+FEW_STOPS = 8  # up to here comparing with each is faster than searching
 
 
 class Columns:
-    """One entry per slot of the persistent batch; entries of free slots mean nothing."""
+    """One entry per slot of the persistent batch; entries of free slots mean nothing, except that `known` is 0."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.computed = np.zeros(num_rows, np.int64)  # tokens whose KV is there once every plan has run
-        self.capacity = np.zeros(num_rows, np.int64)  # tokens that fit into the blocks
-        self.limit = np.zeros(num_rows, np.int64)  # tokens at which the row ends
+    def __init__(self, num_rows: int, block_size: int) -> None:
+        self.computed = np.zeros(num_rows, np.int32)  # tokens whose KV is there once every plan has run
+        self.capacity = np.zeros(num_rows, np.int32)  # tokens that fit into the blocks
+        self.limit = np.zeros(num_rows, np.int32)  # tokens at which the row ends
         self.last_step = np.zeros(num_rows, np.int64)  # newest plan with the row
-        self.token = np.full(num_rows, NOTHING, np.int64)  # what the next plan would say: an id, HELD or NOTHING
+        self.token = np.full(num_rows, NOTHING, np.int32)  # what the next plan would say: an id, HELD or NOTHING
         self.decoding = np.zeros(num_rows, np.bool_)  # in the cohort, or about to join it
+        self.known = np.zeros(num_rows, np.int32)  # known tokens
+        self.tail = np.zeros((num_rows, TAIL_BLOCKS * block_size), "<i4")  # the newest of them: a ring over positions
+        self._flat_tail = self.tail.reshape(-1)
 
     def clear(self, row: int, limit: int) -> None:
         """A slot for a row that has computed nothing."""
@@ -43,59 +49,108 @@ class Columns:
         self.token[row] = NOTHING
         self.decoding[row] = False
 
+    def append(self, slots: Slots, place: Ints, tokens: Ints) -> None:
+        """Newest tokens of `slots`, into their rings. Where these begin anew, KVCache.take_tails comes first."""
+        self._flat_tail[slots * self.tail.shape[1] + place] = tokens
 
-@dataclass(frozen=True, slots=True)
+
+class Share(NamedTuple):
+    """What of a cohort belongs to one front end: request ids, and their places (None: all of it)."""
+
+    front: str
+    rids: Ids
+    places: Slots | None
+
+
 class Cohort:
-    """Decoding rows in policy order, as parallel lists. Never changed: steps in flight keep the one they were made of."""
+    """Decoding rows in policy order, as parallel arrays. Never changed: steps in flight keep the one they were made of."""
 
-    slots: Slots
-    requests: list[Request]
-    appends: list[Callable[[int], None]]  # of each row's tokens
-    rids: list[int]
-    fronts: list[str]
-    stops: frozenset[int]  # every id that ends one of the rows, and maybe a few more
+    __slots__ = ("_rows", "_shares", "fronts", "requests", "rids", "slots", "stops")
+
+    def __init__(
+        self,
+        slots: Slots,
+        requests: NDArray[np.object_],
+        rids: NDArray[np.int64],
+        fronts: NDArray[np.object_],
+        stops: frozenset[int],
+    ) -> None:
+        self.slots = slots
+        self.requests = requests
+        self.rids = rids
+        self.fronts = fronts
+        self.stops = stops  # every id that ends one of the rows, and maybe a few more
+        self._rows: Column | None = None
+        self._shares: list[Share] = []
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self.slots)
+
+    @property
+    def rows(self) -> Column:
+        """The slots as they travel."""
+        if self._rows is None:
+            self._rows = pack(self.slots)
+        return self._rows
+
+    @property
+    def shares(self) -> list[Share]:
+        """The rows by front end."""
+        if not self._shares and len(self):
+            first = self.fronts[0]
+            if (self.fronts == first).all():
+                self._shares = [Share(first, pack_ids(self.rids), None)]
+            else:
+                for front in dict.fromkeys(self.fronts.tolist()):
+                    places = np.flatnonzero(self.fronts == front)
+                    self._shares.append(Share(front, pack_ids(self.rids[places]), places))
+        return self._shares
+
+    def stopping(self, tokens: Ints) -> list[int]:
+        """Places of tokens, one per row, that end some row of the cohort."""
+        if len(self.stops) > FEW_STOPS:
+            return np.flatnonzero(np.isin(tokens, list(self.stops))).tolist()
+        places: list[int] = []
+        for stop in self.stops:
+            hits = tokens == stop
+            if np.count_nonzero(hits):
+                places += hits.nonzero()[0].tolist()
+        return places
 
     def where(self, mask: Mask) -> Cohort:
         """The rows that `mask` selects."""
-        picks = mask.tolist()
-        requests = list(compress(self.requests, picks))
-        stops = self.stops if len(self.stops) <= MANY_STOPS else union_of_stops(requests)
-        return Cohort(
-            self.slots[mask],
-            requests,
-            list(compress(self.appends, picks)),
-            list(compress(self.rids, picks)),
-            list(compress(self.fronts, picks)),
-            stops,
-        )
+        requests = self.requests[mask]
+        stops = self.stops if len(self.stops) <= MANY_STOPS else union_of_stops(requests.tolist())
+        return Cohort(self.slots[mask], requests, self.rids[mask], self.fronts[mask], stops)
 
     def plus(self, requests: list[Request]) -> Cohort:
         """With more rows behind the ones it has."""
         added = cohort_of(requests)
         return Cohort(
             np.concatenate([self.slots, added.slots]),
-            self.requests + added.requests,
-            self.appends + added.appends,
-            self.rids + added.rids,
-            self.fronts + added.fronts,
+            np.concatenate([self.requests, added.requests]),
+            np.concatenate([self.rids, added.rids]),
+            np.concatenate([self.fronts, added.fronts]),
             self.stops | added.stops,
         )
 
 
-def cohort_of(requests: list[Request]) -> Cohort:
+def cohort_of(requests: Sequence[Request]) -> Cohort:
     """A cohort of rows that have slots, in the given order."""
     return Cohort(
-        np.array([row.row for row in requests], np.int64),
-        list(requests),
-        [row.tokens.append for row in requests],
-        [row.rid for row in requests],
-        [row.front for row in requests],
+        np.array([row.row for row in requests], np.intp),
+        _objects(requests),
+        np.array([row.rid for row in requests], np.int64),
+        _objects([row.front for row in requests]),
         union_of_stops(requests),
     )
 
 
-def union_of_stops(requests: list[Request]) -> frozenset[int]:
+def union_of_stops(requests: Sequence[Request]) -> frozenset[int]:
     return frozenset().union(*{row.stops for row in requests})
+
+
+def _objects(values: Sequence[object]) -> NDArray[np.object_]:
+    found = np.empty(len(values), np.object_)
+    found[:] = values
+    return found

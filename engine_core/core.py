@@ -7,19 +7,17 @@ method means that the engine as a whole is beyond repair.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Sequence
-from itertools import compress
-from operator import call
+from itertools import chain
 
 import msgspec
 import numpy as np
 
-from engine_core.columns import Cohort
+from engine_core.columns import Cohort, Ints
 from engine_core.intake import check_submit
 from engine_core.integrity import Audit, IntegrityError, audit, check_idle
 from engine_core.outputs import Outbox, end_reason
-from engine_core.plan import Draft
+from engine_core.plan import Draft, Place
 from engine_core.policy import find_policy
 from engine_core.request import Request, State
 from engine_core.scheduler import Limits, Scheduler
@@ -35,6 +33,7 @@ from transport.messages import (
     StepResult,
     Submit,
 )
+from transport.packed import unpack
 from trireme.errors import EngineError, OverloadedError, TriremeError
 
 
@@ -137,16 +136,22 @@ class EngineCore:
             raise EngineError(f"the workers answered step {result.step}; the oldest one in flight is {expected}")
         draft = scheduler.complete(now)
         self.counters.steps += 1
-        in_order = result.rows == draft.asking_rows() and len(result.tokens) == len(result.rows)
+        tokens = self._tokens_of(result)
+        in_order = result.rows == draft.asking_rows()
         if not in_order or result.faults or result.prompt_logprobs or result.logprobs:
             self._on_rare(draft, result)
         if in_order:
+            count = len(draft.at)
             if draft.cohort is not None:
-                self._on_cohort(draft, draft.cohort, result.tokens[: len(draft.at)])
-            self._on_tokens(draft, result, len(draft.at), now)
+                self._on_cohort(draft, draft.cohort, tokens[:count])
+            if draft.chunks:
+                asking = [(chunk.row, chunk.request) for chunk in draft.chunks if chunk.sample]
+                self._on_tokens(draft, asking, tokens[count:].tolist(), now)
         else:
-            self._on_tokens(draft, result, 0, now)
-        if not all(draft.sample):
+            places = draft.places()
+            asking = [(row, places[row].request) for row in unpack(result.rows).tolist()]
+            self._on_tokens(draft, asking, tokens.tolist(), now)
+        if draft.chunks:
             self._end_scored(draft, now)
         self._after_event()
 
@@ -189,7 +194,7 @@ class EngineCore:
             num_waiting=len(waiting),
             num_running=len(scheduler.running),
             waiting_tokens=waiting.num_tokens,
-            running_tokens=sum(len(row.tokens) for row in scheduler.running),
+            running_tokens=int(scheduler.columns.known.sum()),
             blocks_used=self.limits.num_blocks - scheduler.cache.num_available,
             num_blocks=self.limits.num_blocks,
             oldest_wait_s=max((now - row.arrival_s for row in waiting), default=0.0),
@@ -276,81 +281,80 @@ class EngineCore:
 
     # ------------------------------------------------------------ results
 
-    def _check_complete(self, draft: Draft, places: dict[int, int], result: StepResult) -> None:
+    def _tokens_of(self, result: StepResult) -> Ints:
+        """The sampled tokens. Raises EngineError when one is none of this model's."""
+        tokens = unpack(result.tokens)
+        as_found = tokens.view(np.uint32)  # negative ones are large
+        if tokens.size and as_found[as_found.argmax()] >= self.limits.vocab_size:
+            wrong = tokens[(tokens < 0) | (tokens >= self.limits.vocab_size)][:8].tolist()
+            raise EngineError(f"step {result.step} sampled {wrong}, not in 0..{self.limits.vocab_size - 1}")
+        return tokens
+
+    def _check_complete(self, places: dict[int, Place], result: StepResult) -> None:
         """Every sampling row is answered exactly once, with a token or a fault."""
-        answered = {*result.rows, *(fault.row for fault in result.faults)}
-        expected = {row for row, sample in zip(draft.rows, draft.sample, strict=True) if sample}
-        named = len(result.rows) + len(result.faults)
-        if (
-            not (expected <= answered <= places.keys())
-            or len(answered) != named
-            or len(result.rows) != len(result.tokens)
-        ):
+        rows = unpack(result.rows).tolist()
+        answered = {*rows, *(fault.row for fault in result.faults)}
+        expected = {row for row, place in places.items() if place.sample}
+        named = len(rows) + len(result.faults)
+        scored = {scores.rid for scores in chain(result.prompt_logprobs, result.logprobs)}
+        if not (expected <= answered <= places.keys() and scored <= places.keys()) or len(answered) != named:
             raise EngineError(
                 f"step {result.step} asked for tokens of {len(expected)} rows; the worker named {named}: "
-                f"missing {sorted(expected - answered)[:8]}, unknown {sorted(answered - places.keys())[:8]}"
+                f"missing {sorted(expected - answered)[:8]}, unknown {sorted((answered | scored) - places.keys())[:8]}"
             )
 
-    def _on_fault(self, draft: Draft, places: dict[int, int], fault: RowFault) -> None:
+    def _on_fault(self, draft: Draft, place: Place, fault: RowFault) -> None:
         """Ends one row. What it wrote in this step may be garbage: nobody may find or go on reading it."""
-        place = places[fault.row]
-        request = draft.requests[place]
         if fault.row not in draft.dropped:
             self.counters.row_faults += 1
-            self._end(request, "error", error=EngineError(f"this request failed in the model: {fault.error}"))
-        self.scheduler.distrust(request, draft.num_computed[place])
+            self._end(place.request, "error", error=EngineError(f"this request failed in the model: {fault.error}"))
+        self.scheduler.distrust(place.request, place.num_computed)
 
     def _on_rare(self, draft: Draft, result: StepResult) -> None:
         """Faults and log-probabilities, and whether an unusual answer fits the plan."""
-        places = dict(zip(draft.rows, range(len(draft.rows)), strict=True))
-        self._check_complete(draft, places, result)
+        places = draft.places()
+        self._check_complete(places, result)
         for fault in result.faults:
-            self._on_fault(draft, places, fault)
+            self._on_fault(draft, places[fault.row], fault)
         for scores in result.prompt_logprobs:
-            self._on_scores(draft, places, scores)
+            self._on_scores(draft, places[scores.rid], scores)
         for scores in result.logprobs:
-            self._on_logprobs(draft, places, scores)
+            self._on_logprobs(draft, places[scores.rid].request, scores)
 
-    def _on_cohort(self, draft: Draft, cohort: Cohort, tokens: list[int]) -> None:
+    def _on_cohort(self, draft: Draft, cohort: Cohort, tokens: Ints) -> None:
         """One token for each decoding row, in order. Column by column: this sees every row in every step."""
         at = draft.at
         if draft.dropped:
             kept = ~np.isin(cohort.slots, list(draft.dropped))
-            cohort, at, tokens = cohort.where(kept), at[kept], list(compress(tokens, kept.tolist()))
-        if not cohort:
+            cohort, at, tokens = cohort.where(kept), at[kept], tokens[kept]
+        if not len(cohort):
             return
-        scheduler = self.scheduler
-        deque(map(call, cohort.appends, tokens), maxlen=0)
-        if not scheduler.ahead:
-            scheduler.columns.token[cohort.slots] = tokens
-        if scheduler.cache.prefix_cache:
-            num_full, rest = np.divmod(at + 1, self.limits.block_size)
-            full = np.flatnonzero(rest == 0)
-            for i, count in zip(full.tolist(), num_full[full].tolist(), strict=True):
-                scheduler.cache.seal_next(cohort.requests[i], count)
+        columns = self.scheduler.columns
+        known = at + 1
+        place = known % columns.tail.shape[1]
+        full = (place == 0).nonzero()[0]
+        if full.size:
+            self.scheduler.cache.take_tails(cohort.requests[full], columns.tail[cohort.slots[full]])
+        columns.append(cohort.slots, place, tokens)
+        columns.known[cohort.slots] = at + 2
+        if not self.scheduler.ahead:
+            columns.token[cohort.slots] = tokens
         self.outbox.add(cohort, tokens)
         self.counters.output_tokens += len(tokens)
-        ends = np.flatnonzero(at + 2 >= scheduler.columns.limit[cohort.slots]).tolist()
-        if not cohort.stops.isdisjoint(tokens):
-            ends = sorted({*ends, *(i for i, token in enumerate(tokens) if token in cohort.stops)})
-        for i in ends:
-            self._end_if_over(cohort.requests[i], tokens[i])
+        ends = (at + 2 >= columns.limit[cohort.slots]).nonzero()[0].tolist()
+        stopping = cohort.stopping(tokens)
+        for i in sorted({*ends, *stopping}) if stopping else ends:
+            self._end_if_over(cohort.requests[i], int(tokens[i]))
 
-    def _on_tokens(self, draft: Draft, result: StepResult, first: int, now: float) -> None:
-        """The same for the rows of a step from place `first` on, one by one: most of them have finished their prompt."""
-        if first == len(draft.rows):
-            return
-        requests = dict(zip(draft.rows[first:], draft.requests[first:], strict=True))
-        for row, token in zip(result.rows[first:], result.tokens[first:], strict=True):
+    def _on_tokens(self, draft: Draft, asking: list[tuple[int, Request]], tokens: list[int], now: float) -> None:
+        """The same one by one, for (slot, request) in order: most of them have finished their prompt."""
+        for (row, request), token in zip(asking, tokens, strict=True):
             if row in draft.dropped:
                 continue
-            request = requests[row]
-            request.tokens.append(token)
+            request.append(token)
             if not self.scheduler.ahead:
                 self.scheduler.columns.token[row] = token
-            outputs = self.outbox.to(request.front)
-            outputs.rids.append(request.rid)
-            outputs.tokens.append(token)
+            self.outbox.to(request.front).add(request.rid, token)
             self.counters.output_tokens += 1
             if request.first_token_s < 0:
                 self._on_first(request, now)
@@ -367,19 +371,16 @@ class EngineCore:
         self.counters.cached_tokens += request.num_cached
         self.outbox.first(request)
 
-    def _on_logprobs(self, draft: Draft, places: dict[int, int], scores: LogprobRow) -> None:
+    def _on_logprobs(self, draft: Draft, request: Request, scores: LogprobRow) -> None:
         if scores.rid not in draft.dropped:
-            request = draft.requests[places[scores.rid]]
             outputs = self.outbox.to(request.front)
             outputs.logprobs.append(LogprobRow(request.rid, scores.token_ids, scores.logprobs, scores.ranks))
 
-    def _on_scores(self, draft: Draft, places: dict[int, int], scores: LogprobRow) -> None:
+    def _on_scores(self, draft: Draft, place: Place, scores: LogprobRow) -> None:
         """Prompt log-probabilities of a chunk: those computed again after a preemption are cut off."""
-        place = places[scores.rid]
-        request = draft.requests[place]
         if scores.rid in draft.dropped:
             return
-        start = draft.num_computed[place]
+        request, start = place.request, place.num_computed
         skip = max(0, request.num_scored - start)
         count = len(scores.ranks)
         if skip < count:
@@ -390,8 +391,9 @@ class EngineCore:
 
     def _end_scored(self, draft: Draft, now: float) -> None:
         """Rows that generate nothing end with their last prompt chunk."""
-        for request, row, sample in zip(draft.requests, draft.rows, draft.sample, strict=True):
-            if sample or row in draft.dropped:
+        for chunk in draft.chunks:
+            request = chunk.request
+            if chunk.sample or chunk.row in draft.dropped:
                 continue
             if request.num_left == 0 and request.last_step == draft.step:
                 self._on_first(request, now)

@@ -69,7 +69,7 @@ def _check_rows(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) 
     slots, total = [row.row for row in running], scheduler.limits.max_num_seqs
     if sorted(slots + scheduler.free_rows) != list(range(total)):
         raise _broken(f"slots: {sorted(slots)} used + {len(scheduler.free_rows)} free = {total}")
-    num_tokens = sum(len(row.tokens) for row in waiting)
+    num_tokens = sum(row.num_tokens for row in waiting)
     if scheduler.waiting.num_tokens != num_tokens:
         raise _broken(f"queued tokens: {scheduler.waiting.num_tokens} counted = {num_tokens}")
     keys = [scheduler.policy.key(row) for row in running]
@@ -82,8 +82,11 @@ def _check_tables(scheduler: Scheduler) -> None:
     cache = scheduler.cache
     for row in scheduler.running:
         num_coming = sum(draft.asks(row.row) for draft in scheduler.in_flight) if scheduler.ahead else 0
-        if not 0 <= row.num_computed <= len(row.tokens) + num_coming:
+        if not 0 <= row.num_computed <= row.num_tokens + num_coming:
             raise _broken(f"computed tokens within known ones: {row}")
+        begun = row.num_tokens % scheduler.columns.tail.shape[1]
+        if scheduler.columns.tail[row.row, :begun].tolist() != row.tokens[row.num_tokens - begun :].tolist():
+            raise _broken(f"the columns hold the newest tokens of {row}")
         if len(row.blocks) != cache.blocks_for(row.num_computed) or row.capacity != len(row.blocks) * cache.block_size:
             raise _broken(f"{row} holds {len(row.blocks)} blocks, capacity {row.capacity}")
         if len(set(row.blocks)) != len(row.blocks):

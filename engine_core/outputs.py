@@ -5,30 +5,63 @@ Called by core. Knows the stop rules; knows nothing of blocks or sockets.
 
 from __future__ import annotations
 
-from engine_core.columns import Cohort
+from engine_core.columns import Cohort, Ints
 from engine_core.request import Request
 from transport.messages import End, EndReason, First, LogprobRow, StepOutputs
+from transport.packed import Column, Ids, pack, pack_ids
 
 
 def end_reason(request: Request, token: int) -> EndReason | None:
     """Whether the row ends with `token`, which is already among its tokens."""
     if token in request.stops and request.num_output > request.params.min_tokens:
         return "stop"
-    return "length" if len(request.tokens) >= request.limit else None
+    return "length" if request.num_tokens >= request.limit else None
 
 
 class FrontOutputs:
-    """The lists of one StepOutputs in the making."""
+    """One StepOutputs in the making."""
 
-    __slots__ = ("ends", "firsts", "logprobs", "prompt_logprobs", "rids", "tokens")
+    __slots__ = ("_new_rids", "_new_tokens", "_rids", "_tokens", "ends", "firsts", "logprobs", "prompt_logprobs")
 
     def __init__(self) -> None:
-        self.rids: list[int] = []
-        self.tokens: list[int] = []
+        self._rids: list[Ids] = []
+        self._tokens: list[Column] = []
+        self._new_rids: list[int] = []  # of rows that came one by one since the last whole column
+        self._new_tokens: list[int] = []
         self.firsts: list[First] = []
         self.ends: list[End] = []
         self.logprobs: list[LogprobRow] = []
         self.prompt_logprobs: list[LogprobRow] = []
+
+    def add(self, rid: int, token: int) -> None:
+        """One token of one row."""
+        self._new_rids.append(rid)
+        self._new_tokens.append(token)
+
+    def add_columns(self, rids: Ids, tokens: Column) -> None:
+        """One token for each of many rows."""
+        self._pack()
+        self._rids.append(rids)
+        self._tokens.append(tokens)
+
+    def to_message(self, engine: int, step: int) -> StepOutputs:
+        self._pack()
+        return StepOutputs(
+            engine,
+            step,
+            b"".join(self._rids),
+            b"".join(self._tokens),
+            self.firsts,
+            self.ends,
+            self.logprobs,
+            self.prompt_logprobs,
+        )
+
+    def _pack(self) -> None:
+        if self._new_rids:
+            self._rids.append(pack_ids(self._new_rids))
+            self._tokens.append(pack(self._new_tokens))
+            self._new_rids, self._new_tokens = [], []
 
 
 class Outbox:
@@ -44,18 +77,11 @@ class Outbox:
             outputs = self.fronts[front] = FrontOutputs()
         return outputs
 
-    def add(self, cohort: Cohort, tokens: list[int]) -> None:
+    def add(self, cohort: Cohort, tokens: Ints) -> None:
         """One token for each row of a cohort."""
-        fronts = cohort.fronts
-        if fronts.count(fronts[0]) == len(fronts):
-            outputs = self.to(fronts[0])
-            outputs.rids += cohort.rids
-            outputs.tokens += tokens
-            return
-        for front, rid, token in zip(fronts, cohort.rids, tokens, strict=True):
-            outputs = self.to(front)
-            outputs.rids.append(rid)
-            outputs.tokens.append(token)
+        for share in cohort.shares:
+            own = tokens if share.places is None else tokens[share.places]
+            self.to(share.front).add_columns(share.rids, own.tobytes())
 
     def drop(self, front: str) -> None:
         """Nobody is there to read it any more."""
@@ -70,9 +96,4 @@ class Outbox:
     def take(self, step: int) -> dict[str, StepOutputs]:
         """One message per front end that has something coming; `step` is the newest step that is in it."""
         fronts, self.fronts = self.fronts, {}
-        return {
-            name: StepOutputs(
-                self.engine, step, out.rids, out.tokens, out.firsts, out.ends, out.logprobs, out.prompt_logprobs
-            )
-            for name, out in fronts.items()
-        }
+        return {name: outputs.to_message(self.engine, step) for name, outputs in fronts.items()}

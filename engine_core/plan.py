@@ -5,33 +5,51 @@ Filled by the scheduler; kept until the step's result arrives, because it says w
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from engine_core.columns import Cohort
+import numpy as np
+
+from engine_core.columns import Cohort, Ints
 from engine_core.request import Request
 from transport.messages import NewRow, StepPlan
+from transport.packed import Column, pack, pack_flags, repeated
+
+
+class Chunk(NamedTuple):
+    """Known tokens of one row that a step computes."""
+
+    request: Request
+    row: int
+    num_tokens: int
+    num_computed: int
+    sample: bool  # the last of them yields a new token
+
+
+class Place(NamedTuple):
+    """What a draft planned for one row."""
+
+    request: Request
+    num_computed: int
+    sample: bool
 
 
 class Draft:
-    """Rows of one step, as parallel lists, and the blocks that must stay untouched until it is over.
+    """Rows of one step, and the blocks that must stay untouched until it is over.
 
-    The first entries are `cohort`, each computing the one token at `at`; the others compute (parts of) known tokens.
+    First come the rows of `cohort`, each computing the one token at `at`, then `chunks`.
     """
 
     __slots__ = (
         "at",
+        "chunks",
         "cohort",
         "dropped",
         "fenced",
         "freed",
-        "grown",
+        "grown_blocks",
+        "grown_rows",
         "new",
-        "num_computed",
-        "num_tokens",
-        "requests",
-        "rows",
-        "sample",
         "started_s",
         "step",
         "tokens",
@@ -42,52 +60,38 @@ class Draft:
         self.step = step
         self.started_s = now  # when it became the oldest step in flight, or was planned
         self.cohort: Cohort | None = None
-        self.at: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.at: Ints = np.zeros(0, np.int32)
+        self.tokens: Column = b""  # of the cohort, as the plan says them
+        self.chunks: list[Chunk] = []
         self.dropped: set[int] = (
             set()
         )  # slots of rows that ended or lost their place since: their answers count for nothing
-        self.requests: list[Request] = []
-        self.rows: list[int] = []
-        self.num_tokens: list[int] = []
-        self.num_computed: list[int] = []
-        self.tokens: list[int] = []
-        self.sample: list[bool] = []
         self.freed: list[int] = []
         self.new: list[NewRow] = []
-        self.grown: list[tuple[int, list[int]]] = []
+        self.grown_rows: list[int] = []
+        self.grown_blocks: list[int] = []
         self.fenced: list[int] = []  # blocks of rows that ended while this step was in flight
         self.total_tokens = 0
 
-    def decode(self, cohort: Cohort, at: NDArray[np.int64], tokens: list[int]) -> None:
+    def __len__(self) -> int:
+        return len(self.at) + len(self.chunks)
+
+    def decode(self, cohort: Cohort, at: Ints, tokens: Column) -> None:
         """Starts the draft with decoding rows, which have blocks for one more token."""
-        count = len(cohort)
-        self.cohort, self.at = cohort, at
-        self.requests = list(cohort.requests)
-        self.rows, self.num_computed, self.tokens = cohort.slots.tolist(), at.tolist(), tokens
-        self.num_tokens, self.sample = [1] * count, [True] * count
-        self.total_tokens = count
+        self.cohort, self.at, self.tokens = cohort, at, tokens
+        self.total_tokens = len(cohort)
 
     def add(self, request: Request, num_tokens: int, *, sample: bool) -> None:
         """Plans the next `num_tokens` tokens, which the workers know, of a request that has blocks for them."""
-        self.requests.append(request)
-        self.rows.append(request.row)
-        self.num_tokens.append(num_tokens)
-        self.num_computed.append(request.num_computed)
-        self.tokens.append(-1)
-        self.sample.append(sample)
+        self.chunks.append(Chunk(request, request.row, num_tokens, request.num_computed, sample))
         self.total_tokens += num_tokens
         request.num_computed += num_tokens
         request.last_step = self.step
 
-    def asking_rows(self) -> list[int]:
-        """The rows that sample, in order."""
-        if all(self.sample):
-            return self.rows
-        return [row for row, sample in zip(self.rows, self.sample, strict=True) if sample]
-
-    def asks(self, row: int) -> bool:
-        """True when the row will get a token out of this step."""
-        return row not in self.dropped and row in self.rows and self.sample[self.rows.index(row)]
+    def grow(self, row: int, blocks: list[int]) -> None:
+        """A row of the batch gets more blocks."""
+        self.grown_rows += [row] * len(blocks)
+        self.grown_blocks += blocks
 
     def place(self, request: Request) -> None:
         """A row new to the workers (or back after preemption), with everything known of it."""
@@ -95,16 +99,60 @@ class Draft:
             NewRow(request.row, request.token_array(), request.num_prompt, request.params, list(request.blocks))
         )
 
+    # ------------------------------------------------------------ what it says of its rows
+
+    def asking_rows(self) -> Column:
+        """The rows that sample, in order."""
+        decoding = b"" if self.cohort is None else self.cohort.rows
+        if not self.chunks:
+            return decoding
+        return decoding + pack([chunk.row for chunk in self.chunks if chunk.sample])
+
+    def asks(self, row: int) -> bool:
+        """True when the row will get a token out of this step."""
+        if row in self.dropped:
+            return False
+        decodes = self.cohort is not None and row in self.cohort.slots
+        return decodes or any(chunk.row == row and chunk.sample for chunk in self.chunks)
+
+    def requests(self) -> Iterator[Request]:
+        """All requests of the step."""
+        if self.cohort is not None:
+            yield from self.cohort.requests
+        yield from (chunk.request for chunk in self.chunks)
+
+    def places(self) -> dict[int, Place]:
+        """What is planned, by row. For rare questions: it walks all of them."""
+        found: dict[int, Place] = {}
+        if self.cohort is not None:
+            columns = zip(self.cohort.slots.tolist(), self.cohort.requests, self.at.tolist(), strict=True)
+            found = {row: Place(request, at, True) for row, request, at in columns}
+        for chunk in self.chunks:
+            found[chunk.row] = Place(chunk.request, chunk.num_computed, chunk.sample)
+        return found
+
     def to_message(self) -> StepPlan:
+        """The plan. Columns of an unchanged cohort are the same objects in every step."""
+        count, chunks = len(self.at), self.chunks
+        rows = b"" if self.cohort is None else self.cohort.rows
+        num_tokens, num_computed = repeated(1, count), self.at.tobytes()
+        tokens, sample = self.tokens, b"\1" * count
+        if chunks:
+            rows += pack([chunk.row for chunk in chunks])
+            num_tokens += pack([chunk.num_tokens for chunk in chunks])
+            num_computed += pack([chunk.num_computed for chunk in chunks])
+            tokens += repeated(-1, len(chunks))
+            sample += pack_flags([chunk.sample for chunk in chunks])
         return StepPlan(
             step=self.step,
             freed=self.freed,
             new=self.new,
-            blocks=self.grown,
+            grown_rows=pack(self.grown_rows),
+            grown_blocks=pack(self.grown_blocks),
             copies=[],
-            rows=self.rows,
-            num_tokens=self.num_tokens,
-            num_computed=self.num_computed,
-            tokens=self.tokens,
-            sample=self.sample,
+            rows=rows,
+            num_tokens=num_tokens,
+            num_computed=num_computed,
+            tokens=tokens,
+            sample=sample,
         )

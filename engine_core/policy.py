@@ -61,7 +61,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         key = self._key(request)
         self._live[key] = request
-        self.num_tokens += len(request.tokens)
+        self.num_tokens += request.num_tokens
         heapq.heappush(self._heap, (key, request))
 
     def peek(self) -> Request | None:
@@ -74,7 +74,7 @@ class WaitingQueue:
     def discard(self, request: Request) -> None:
         """Takes a queued request out, wherever it stands."""
         del self._live[self._key(request)]
-        self.num_tokens -= len(request.tokens)
+        self.num_tokens -= request.num_tokens
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = list(self._live.items())
             heapq.heapify(self._heap)

@@ -41,9 +41,11 @@ TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
 
 
 class Request:
-    """One row. While it has a slot, what changes in every step is kept in the scheduler's columns."""
+    """One row. While it has a slot, what changes in every step is kept in the scheduler's columns: of its tokens, `_tokens` may
+    lack the newest ones, until `catch_up`."""
 
     __slots__ = (
+        "_tokens",
         "arrival",
         "arrival_s",
         "blocks",
@@ -65,7 +67,6 @@ class Request:
         "salt",
         "state",
         "stops",
-        "tokens",
     )
 
     def __init__(self, front: str, submit: Submit, arrival: int, now: float, max_len: int) -> None:
@@ -76,8 +77,8 @@ class Request:
         self.priority = submit.priority
         self.arrival = arrival  # rank in the order of submits; keeps its place through preemptions
         self.arrival_s = now
-        self.tokens = array("i", np.ascontiguousarray(submit.prompt, np.int32).tobytes())
-        self.num_prompt = len(self.tokens) - submit.num_replayed  # the user's part
+        self._tokens = array("i", np.ascontiguousarray(submit.prompt, np.int32).tobytes())
+        self.num_prompt = len(self._tokens) - submit.num_replayed  # the user's part
         self.limit = min(self.num_prompt + submit.params.max_tokens, max_len)  # tokens at which the row ends
         self.stops = frozenset((*submit.params.eos_token_ids, *submit.params.stop_token_ids))
         self.state = State.WAITING
@@ -91,6 +92,38 @@ class Request:
         self.num_preemptions = 0
         self.first_run_s = -1.0
         self.first_token_s = -1.0
+
+    @property
+    def tokens(self) -> array[int]:
+        """All known tokens. Not to be changed but by `append`."""
+        self.catch_up()
+        return self._tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are known."""
+        return len(self._tokens) if self.columns is None else int(self.columns.known[self.row])
+
+    def append(self, token: int) -> None:
+        """One more token of a row with a slot."""
+        assert self.columns is not None
+        self.tokens.append(token)
+        count, tail = len(self._tokens), self.columns.tail
+        tail[self.row, (count - 1) % tail.shape[1]] = token
+        self.columns.known[self.row] = count
+
+    def catch_up(self) -> None:
+        """Takes over tokens that only the columns have."""
+        columns = self.columns
+        if columns is not None and (lack := int(columns.known[self.row]) - len(self._tokens)):
+            start = len(self._tokens) % columns.tail.shape[1]
+            self._tokens.frombytes(columns.tail[self.row, start : start + lack].tobytes())
+
+    def take_tail(self, tail: bytes) -> None:
+        """`catch_up` for a row whose known tokens end with all of `tail`."""
+        start = 4 * len(self._tokens) % len(tail)
+        if self.columns is not None and self.columns.known[self.row] > len(self._tokens):
+            self._tokens.frombytes(tail[start:])
 
     @property
     def num_computed(self) -> int:
@@ -125,12 +158,12 @@ class Request:
     @property
     def num_output(self) -> int:
         """Tokens generated so far, replayed ones included."""
-        return len(self.tokens) - self.num_prompt
+        return self.num_tokens - self.num_prompt
 
     @property
     def num_left(self) -> int:
         """Known tokens whose KV no plan computes yet."""
-        return len(self.tokens) - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
@@ -155,15 +188,21 @@ class Request:
     def take_slot(self, row: int, columns: Columns) -> None:
         """A slot of the batch, with nothing computed yet."""
         columns.clear(row, self.limit)
+        count = len(self._tokens)
+        begun = count % columns.tail.shape[1]
+        columns.tail[row, :begun] = self._tokens[count - begun :]
+        columns.known[row] = count
         self.row, self.columns = row, columns
 
     def forget_kv(self) -> None:
         """Back to nothing computed; the caller has taken the blocks and the slot."""
         if self.columns is not None:
+            self.catch_up()
             self.columns.decoding[self.row] = False
+            self.columns.known[self.row] = 0
         self.blocks = []
         self.num_sealed = 0
         self.row, self.columns = -1, None
 
     def __repr__(self) -> str:
-        return f"<{self.front}/{self.rid} {self.state.value} {self.num_computed}/{len(self.tokens)}>"
+        return f"<{self.front}/{self.rid} {self.state.value} {self.num_computed}/{self.num_tokens}>"

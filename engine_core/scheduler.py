@@ -21,6 +21,7 @@ from engine_core.kv.cache import KVCache
 from engine_core.plan import Draft
 from engine_core.policy import Policy, WaitingQueue
 from engine_core.request import Request, State
+from transport.packed import repeated
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +54,7 @@ class Scheduler:
         self.ahead = ahead
         self.cache = KVCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
         self.waiting = WaitingQueue(policy)
-        self.columns = Columns(limits.max_num_seqs)
+        self.columns = Columns(limits.max_num_seqs, limits.block_size)
         self.running: list[Request] = []  # in policy order, as the two parts of it are:
         self.prefilling: list[Request] = []  # rows with known tokens to compute
         self.cohort = cohort_of([])  # rows that decode
@@ -88,7 +89,7 @@ class Scheduler:
         it any more, and running rows that read it start over. The request may have lost its place already."""
         bad = dict.fromkeys(_blocks_from(request, first_token // self.limits.block_size, self.cache))  # in order
         drafts = [*self.in_flight, *([self._answered] if self._answered else [])]
-        clean = {id(row): row for row in chain(self.running, *(draft.requests for draft in drafts))}
+        clean = {id(row): row for row in chain(self.running, *(draft.requests() for draft in drafts))}
         clean.pop(id(request), None)
         readers: list[Request] = []
         while found := [row for row in clean.values() if not bad.keys().isdisjoint(chain(row.blocks, row.hashes))]:
@@ -101,7 +102,7 @@ class Scheduler:
         self.cache.distrust([content for content in bad if isinstance(content, bytes)])
         for row in readers:
             if row.state is State.RUNNING:
-                self._preempt(row)
+                self._preempt(row, sound=False)
 
     def complete(self, now: float) -> Draft:
         """The oldest step in flight is over: lifts its fence and returns it. The next one starts now."""
@@ -128,7 +129,7 @@ class Scheduler:
             self._prefill(draft, request)
         if not preempted and self.waiting:
             self._admit(draft, now)
-        if not draft.requests:
+        if not len(draft):
             return self._unblock(now)
         draft.freed, self._freed = self._freed, []
         self.step = draft.step
@@ -142,52 +143,54 @@ class Scheduler:
         if self.prefilling:
             self.prefilling = [row for row in self.prefilling if not row.is_decoding and row.num_left > 0 <= row.row]
         is_live = self.columns.decoding[self.cohort.slots]
-        if not is_live.all():
+        if np.count_nonzero(is_live) < len(is_live):
             self.cohort = self.cohort.where(is_live)
         if self._joining:
             key = self.policy.key
             joining = sorted((row for row in self._joining if row.is_decoding), key=key)
             self._joining = []
-            if joining and self.cohort and key(joining[0]) < key(self.cohort.requests[-1]):
-                self.cohort = cohort_of(sorted(self.cohort.requests + joining, key=key))
-            else:
+            if joining and len(self.cohort) and key(joining[0]) < key(self.cohort.requests[-1]):
+                self.cohort = cohort_of(sorted([*self.cohort.requests, *joining], key=key))
+            elif joining:
                 self.cohort = self.cohort.plus(joining)
 
     def _decode(self, draft: Draft) -> None:
         """Plans one token for every row that has one to compute. Array operations: every row is in almost every step."""
         cohort, columns = self.cohort, self.columns
         mask = self._who_decodes(cohort)
-        if not mask.all():
+        if mask is not None:
             cohort = cohort.where(mask)
-        if not cohort:
+        if not len(cohort):
             return
         slots = cohort.slots
         at = columns.computed[slots]
-        full = np.flatnonzero(at == columns.capacity[slots])
+        full = (at == columns.capacity[slots]).nonzero()[0]
         if full.size:
-            columns.capacity[slots[full]] += self.limits.block_size
-            for i, row in zip(full.tolist(), slots[full].tolist(), strict=True):
-                draft.grown.append((row, [self.cache.extend_by_one(cohort.requests[i])]))
-        draft.decode(cohort, at, columns.token[slots].tolist())
+            rows = slots[full]
+            columns.capacity[rows] += self.limits.block_size
+            draft.grown_rows += rows.tolist()
+            draft.grown_blocks += self.cache.extend_each(cohort.requests[full], full.size)
+        draft.decode(cohort, at, repeated(HELD, len(cohort)) if self.ahead else columns.token[slots].tobytes())
         columns.computed[slots] = at + 1
         columns.last_step[slots] = draft.step
         if self.ahead:
-            columns.token[slots] = HELD
             columns.decoding[slots] = at + 2 < columns.limit[slots]
         else:
             columns.token[slots] = NOTHING
 
-    def _who_decodes(self, cohort: Cohort) -> Mask:
-        """The rows whose token the workers can compute, as far as budget and blocks go, first come first served."""
+    def _who_decodes(self, cohort: Cohort) -> Mask | None:
+        """The rows whose token the workers can compute, as far as budget and blocks go, first come first served. None: all."""
         columns, slots = self.columns, cohort.slots
+        room = min(self.limits.max_num_tokens, -(-len(self.running) // self._num_parts))
+        if self.ahead and len(cohort) <= min(room, self.cache.num_available):
+            return None
         mask: Mask = columns.token[slots] != NOTHING
         if self.cache.num_available < len(cohort):
             full = mask & (columns.computed[slots] == columns.capacity[slots])
             mask &= ~(full & (np.cumsum(full) > self.cache.num_available))
-        room = min(self.limits.max_num_tokens, -(-len(self.running) // self._num_parts))
         if room < len(cohort):
             mask &= np.cumsum(mask) <= room
-        return mask
+        return None if mask.all() else mask
 
     def _prefill(self, draft: Draft, request: Request) -> None:
         """Plans the next chunk of a running row, as far as budget and blocks go."""
@@ -198,7 +201,7 @@ class Scheduler:
             return
         missing = self.cache.blocks_for(request.num_computed + num_tokens) - len(request.blocks)
         if missing > 0:
-            draft.grown.append((request.row, self.cache.extend(request, missing)))
+            draft.grow(request.row, self.cache.extend(request, missing))
         self._plan(draft, request, num_tokens)
 
     def _admit(self, draft: Draft, now: float) -> None:
@@ -208,15 +211,15 @@ class Scheduler:
         run out of blocks. One that was preempted must find more than that, or it would be thrown out again at once.
         """
         cache = self.cache
-        owed = sum(cache.blocks_for(len(row.tokens)) - len(row.blocks) for row in self.prefilling)
+        owed = sum(cache.blocks_for(row.num_tokens) - len(row.blocks) for row in self.prefilling)
         while self.free_rows and (request := self.waiting.peek()) is not None:
             spare = cache.num_available - owed
             if spare < 1 or self._chunk(draft, 1) < 1:
                 return
             hits = cache.match(request)
-            num_left = len(request.tokens) - len(hits) * self.limits.block_size
+            num_left = request.num_tokens - len(hits) * self.limits.block_size
             num_tokens = self._chunk(draft, num_left)
-            needed = cache.blocks_for(len(request.tokens)) - len(hits)
+            needed = cache.blocks_for(request.num_tokens) - len(hits)
             margin = 0
             if request.state is State.PREEMPTED and self.running:
                 margin = needed // 4 + len(self.running)
@@ -226,7 +229,7 @@ class Scheduler:
             cache.extend(request, cache.blocks_for(request.num_computed + num_tokens) - len(hits))
             self._plan(draft, request, num_tokens)
             draft.place(request)
-            owed += cache.blocks_for(len(request.tokens)) - len(request.blocks)
+            owed += cache.blocks_for(request.num_tokens) - len(request.blocks)
 
     def _start(self, request: Request, hits: list[int], now: float) -> None:
         """Queue to running: a slot and the matched prefix."""
@@ -245,7 +248,7 @@ class Scheduler:
         sample = num_tokens == request.num_left and request.num_output < request.params.max_tokens
         draft.add(request, num_tokens, sample=sample)
         self.cache.seal(request)
-        if sample and not (self.ahead and len(request.tokens) + 1 >= request.limit):
+        if sample and not (self.ahead and request.num_tokens + 1 >= request.limit):
             self.columns.decoding[request.row] = True
             self.columns.token[request.row] = HELD if self.ahead else NOTHING
             self._joining.append(request)
@@ -299,16 +302,19 @@ class Scheduler:
         self._preempt(self.policy.victim(self.running, self.cache.work_lost))
         return self.schedule(now)
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, *, sound: bool = True) -> None:
         """Running to queue, at its old place, to be recomputed."""
-        self._give_up(request)
+        self._give_up(request, sound=sound)
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.move(State.PREEMPTED)
         self.waiting.push(request)
 
-    def _give_up(self, request: Request) -> None:
-        """Takes slot and blocks from a running row, and its share of the steps in flight, whose blocks are fenced."""
+    def _give_up(self, request: Request, *, sound: bool = True) -> None:
+        """Takes slot and blocks from a running row, and its share of the steps in flight, whose blocks are fenced. Others may
+        find what it has computed, if that is `sound`."""
+        if sound:
+            self.cache.seal(request)
         for draft in self.in_flight:
             draft.dropped.add(request.row)
         if self._answered is not None:

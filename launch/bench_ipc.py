@@ -50,7 +50,7 @@ class Tap:
         def take(message: Any) -> None:
             if isinstance(message, StepOutputs) and message.tokens:
                 self.times.append(time.perf_counter())
-                self.num_tokens.append(len(message.tokens))
+                self.num_tokens.append(len(message.tokens) // 4)
                 if self.last is None or len(message.tokens) >= len(self.last.tokens):
                     self.last = message
             on_message(message)
@@ -154,7 +154,7 @@ def _figures(tap: Tap, before: dict[str, Any], after: dict[str, Any], wall_s: fl
         "tokens_s": num_tokens / wall_s,
         "step_p50_ms": percentile(gaps_ms, 50),
         "step_p99_ms": percentile(gaps_ms, 99),
-        "bytes_per_token": size / len(tap.last.tokens) if tap.last else 0.0,
+        "bytes_per_token": size / (len(tap.last.tokens) // 4) if tap.last else 0.0,
         "core_step_ms": percentile([s * 1e3 for s in after["core_step_s"]], 50),
         "core_mean_ms": (after["core_s"] - before["core_s"]) / max(1, steps) * 1e3,
         "front_tokens_per_cpu_s": num_tokens / cpu_s,

@@ -33,10 +33,11 @@ def codec(times: int) -> None:
     """One step's plan, result and outputs of 64 rows, written and read."""
     from transport.codec import decode, encode
     from transport.messages import StepOutputs, StepPlan, StepResult
+    from transport.packed import pack, pack_ids
 
-    rows = list(range(64))
-    plan = StepPlan(1, [], [], [], [], rows, [1] * 64, [500] * 64, [77] * 64, [True] * 64)
-    messages = [plan, StepResult(1, rows, rows), StepOutputs(0, 1, rows, rows)]
+    rows, ids = pack(range(64)), pack_ids(range(64))
+    plan = StepPlan(1, [], [], b"", b"", [], rows, pack([1] * 64), pack([500] * 64), pack([77] * 64), b"\1" * 64)
+    messages = [plan, StepResult(1, rows, rows), StepOutputs(0, 1, ids, rows)]
     for _ in range(5 + 100 * times):
         for message in messages:
             decode([bytes(frame) for frame in encode(message)], StepPlan | StepResult | StepOutputs)

@@ -35,6 +35,7 @@ from transport.messages import (
     Welcome,
     Wire,
 )
+from transport.packed import unpack, unpack_ids
 from transport.sockets import Left
 from trireme.errors import EngineDeadError, EngineError, NotFoundError, OverloadedError, RequestError
 
@@ -486,7 +487,7 @@ class EngineClient:
         for entry in message.logprobs:
             if (row := rows.get(entry.rid)) is not None:
                 row.stream._pending.append((row.index, entry))
-        for rid, token in zip(message.rids, message.tokens, strict=True):
+        for rid, token in zip(unpack_ids(message.rids).tolist(), unpack(message.tokens).tolist(), strict=True):
             if (row := rows.get(rid)) is not None:
                 row.replay.emitted.append(token)
                 row.stream._pending.append((row.index, token))

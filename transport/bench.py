@@ -25,12 +25,14 @@ from transport.messages import (
     CoreToWorker,
     EngineToFront,
     FrontToEngine,
+    NextToken,
     StepOutputs,
     StepPlan,
     StepResult,
     Submit,
     WorkerToCore,
 )
+from transport.packed import pack, pack_ids
 from transport.rundir import RunDir
 from transport.sockets import Connection, Poller, Server
 from trireme.params import RowParams
@@ -43,12 +45,14 @@ WINDOW = 200
 
 def messages() -> list[tuple[str, Any, Any]]:
     """One message of each kind on the path of a step over ROWS rows."""
-    rows = list(range(ROWS))
-    plan = StepPlan(9, [], [], [(r, [r]) for r in range(4)], [], rows, [1] * ROWS, [500] * ROWS, rows, [True] * ROWS)
+    rows, ids = pack(range(ROWS)), pack_ids(range(ROWS))
+    ones, lengths = pack([1] * ROWS), pack([500] * ROWS)
+    plan = StepPlan(9, [], [], pack(range(4)), pack(range(4)), [], rows, ones, lengths, rows, b"\1" * ROWS)
     return [
         (f"StepPlan, {ROWS} decode rows", plan, CoreToWorker),
+        ("NextToken, 4 new blocks", NextToken(9, pack(range(4)), pack(range(4))), CoreToWorker),
         (f"StepResult, {ROWS} rows", StepResult(9, rows, rows), WorkerToCore),
-        (f"StepOutputs, {ROWS} rows", StepOutputs(0, 9, rows, rows), EngineToFront),
+        (f"StepOutputs, {ROWS} rows", StepOutputs(0, 9, ids, rows), EngineToFront),
         ("Submit, 500 tokens", Submit(1, np.arange(500, dtype=np.int32), RowParams(max_tokens=9)), FrontToEngine),
         ("Submit, 100k tokens", Submit(1, np.arange(100_000, dtype=np.int32), RowParams(9)), FrontToEngine),
     ]
@@ -77,8 +81,7 @@ def bench_codec() -> None:
 
 def main(channel: BootChannel) -> None:
     """The server's process: answers every message with the outputs of one step."""
-    rows = list(range(ROWS))
-    outputs = StepOutputs(0, 9, rows, rows)
+    outputs = StepOutputs(0, 9, pack_ids(range(ROWS)), pack(range(ROWS)))
     with Server.open(channel.boot, "engine-0.front", FrontToEngine) as server:
 
         def answer() -> None:

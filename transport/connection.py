@@ -17,7 +17,7 @@ import zmq
 from transport.address import Keys, check_address, connect_address, guard_client
 from transport.messages import PROTOCOL_VERSION, Boot, Hello, Ping, Pong, Refused, Welcome, Wire
 from transport.poller import Poller
-from transport.wired import GRACE_S, PING_S, SILENCE_S, Identity, Left, Wired
+from transport.wired import GRACE_S, NOW, PING_S, SILENCE_S, Identity, Left, Wired
 from trireme.errors import TransportError
 
 log = logging.getLogger("trireme.transport")
@@ -82,7 +82,7 @@ class Connection(Wired):
             while self._events:
                 yield self._events.popleft()
             try:
-                body = self._socket.recv(zmq.NOBLOCK)
+                body = self._socket.recv(NOW)
             except zmq.Again:
                 break
             message = self._receive_one(body)

@@ -1,6 +1,7 @@
 """Every Struct that crosses a process: the map of the whole system. Field order is the wire format (array_like).
 
-Arrays (`np.ndarray`) travel inline when small and as extra ZMQ frames, without a copy, when large (transport/codec.py).
+Arrays (`np.ndarray`) travel inline when small and as extra ZMQ frames, without a copy, when large (transport/codec.py); what
+every step carries per row travels as packed columns (transport/packed.py).
 A change here changes PROTOCOL_VERSION. Ids on the per-step path are small integers.
 """
 
@@ -11,9 +12,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from transport.packed import Column, Flags, Ids, check_columns
 from trireme.params import RowParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Role = Literal["front", "engine", "worker", "coordinator", "admin"]
 EndReason = Literal["stop", "length", "abort", "error"]
@@ -149,12 +151,16 @@ class StepOutputs(Wire, frozen=True):
 
     engine: int
     step: int
-    rids: list[int]
-    tokens: list[int]
+    rids: Ids
+    tokens: Column
     firsts: list[First] = []
     ends: list[End] = []
     logprobs: list[LogprobRow] = []
     prompt_logprobs: list[LogprobRow] = []
+
+    def __post_init__(self) -> None:
+        if len(self.rids) != 2 * len(self.tokens) or len(self.tokens) % 4:
+            check_columns({"rids": (len(self.rids), 8), "tokens": (len(self.tokens), 4)})
 
 
 class EngineDown(Wire, frozen=True):
@@ -230,15 +236,40 @@ class StepPlan(Wire, frozen=True):
     step: int
     freed: list[int]  # rows to forget
     new: list[NewRow]
-    blocks: list[tuple[int, list[int]]]  # (row, block ids appended to its table); not for rows in `new`
+    grown_rows: Column  # these rows ...
+    grown_blocks: Column  # ... got these blocks, in order; not for rows in `new`
     copies: list[tuple[int, int]]  # (source block, destination block), before anything is computed
-    rows: list[int]  # rows computed in this step
-    num_tokens: list[int]  # per scheduled row: tokens computed
-    num_computed: list[int]  # per scheduled row: tokens whose KV is already there
-    tokens: list[
-        int
-    ]  # per scheduled row: id sampled since the worker last saw the row; -1: none, or the worker holds it
-    sample: list[bool]  # per scheduled row: its last computed position yields a new token
+    rows: Column  # rows computed in this step
+    num_tokens: Column  # per scheduled row: tokens computed
+    num_computed: Column  # per scheduled row: tokens whose KV is already there
+    tokens: Column  # per scheduled row: id sampled since the worker last saw the row; -1: none, or the worker holds it
+    sample: Flags  # per scheduled row: its last computed position yields a new token
+
+    def __post_init__(self) -> None:
+        size = len(self.rows)
+        if not (
+            size == len(self.num_tokens) == len(self.num_computed) == len(self.tokens) == 4 * len(self.sample)
+            and len(self.grown_rows) == len(self.grown_blocks)
+            and not len(self.grown_rows) % 4
+        ):
+            columns = {name: (len(getattr(self, name)), 4) for name in ("rows", "num_tokens", "num_computed", "tokens")}
+            check_columns({**columns, "sample": (len(self.sample), 1)})
+            check_columns({"grown_rows": (len(self.grown_rows), 4), "grown_blocks": (len(self.grown_blocks), 4)})
+
+
+class NextToken(Wire, frozen=True):
+    """A StepPlan, shorter: the rows of the plan before, all of which sampled, each one token further, and nothing else but new
+    blocks. `tokens` is that of StepPlan, or empty when it is what the plan before had."""
+
+    step: int
+    grown_rows: Column = b""
+    grown_blocks: Column = b""
+    tokens: Column = b""
+
+    def __post_init__(self) -> None:
+        if len(self.grown_rows) != len(self.grown_blocks) or len(self.grown_rows) % 4 or len(self.tokens) % 4:
+            check_columns({"grown_rows": (len(self.grown_rows), 4), "grown_blocks": (len(self.grown_blocks), 4)})
+            check_columns({"tokens": (len(self.tokens), 4)})
 
 
 class RowFault(Wire, frozen=True):
@@ -252,12 +283,16 @@ class StepResult(Wire, frozen=True):
     """Answer of the reporting worker. rows[i] sampled tokens[i]; faulted rows are in neither."""
 
     step: int
-    rows: list[int]
-    tokens: list[int]
+    rows: Column
+    tokens: Column
     logprobs: list[LogprobRow] = []
     prompt_logprobs: list[LogprobRow] = []  # of prompt tokens start + 1 ... of a chunk [start, stop)
     faults: list[RowFault] = []
     execute_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.tokens) or len(self.rows) % 4:
+            check_columns({"rows": (len(self.rows), 4), "tokens": (len(self.tokens), 4)})
 
 
 # ---------------------------------------------------------------- coordinator
@@ -382,7 +417,7 @@ class Drain(Wire, frozen=True):
 FrontToEngine = Hello | Submit | Abort | Call | Ping
 EngineToFront = Welcome | Refused | StepOutputs | CallReply | EngineDown | Pong
 WorkerToCore = Hello | LoadProgress | WorkerLoaded | WorkerReady | WorkerFault | StepResult | CallReply | Pong
-CoreToWorker = Welcome | Refused | WorkerInit | SetupKV | StepPlan | Call | Ping
+CoreToWorker = Welcome | Refused | WorkerInit | SetupKV | StepPlan | NextToken | Call | Ping
 ToCoordinator = Hello | Load | Route | Released | Call | Ping
 FromCoordinator = Welcome | Refused | Routed | View | CallReply | Pong
 ToChild = Boot | Drain | Progress

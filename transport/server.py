@@ -19,7 +19,7 @@ import zmq
 from transport.address import Keys, bind_address, check_address, guard_server, is_same_host, publish_address
 from transport.codec import Frame
 from transport.messages import PROTOCOL_VERSION, Boot, EngineFacts, Hello, Ping, Pong, Refused, Role, Welcome, Wire
-from transport.wired import GRACE_S, PING_S, QUEUE_LIMIT, SILENCE_S, Identity, Left, Wired
+from transport.wired import GRACE_S, NOW, NOW_AND_MORE, PING_S, QUEUE_LIMIT, SILENCE_S, Identity, Left, Wired
 from trireme.errors import ConfigError
 
 log = logging.getLogger("trireme.transport")
@@ -117,7 +117,7 @@ class Server(Wired):
             while self._events:
                 yield self._events.popleft()
             try:
-                routing_id = self._socket.recv(zmq.NOBLOCK)
+                routing_id = self._socket.recv(NOW)
             except zmq.Again:
                 break
             peer, message = self._receive_one(routing_id)
@@ -237,7 +237,7 @@ class Server(Wired):
     def _refuse(self, routing_id: bytes, reason: str, sequence: int = 0) -> None:
         self._counts.refused += 1
         try:
-            self._socket.send(routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(routing_id, NOW_AND_MORE)
             self._send_frames(self._encoder.encode(Refused(reason)), sequence)
         except zmq.ZMQError:
             pass
@@ -246,7 +246,7 @@ class Server(Wired):
         if peer.gone:
             return False
         try:
-            self._socket.send(peer.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(peer.routing_id, NOW_AND_MORE)
             self._send_frames(frames, peer.num_sent)
         except zmq.Again:
             self._forget(peer, f"{peer.name} left {QUEUE_LIMIT} messages unread")

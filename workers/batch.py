@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transport.messages import NewRow, RowFault, StepPlan
+from transport.packed import Column, unpack
 from trireme.errors import EngineError
 from trireme.params import RowParams
 from workers.rules import LogitRules, Tokens
@@ -66,13 +67,15 @@ class Batch:
             except ROW_ERRORS as error:
                 self._forget(new.row)
                 self.faults[new.row] = str(error)
-        for row, blocks in plan.blocks:
-            if row not in self.faults:
-                self._append_blocks(row, blocks)
-        if max(plan.tokens, default=-1) >= 0:
-            pairs = zip(plan.rows, plan.tokens, strict=True)
-            gained = [(row, token) for row, token in pairs if token >= 0 and row not in self.faults]
-            self._append_tokens(np.array([row for row, _ in gained], np.int64), [token for _, token in gained])
+        if plan.grown_rows:
+            self._grow(self._sound(plan.grown_rows), unpack(plan.grown_blocks))
+        tokens = unpack(plan.tokens)
+        if tokens.size and int(tokens.max()) >= 0:
+            rows = self._sound(plan.rows)
+            gained = tokens >= 0
+            if self.faults:
+                gained &= ~np.isin(rows, list(self.faults))
+            self._append_tokens(rows[gained], tokens[gained])
 
     def keep_sampled(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
         """Takes this worker's own samples as its rows' next tokens. A row with token -1 got none: it enters `faults`."""
@@ -81,11 +84,17 @@ class Batch:
             for row in rows[failed].tolist():
                 self.faults[row] = "this row got no token in an earlier step"
             rows, tokens = rows[~failed], tokens[~failed]
-        self._append_tokens(rows, tokens.tolist())
+        self._append_tokens(rows, tokens)
 
-    def row_faults(self, rows: list[int]) -> list[RowFault]:
+    def rows_of(self, plan: StepPlan) -> NDArray[np.int64]:
+        """The scheduled rows. Raises EngineError when one is no slot of this batch."""
+        return self._sound(plan.rows)
+
+    def row_faults(self, rows: NDArray[np.int64]) -> list[RowFault]:
         """Faults of scheduled rows that cannot be computed."""
-        return [RowFault(row, self.faults[row]) for row in rows if row in self.faults]
+        if not self.faults:
+            return []
+        return [RowFault(row, self.faults[row]) for row in rows.tolist() if row in self.faults]
 
     def row_tokens(self, row: int) -> Tokens:
         """All known tokens of a row, without a copy."""
@@ -140,7 +149,30 @@ class Batch:
         self.blocks[row, start:stop] = blocks
         self.num_blocks[row] = stop
 
-    def _append_tokens(self, rows: NDArray[np.int64], tokens: list[int]) -> None:
+    def _grow(self, rows: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
+        """Appends blocks[i] to the table of rows[i]; a row may repeat."""
+        if self.faults:
+            sound = ~np.isin(rows, list(self.faults))
+            rows, blocks = rows[sound], blocks[sound]
+        if len(set(rows.tolist())) < rows.size:
+            for row in dict.fromkeys(rows.tolist()):
+                self._append_blocks(row, blocks[rows == row].tolist())
+            return
+        if blocks.size and not 0 <= int(blocks.min()) <= int(blocks.max()) < self._num_kv_blocks:
+            raise EngineError(f"blocks outside 0..{self._num_kv_blocks - 1} were given: {blocks.tolist()[:8]}")
+        at = self.num_blocks[rows]
+        if int(at.max(initial=0)) >= self.blocks.shape[1]:
+            raise EngineError(f"a row was given more than the {self.blocks.shape[1]} blocks for {self.max_len} tokens")
+        self.blocks[rows, at] = blocks
+        self.num_blocks[rows] = at + 1
+
+    def _sound(self, column: Column) -> NDArray[np.int64]:
+        rows = unpack(column).astype(np.int64)
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < len(self.params):
+            raise EngineError(f"a plan names rows outside 0..{len(self.params) - 1}: {rows.tolist()[:8]}")
+        return rows
+
+    def _append_tokens(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
         at = self.num_tokens[rows]
         if int(at.max(initial=0)) >= self.max_len:
             raise EngineError(f"a row grew past {self.max_len} tokens: rows {rows[at >= self.max_len].tolist()}")
@@ -148,7 +180,7 @@ class Batch:
         self.num_tokens[rows] = at + 1
         if not self.has_rules[rows].any():
             return
-        for row, token in zip(rows.tolist(), tokens, strict=True):
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             rules = self.rules[row]
             if rules is not None:
                 rules.add_output(token)

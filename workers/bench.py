@@ -14,6 +14,7 @@ import numpy as np
 
 from models.forward import HostBatch, HostKV, Logits
 from transport.messages import NewRow, StepPlan
+from transport.packed import pack
 from trireme.mesh import Mesh
 from trireme.params import RowParams
 from workers.batch import Batch
@@ -54,13 +55,16 @@ def step_us(num_rows: int, vocab_size: int, params: RowParams, steps: int) -> fl
     builder = InputBuilder(2048, num_rows, MAX_LEN // BLOCK)
     runner = Runner(Silent(num_rows, vocab_size), [], batch, builder, Mesh(1, 1, 1))
     prompt = np.arange(PROMPT, dtype=np.int32)
-    rows = list(range(num_rows))
-    new = [NewRow(i, prompt, PROMPT, params, list(range(i * blocks, (i + 1) * blocks))) for i in rows]
-    sample, ones, last = [True] * num_rows, [1] * num_rows, [-1] * num_rows
-    runner.execute(StepPlan(0, [], new, [], [], rows, [PROMPT] * num_rows, [0] * num_rows, last, sample))
+    slots = list(range(num_rows))
+    new = [NewRow(i, prompt, PROMPT, params, list(range(i * blocks, (i + 1) * blocks))) for i in slots]
+    rows, sample = pack(slots), b"\1" * num_rows
+    ones, last, none = pack([1] * num_rows), pack([-1] * num_rows), b""
+    lengths, zeros = pack([PROMPT] * num_rows), pack([0] * num_rows)
+    runner.execute(StepPlan(0, [], new, none, none, [], rows, lengths, zeros, last, sample))
     taken = []
     for step in range(steps):
-        plan = StepPlan(step + 1, [], [], [], [], rows, ones, [PROMPT + step] * num_rows, [step % 7] * num_rows, sample)
+        computed, tokens = pack([PROMPT + step] * num_rows), pack([step % 7] * num_rows)
+        plan = StepPlan(step + 1, [], [], none, none, [], rows, ones, computed, tokens, sample)
         started = time.thread_time()
         runner.execute(plan)
         taken.append(time.thread_time() - started)

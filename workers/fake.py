@@ -10,7 +10,7 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult, WorkerInit, WorkerLoaded
+from transport.packed import pack, unpack, unpack_flags
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
 from trireme.mesh import Mesh
@@ -113,8 +114,9 @@ class FakeWorker:
         started = time.monotonic()
         self.before_forward()
         if self.model.fake.skip_kv:
-            rows = [row for row, sample in zip(plan.rows, plan.sample, strict=True) if sample]
-            return StepResult(plan.step, rows, [self.model.fake.low] * len(rows)) if self.mesh.reports_result else None
+            rows = unpack(plan.rows)[unpack_flags(plan.sample)]
+            tokens = np.full(rows.size, self.model.fake.low)
+            return StepResult(plan.step, pack(rows), pack(tokens)) if self.mesh.reports_result else None
         self._apply(plan)
         faults = self._write(plan)
         delay_ms = self.model.fake.delay_ms or self.model.stub.delay_ms
@@ -143,11 +145,11 @@ class FakeWorker:
         for new in plan.new:
             assert new.row not in self.rows, f"row {new.row} placed twice"
             self.rows[new.row] = _row_from_new(new)
-        for row, blocks in plan.blocks:
-            self.rows[row].blocks.extend(blocks)
+        for row, block in zip(unpack(plan.grown_rows).tolist(), unpack(plan.grown_blocks).tolist(), strict=True):
+            self.rows[row].blocks.append(block)
         for source, destination in plan.copies:
             self.kv[destination] = self.kv[source]
-        for row, token in zip(plan.rows, plan.tokens, strict=True):
+        for row, token in zip(unpack(plan.rows).tolist(), unpack(plan.tokens).tolist(), strict=True):
             if token >= 0:
                 assert not self.config.runs_ahead, f"row {row} is told a token that this worker holds"
                 self.rows[row].tokens.append(token)
@@ -155,7 +157,7 @@ class FakeWorker:
     def _write(self, plan: StepPlan) -> list[RowFault]:
         """Writes the KV of this step's tokens; carries out the scripted faults."""
         fake, faults = self.model.fake, []
-        for row_id, count, start in zip(plan.rows, plan.num_tokens, plan.num_computed, strict=True):
+        for row_id, count, start, _ in _scheduled(plan):
             if row_id in self.failed:
                 faults.append(RowFault(row_id, "a fault in an earlier step"))
                 continue
@@ -187,9 +189,7 @@ class FakeWorker:
         tokens: list[int] = []
         logprobs: list[LogprobRow] = []
         prompt_logprobs: list[LogprobRow] = []
-        for row_id, count, start, sample in zip(
-            plan.rows, plan.num_tokens, plan.num_computed, plan.sample, strict=True
-        ):
+        for row_id, count, start, sample in _scheduled(plan):
             if row_id in faulted:
                 continue
             row, end = self.rows[row_id], start + count
@@ -207,7 +207,7 @@ class FakeWorker:
                     assert end == len(row.tokens), f"row {row_id} samples after {end} of {len(row.tokens)} tokens"
                     row.tokens.append(token)
         elapsed = time.monotonic() - started
-        return StepResult(plan.step, rows, tokens, logprobs, prompt_logprobs, faults, elapsed)
+        return StepResult(plan.step, pack(rows), pack(tokens), logprobs, prompt_logprobs, faults, elapsed)
 
     def _next_token(self, row: FakeRow, end: int) -> int:
         if self.model.stub.kind == "script":
@@ -259,6 +259,12 @@ def read_fake_model(model: str) -> FakeModel:
     if not path.is_file():
         return FakeModel()
     return msgspec.json.decode(path.read_bytes(), type=FakeModel)
+
+
+def _scheduled(plan: StepPlan) -> Iterator[tuple[int, int, int, bool]]:
+    """(row, tokens to compute, tokens computed, samples) of each scheduled row."""
+    columns = (unpack(column).tolist() for column in (plan.rows, plan.num_tokens, plan.num_computed))
+    return zip(*columns, unpack_flags(plan.sample).tolist(), strict=True)
 
 
 def _row_from_new(new: NewRow) -> FakeRow:

@@ -20,6 +20,7 @@ from transport.messages import (
     Call,
     CallReply,
     LoadProgress,
+    NextToken,
     SetupKV,
     StepPlan,
     StepResult,
@@ -30,11 +31,12 @@ from transport.messages import (
     WorkerLoaded,
     WorkerReady,
 )
+from transport.repeats import next_plan
 from transport.sockets import Connection, Left, Poller
 from trireme.config import EngineConfig
 from trireme.errors import EngineError, TriremeError
 
-ORDERS = WorkerInit | SetupKV | StepPlan | Call
+ORDERS = WorkerInit | SetupKV | StepPlan | NextToken | Call
 MODULES = {"torch": "workers.worker", "fake": "workers.fake"}
 
 
@@ -71,6 +73,7 @@ class Shell:
         self._index = boot.index
         self._connection = connection
         self._worker: AnyWorker | None = None
+        self._plan: StepPlan | None = None  # the last one
         self.is_over = False
 
     def on_readable(self) -> None:
@@ -84,9 +87,11 @@ class Shell:
     def _obey(self, message: Any) -> None:
         match message:
             case StepPlan():
-                result = self._need_worker().execute(message)
-                if result is not None:
-                    self._send(result)
+                self._execute(message)
+            case NextToken():
+                if self._plan is None:
+                    raise EngineError("a plan says 'as before', but there was none before")
+                self._execute(next_plan(self._plan, message))
             case Call():
                 self._send(self._answer(message))
             case WorkerInit():
@@ -98,6 +103,12 @@ class Shell:
                 self._send(WorkerReady(self._index))
             case Welcome():
                 pass
+
+    def _execute(self, plan: StepPlan) -> None:
+        self._plan = plan
+        result = self._need_worker().execute(plan)
+        if result is not None:
+            self._send(result)
 
     def _answer(self, call: Call) -> CallReply:
         """A method that is refused or fails on purpose is the caller's matter, not the end of this worker."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from models.forward import Group, HostKV, Logits, Model
 from transport.messages import LogprobRow, RowFault, StepPlan, StepResult
+from transport.packed import pack, unpack, unpack_flags
 from trireme.errors import EngineError
 from trireme.mesh import Mesh
 from workers.batch import ROW_ERRORS, Batch
@@ -84,8 +85,10 @@ class Runner:
         batch = self._batch
         batch.apply(plan)
         copy_blocks(self._kv, plan.copies)
-        outcome = _Outcome(faults=batch.row_faults(plan.rows))
         step = self._rows_of(plan)
+        outcome = _Outcome(faults=batch.row_faults(step.rows))
+        if outcome.faults:
+            step = step.where(~np.isin(step.rows, list(batch.faults)))
         if step.rows.size:
             for piece in self._pieces(step):
                 self._try(piece, outcome)
@@ -113,15 +116,9 @@ class Runner:
         self._batch.keep_sampled(rows, tokens)
 
     def _rows_of(self, plan: StepPlan) -> StepRows:
-        step = StepRows(
-            np.array(plan.rows, np.int64),
-            np.array(plan.num_tokens, np.int32),
-            np.array(plan.num_computed, np.int32),
-            np.array(plan.sample, np.bool_),
+        return StepRows(
+            self._batch.rows_of(plan), unpack(plan.num_tokens), unpack(plan.num_computed), unpack_flags(plan.sample)
         )
-        if self._batch.faults:
-            return step.where(~np.isin(step.rows, list(self._batch.faults)))
-        return step
 
     def _pieces(self, step: StepRows) -> Iterator[StepRows]:
         """The step, cut so that the logits of prompt positions stay within LOGITS_BYTES: first the front parts of the
@@ -208,15 +205,16 @@ def _result(plan: StepPlan, outcome: _Outcome, elapsed_s: float) -> StepResult:
     sampled, faults = outcome.sampled, [*outcome.faults, *outcome.sampled.faults]
     prompt_logprobs = _merged(outcome.prompt_logprobs)
     if not faults:
-        return StepResult(plan.step, sampled.rows, sampled.tokens, sampled.logprobs, prompt_logprobs, [], elapsed_s)
+        rows, tokens = pack(sampled.rows), pack(sampled.tokens)
+        return StepResult(plan.step, rows, tokens, sampled.logprobs, prompt_logprobs, [], elapsed_s)
     first: dict[int, RowFault] = {}
     for fault in faults:
         first.setdefault(fault.row, fault)
     sound = [(row, token) for row, token in zip(sampled.rows, sampled.tokens, strict=True) if row not in first]
     return StepResult(
         plan.step,
-        [row for row, _ in sound],
-        [token for _, token in sound],
+        pack([row for row, _ in sound]),
+        pack([token for _, token in sound]),
         [entry for entry in sampled.logprobs if entry.rid not in first],
         [entry for entry in prompt_logprobs if entry.rid not in first],
         list(first.values()),

@@ -21,6 +21,7 @@ from transport.messages import (
     Failed,
     Hello,
     LoadProgress,
+    NextToken,
     SetupKV,
     StepPlan,
     StepResult,
@@ -30,6 +31,7 @@ from transport.messages import (
     WorkerReady,
     WorkerToCore,
 )
+from transport.repeats import shortened
 from transport.sockets import Left, Peer, Poller, Server
 from trireme.arch import read_arch
 from trireme.arena import Arena, create_arena
@@ -64,6 +66,7 @@ class ProcsExecutor:
         self._results: deque[StepResult] = deque()
         self._calls: dict[int, tuple[OnReply, dict[int, CallReply]]] = {}
         self._next_call = 0
+        self._plan: StepPlan | None = None  # the last one sent
         self._progress: Callable[[LoadProgress], None] = lambda message: None
         self._deaths: list[Failed] = []  # reports of dead or dying workers, in the order they came in
 
@@ -84,7 +87,8 @@ class ProcsExecutor:
         self._wait(lambda: len(self._ready) == self._mesh.num_workers)
 
     def submit(self, plan: StepPlan) -> None:
-        self._broadcast(plan)
+        before, self._plan = self._plan, plan
+        self._broadcast(shortened(before, plan) or plan)
 
     def take_results(self) -> list[StepResult]:
         if self._deaths:
@@ -190,7 +194,7 @@ class ProcsExecutor:
 
     # ------------------------------------------------------------ what we say to them
 
-    def _broadcast(self, message: SetupKV | StepPlan | Call) -> None:
+    def _broadcast(self, message: SetupKV | StepPlan | NextToken | Call) -> None:
         assert self._server is not None
         self._server.broadcast(message, role="worker")
 

@@ -39,6 +39,19 @@ class BlockPool:
         self.counts[block] = 1
         return block
 
+    def take_many(self, count: int) -> list[int]:
+        """`take` so many times."""
+        if len(self.free) < count:
+            return [self.take() for _ in range(count)]
+        start = len(self.free) - count
+        fresh = self.free[start:]
+        del self.free[start:]
+        fresh.reverse()
+        counts = self.counts
+        for block in fresh:
+            counts[block] = 1
+        return fresh
+
     def share(self, block: int) -> None:
         """One more holder of a block with known content; rescues it from the evictable ones."""
         if self.counts[block] == 0:

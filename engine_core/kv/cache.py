@@ -6,9 +6,17 @@ Never looks at queues or policies.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_core.kv.blocks import BlockPool
 from engine_core.request import Request
 from trireme.hashing import ROOT, block_hash, first_extra
+
+Tails: TypeAlias = NDArray[np.int32]
 
 
 class KVCache:
@@ -34,7 +42,8 @@ class KVCache:
         none whose prompt log-probabilities are still owed."""
         if not self.prefix_cache:
             return []
-        usable = min(len(request.tokens) - 1, request.num_scored if request.wants_scores else len(request.tokens))
+        num_tokens = request.num_tokens
+        usable = min(num_tokens - 1, request.num_scored if request.wants_scores else num_tokens)
         hits: list[int] = []
         for content in self._hashes(request, usable // self.block_size):
             block = self.pool.find(content)
@@ -55,7 +64,7 @@ class KVCache:
         request.blocks = list(hits)
         request.num_sealed = len(hits)
         request.num_computed = request.capacity = len(hits) * self.block_size
-        self.num_queried += len(request.tokens)
+        self.num_queried += request.num_tokens
         self.num_hit += request.num_computed
 
     def extend(self, request: Request, num_blocks: int) -> list[int]:
@@ -65,29 +74,25 @@ class KVCache:
         request.capacity += num_blocks * self.block_size
         return fresh
 
-    def extend_by_one(self, request: Request) -> int:
-        """`extend` by one block for a decoding row; the caller keeps the books of its capacity."""
-        block = self.pool.take()
-        request.blocks.append(block)
-        return block
+    def extend_each(self, requests: Iterable[Request], count: int) -> list[int]:
+        """`extend` by one block for each of `count` decoding rows; the caller keeps the books of their capacity."""
+        fresh = self.pool.take_many(count)
+        for request, block in zip(requests, fresh, strict=True):
+            request.blocks.append(block)
+        return fresh
 
-    def seal_next(self, request: Request, num_full: int) -> None:
-        """`seal` for a row whose first `num_full` blocks are full, all but the last of which are sealed as a rule."""
-        hashes, i = request.hashes, num_full - 1
-        if not 0 < i == request.num_sealed == len(hashes):
+    def take_tails(self, requests: Iterable[Request], tails: Tails) -> None:
+        """Decoding rows have filled their rings of newest tokens, `tails`: they take them over, and the full blocks are sealed."""
+        for request, tail in zip(requests, tails, strict=True):
+            request.take_tail(tail.tobytes())
             self.seal(request)
-            return
-        content = block_hash(hashes[-1], request.tokens[i * self.block_size : num_full * self.block_size].tobytes())
-        hashes.append(content)
-        self.pool.seal(request.blocks[i], content)
-        request.num_sealed = num_full
 
     def seal(self, request: Request) -> None:
         """Makes the blocks that are full of known tokens by now findable: any later step may read them, since plans run in
-        order."""
+        order. Called when a prompt is planned, once in a while as a row decodes, and before its blocks are given up."""
         if not self.prefix_cache:
             return
-        num_full = min(request.num_computed, len(request.tokens)) // self.block_size
+        num_full = min(request.num_computed, request.num_tokens) // self.block_size
         hashes = self._hashes(request, num_full)
         for i in range(request.num_sealed, num_full):
             self.pool.seal(request.blocks[i], hashes[i])
@@ -114,8 +119,10 @@ class KVCache:
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """The hash chain over the first `num_blocks` blocks, extended as needed and kept on the request."""
         hashes, size = request.hashes, self.block_size
+        if len(hashes) < num_blocks:
+            tokens = request.tokens
         while len(hashes) < num_blocks:
             i = len(hashes)
             parent, extra = (hashes[-1], ()) if i else (ROOT, first_extra(request.salt))
-            hashes.append(block_hash(parent, request.tokens[i * size : (i + 1) * size].tobytes(), extra))
+            hashes.append(block_hash(parent, tokens[i * size : (i + 1) * size].tobytes(), extra))
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]

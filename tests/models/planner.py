@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from models.forward import HostKV
-from tests.models.rows import new_row, plan_of
+from tests.models.rows import new_row, plan_of, rows_and_tokens
 from transport.messages import LogprobRow, NewRow, StepResult
 from trireme.params import RowParams
 from workers.kv_tensors import poison_blocks
@@ -127,7 +127,8 @@ class RandomPlanner:
     def take(self, result: StepResult, placed: list[Job], counts: list[int], samples: list[bool]) -> None:
         assert result.faults == []
         by_row = {job.row: job for job in placed}
-        assert result.rows == [job.row for job, sampled in zip(placed, samples, strict=True) if sampled]
+        rows, tokens = rows_and_tokens(result)
+        assert rows == [job.row for job, sampled in zip(placed, samples, strict=True) if sampled]
         for entry in result.prompt_logprobs:
             job = by_row[entry.rid]
             for i, (ids, values, rank) in enumerate(zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)):
@@ -139,7 +140,7 @@ class RandomPlanner:
             by_row[entry.rid].logprobs.append(entry)
         for job, count in zip(placed, counts, strict=True):
             job.num_computed, job.unsent = job.num_computed + count, -1
-        for row, token in zip(result.rows, result.tokens, strict=True):
+        for row, token in zip(rows, tokens, strict=True):
             by_row[row].outputs.append(token)
             by_row[row].unsent = token
         for job in placed:
@@ -165,7 +166,7 @@ def run_alone(runner: Runner, blocks: Sequence[int], prompt: list[int], params: 
         result = execute(runner, new=new, rows=[0], num_tokens=[todo], num_computed=[computed], tokens=tokens)
         for entry in result.prompt_logprobs:
             job.scores = {i + 1: (float(entry.logprobs[i, 0]), int(entry.ranks[i])) for i in range(len(entry.logprobs))}
-        computed, unsent = computed + todo, result.tokens[0]
+        computed, unsent = computed + todo, rows_and_tokens(result)[1][0]
         job.outputs.append(unsent)
         job.logprobs += result.logprobs
     return job

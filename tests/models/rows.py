@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transport.messages import NewRow, StepPlan
+from transport.messages import NewRow, StepPlan, StepResult
+from transport.packed import pack, pack_flags, unpack
 from trireme.params import RowParams
 
 
@@ -15,6 +16,11 @@ def new_row(
 ) -> NewRow:
     """A NewRow; all tokens are prompt unless `num_prompt` says less."""
     return NewRow(row, np.array(tokens, np.int32), len(tokens) if num_prompt is None else num_prompt, params, [*blocks])
+
+
+def rows_and_tokens(result: StepResult) -> tuple[list[int], list[int]]:
+    """The rows that sampled and what, as lists."""
+    return unpack(result.rows).tolist(), unpack(result.tokens).tolist()
 
 
 def plan_of(
@@ -36,11 +42,12 @@ def plan_of(
         step,
         [*freed],
         [*new],
-        [*blocks],
+        pack([row for row, more in blocks for _ in more]),
+        pack([block for _, more in blocks for block in more]),
         [*copies],
-        [*rows],
-        [1] * count if num_tokens is None else [*num_tokens],
-        [0] * count if num_computed is None else [*num_computed],
-        [-1] * count if tokens is None else [*tokens],
-        [True] * count if sample is None else [*sample],
+        pack([*rows]),
+        pack([1] * count if num_tokens is None else [*num_tokens]),
+        pack([0] * count if num_computed is None else [*num_computed]),
+        pack([-1] * count if tokens is None else [*tokens]),
+        pack_flags([True] * count if sample is None else [*sample]),
     )

@@ -18,8 +18,9 @@ from torch import Tensor
 from models.forward import ForwardBatch, HostKV, KVLayer
 from models.tensors import OverTensors
 from tests.models.planner import Job, RandomPlanner, execute, job_of, run_alone
-from tests.models.rows import new_row, plan_of
+from tests.models.rows import new_row, plan_of, rows_and_tokens
 from transport.messages import StepResult
+from transport.packed import pack, unpack
 from trireme.errors import EngineError
 from trireme.mesh import Mesh
 from trireme.params import RowParams
@@ -121,10 +122,10 @@ def test_a_mask_dies_with_its_row() -> None:
     for freed in ([0], []):
         runner, batch, _, _ = make_runner()
         first = execute(runner, new=[new_row(0, [9, 9], narrow, blocks=[0])], rows=[0], num_tokens=[2])
-        assert first.tokens == [5]
+        assert first.tokens == pack([5])
         placed = new_row(0, [1, 2, 3], plain, blocks=[1])
         second = execute(runner, freed=freed, new=[placed], rows=[0], num_tokens=[3])
-        assert (second.tokens, second.logprobs) == ([expected], [])
+        assert (second.tokens, second.logprobs) == (pack([expected]), [])
         assert batch.num_blocks[0] == 1
 
 
@@ -142,7 +143,8 @@ def test_nan_logits_fail_their_row_only() -> None:
     sound = three_rows(make_runner()[0], [7, 8])
     model.nan_token = 8
     result = three_rows(runner, [7, 8])
-    assert (result.rows, result.tokens) == ([0, 2], [sound.tokens[0], sound.tokens[2]])
+    expected = rows_and_tokens(sound)[1]
+    assert rows_and_tokens(result) == ([0, 2], [expected[0], expected[2]])
     assert [fault.row for fault in result.faults] == [1]
 
 
@@ -152,7 +154,7 @@ def test_a_row_whose_prompt_scores_fail_gives_nothing_else() -> None:
     model.nan_token = 7
     result = three_rows(runner, [7, 8], logprobs=1, prompt_logprobs=1)
     assert [fault.row for fault in result.faults] == [1]
-    assert result.rows == [0, 2]
+    assert result.rows == pack([0, 2])
     assert [entry.rid for entry in result.logprobs] == [0, 2]
     assert [entry.rid for entry in result.prompt_logprobs] == [0, 2]
 
@@ -163,7 +165,8 @@ def test_a_row_that_makes_the_model_raise_is_found_by_halving() -> None:
     sound = three_rows(make_runner()[0], [7, 8])
     model.fail_token = 8
     result = three_rows(runner, [7, 8])
-    assert (result.rows, result.tokens) == ([0, 2], [sound.tokens[0], sound.tokens[2]])
+    expected = rows_and_tokens(sound)[1]
+    assert rows_and_tokens(result) == ([0, 2], [expected[0], expected[2]])
     assert [(fault.row, "scripted failure" in fault.error) for fault in result.faults] == [(1, True)]
 
 
@@ -186,7 +189,7 @@ def test_with_other_workers_in_the_step_the_models_error_goes_up() -> None:
 
 def test_a_token_outside_the_vocabulary_fails_its_row_only() -> None:
     result = three_rows(make_runner()[0], [7, VOCAB])
-    assert result.rows == [0, 2]
+    assert result.rows == pack([0, 2])
     assert [(fault.row, "vocabulary" in fault.error) for fault in result.faults] == [(1, True)]
 
 
@@ -195,9 +198,9 @@ def test_a_row_that_could_not_be_placed_keeps_failing_until_freed() -> None:
     three_rows(runner, [VOCAB])
     again = execute(runner, rows=[1, 0], num_computed=[1, 2], tokens=[3, 4])
     assert [fault.row for fault in again.faults] == [1]
-    assert again.rows == [0]
+    assert again.rows == pack([0])
     placed = new_row(1, [5], RowParams(4, temperature=0.0), blocks=[9])
-    assert execute(runner, freed=[1], new=[placed], rows=[1]).rows == [1]
+    assert execute(runner, freed=[1], new=[placed], rows=[1]).rows == pack([1])
     assert batch.faults == {}
 
 
@@ -238,8 +241,8 @@ def test_prompt_logprobs_beyond_the_logits_budget_are_computed_in_pieces() -> No
     new = [new_row(0, prompt, params, blocks=[0, 1]), new_row(1, [1, 2], RowParams(4, temperature=0.0), blocks=[2])]
     result = execute(runner, new=new, rows=[0, 1], num_tokens=[30, 2])
     assert model.seen == [8, 8, 8, 6 + 2]
-    assert result.rows == [0, 1]
-    assert result.tokens[0] == whole.outputs[0]
+    assert result.rows == pack([0, 1])
+    assert unpack(result.tokens)[0] == whole.outputs[0]
     (entry,) = result.prompt_logprobs
     assert entry.token_ids[:, 0].tolist() == prompt[1:]
     np.testing.assert_allclose(entry.logprobs[:, 0], [whole.scores[i][0] for i in range(1, 30)], atol=1e-5)
@@ -250,7 +253,7 @@ def test_scoring_a_prompt_without_sampling() -> None:
     params = RowParams(0, prompt_logprobs=1)
     placed = new_row(0, [1, 2, 3], params, blocks=[0])
     result = execute(make_runner()[0], new=[placed], rows=[0], num_tokens=[3], sample=[False])
-    assert (result.rows, result.tokens, result.faults) == ([], [], [])
+    assert (result.rows, result.tokens, result.faults) == (b"", b"", [])
     (entry,) = result.prompt_logprobs
     assert entry.token_ids[:, 0].tolist() == [2, 3]
     assert np.isfinite(entry.logprobs).all()
@@ -261,7 +264,7 @@ def test_a_plan_without_rows_runs_no_model() -> None:
     runner, batch, model, _ = make_runner()
     three_rows(runner, [7, 8])
     result = execute(runner, freed=[0, 2], rows=[])
-    assert (result.rows, result.faults, len(model.seen)) == ([], [], 1)
+    assert (result.rows, result.faults, len(model.seen)) == (b"", [], 1)
     assert batch.num_rows() == 1
 
 

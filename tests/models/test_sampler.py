@@ -231,7 +231,7 @@ def test_id_outside_the_vocabulary_fails_its_row_only(bad: dict[str, Any]) -> No
     """O15: the row that slipped past the front end's check is refused when placed; its mate runs on."""
     batch = Batch(4, 32, 4, VOCAB, 10)
     batch.apply(plan_of(new=[new_row(0, [1], RowParams(4, **bad)), new_row(1, [1], RowParams(4, temperature=0.0))]))
-    assert [fault.row for fault in batch.row_faults([0, 1])] == [0]
+    assert [fault.row for fault in batch.row_faults(np.array([0, 1]))] == [0]
     assert sample(random_logits(0, 1), batch, [1]).rows == [1]
 
 

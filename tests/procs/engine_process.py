@@ -34,6 +34,7 @@ from transport.messages import (
     Submit,
     Welcome,
 )
+from transport.packed import unpack, unpack_ids
 from transport.rundir import RunDir
 from transport.sockets import Connection, Left, Poller
 from trireme.config import (
@@ -105,7 +106,7 @@ class Front:
                     self.lefts.append(message)
 
     def _take(self, outputs: StepOutputs) -> None:
-        for rid, token in zip(outputs.rids, outputs.tokens, strict=True):
+        for rid, token in zip(unpack_ids(outputs.rids).tolist(), unpack(outputs.tokens).tolist(), strict=True):
             assert not self.rows[rid].ends, "token after the end"
             self.rows[rid].tokens.append(token)
         for first in outputs.firsts:

@@ -21,6 +21,7 @@ from transport.messages import (
     StepOutputs,
     Submit,
 )
+from transport.packed import pack, pack_ids
 from transport.sockets import Connection, Left, Poller, Server
 from trireme.errors import ModelError
 
@@ -76,14 +77,14 @@ def serve(channel: BootChannel, orders: dict[str, Any]) -> None:
                 case Hello() | Left():
                     events.append(f"{type(message).__name__} {peer.name} {getattr(message, 'reason', '')}")
                 case Submit():
-                    server.send(peer, StepOutputs(0, 1, [message.rid], [int(message.prompt.sum())]))
+                    server.send(peer, StepOutputs(0, 1, pack_ids([message.rid]), pack([int(message.prompt.sum())])))
                 case Call(method="counts"):
                     server.send(peer, CallReply(message.call_id, True, server.counts()))
                 case Call(method="events"):
                     server.send(peer, CallReply(message.call_id, True, events))
                 case Call(method="last words"):
                     for i in range(message.args["count"]):
-                        server.send(peer, StepOutputs(0, i, [i], [i]))
+                        server.send(peer, StepOutputs(0, i, pack_ids([i]), pack([i])))
                     server.send(peer, EngineDown(0, "out of oil"))
                     leaving.append(True)
 

@@ -13,6 +13,7 @@ import msgspec
 
 from transport.boot import BootChannel, spawn
 from transport.messages import Boot, EngineFacts, FromCoordinator, FrontToEngine, Load, StepOutputs, Submit
+from transport.packed import pack, pack_ids
 from transport.sockets import Connection, Poller, Server
 from trireme.config import EngineConfig
 from trireme.errors import ModelError
@@ -53,7 +54,9 @@ def run(channel: BootChannel, boot: Boot, config: EngineConfig) -> None:
     def on_front() -> None:
         for peer, message in server.receive():
             if isinstance(message, Submit):
-                server.send(peer, StepOutputs(boot.index, 1, [message.rid], [int(message.prompt.sum())]))
+                server.send(
+                    peer, StepOutputs(boot.index, 1, pack_ids([message.rid]), pack([int(message.prompt.sum())]))
+                )
 
     poller.add(server, on_front)
     poller.add(channel, lambda: None)

@@ -39,6 +39,7 @@ from transport.messages import (
     Submit,
     Welcome,
 )
+from transport.packed import pack, pack_ids, unpack_ids
 from transport.sockets import Connection, Identity, Left, Peer, Poller, Server, Waker
 from trireme.errors import ConfigError, TransportError
 from trireme.params import RowParams
@@ -147,7 +148,7 @@ def test_messages_and_arrays_cross_in_both_directions(deployment: Deployment, cl
     for rid, num_tokens in ((1, 10), (2, 1_000_000), (3, 0)):
         assert client.link.send(submit(rid, num_tokens))
         outputs = client.until(StepOutputs)
-        assert (outputs.rids, outputs.tokens) == ([rid], [num_tokens])
+        assert (outputs.rids, outputs.tokens) == (pack_ids([rid]), pack([num_tokens]))
     assert client.link.counts()["gaps"] == 0
     assert client.link.server_progress >= 0
 
@@ -177,7 +178,7 @@ def test_a_killed_server_is_noticed_within_a_second_and_its_next_life_is_welcome
     assert client.until(Welcome).epoch == 1
     assert client.call("counts")["received"] == 2  # Hello and the call: nothing of the former life
     assert client.link.send(submit(2))
-    assert client.until(StepOutputs).rids == [2]
+    assert client.until(StepOutputs).rids == pack_ids([2])
 
 
 def test_last_words_arrive_before_the_end_is_noticed(deployment: Deployment, client: Client) -> None:
@@ -282,7 +283,7 @@ def test_a_peer_that_does_not_read_is_dropped_and_the_sender_never_blocks(deploy
         wait_for(lambda: poller.wait(0.05) and events)
         os.kill(child.pid, signal.SIGSTOP)
         peer = events.pop()[0]
-        outputs = StepOutputs(0, 1, list(range(200)), list(range(200)))
+        outputs = StepOutputs(0, 1, pack_ids(range(200)), pack(range(200)))
         slowest = 0.0
         count, sent = 0, True
         while sent and count < 100_000:
@@ -342,7 +343,7 @@ def test_malformed_frames_are_counted_and_harm_nobody(
         [b""],
         [b"\0\0\0"],
         [b"\1\0\0\0\xc1\xc1"],
-        [b"\2\0\0\0" + encode(StepOutputs(0, 1, [], []))[0]],  # a message of the other direction
+        [b"\2\0\0\0" + encode(StepOutputs(0, 1, b"", b""))[0]],  # a message of the other direction
         [b"\3\0\0\0" + encode(submit(1))[0], b"an array nobody asked for"],
         [b"\4\0\0\0"] + [b"x"] * 100,
     ]
@@ -351,9 +352,9 @@ def test_malformed_frames_are_counted_and_harm_nobody(
         peer.send(frames)
     assert "Hello first" in stranger.hear().reason
     peer.say(submit(5))
-    assert peer.hear().rids == [5]
+    assert peer.hear().rids == pack_ids([5])
     assert client.link.send(submit(6))
-    assert client.until(StepOutputs).rids == [6]
+    assert client.until(StepOutputs).rids == pack_ids([6])
     assert client.call("counts")["malformed"] == 2 * len(bad)
 
 
@@ -378,7 +379,7 @@ def test_a_frame_over_the_cap_ends_its_connection_only(
     client.until(Welcome)
     raw().send([bytes((64 << 20) + 100)])
     assert client.link.send(submit(6))
-    assert client.until(StepOutputs).rids == [6]
+    assert client.until(StepOutputs).rids == pack_ids([6])
     assert client.call("counts")["gaps"] == 0
 
 
@@ -390,7 +391,7 @@ def test_tcp_with_keys_survives_a_restart_on_another_port(tcp_deployment: Deploy
     first = tcp_deployment.start("engine", "engine-0", do="serve")
     client.until(Welcome)
     client.link.send(submit(1, 100_000))
-    assert client.until(StepOutputs).tokens == [100_000]
+    assert client.until(StepOutputs).tokens == pack([100_000])
     os.kill(first.pid, signal.SIGKILL)
     client.until(Left, 2.0)
     tcp_deployment.start("engine", "engine-0", epoch=1, do="serve")
@@ -470,7 +471,7 @@ def test_the_asyncio_side_delivers_everything_in_order_over_a_restart(
         async with asyncio.timeout(10):
             while sum(isinstance(m, StepOutputs) for m in got) < 3000:
                 await asyncio.sleep(0.01)
-        assert [m.rids[0] for m in got if isinstance(m, StepOutputs)] == list(range(3000))
+        assert [unpack_ids(m.rids)[0] for m in got if isinstance(m, StepOutputs)] == list(range(3000))
         os.kill(child.pid, signal.SIGKILL)
         start = time.monotonic()
         async with asyncio.timeout(2):
@@ -527,7 +528,7 @@ async def test_the_local_pair_behaves_like_sockets() -> None:
         for peer, message in server.receive():
             seen.append(message)
             if isinstance(message, Submit):
-                server.send(peer, StepOutputs(0, 1, [message.rid], [int(message.prompt.sum())]))
+                server.send(peer, StepOutputs(0, 1, pack_ids([message.rid]), pack([int(message.prompt.sum())])))
 
     poller.add(server, on_front)
     stop = threading.Event()
@@ -548,7 +549,7 @@ async def test_the_local_pair_behaves_like_sockets() -> None:
         async with asyncio.timeout(5):
             while len(got) < 501:
                 await asyncio.sleep(0.001)
-        assert [m.rids[0] for m in got[1:]] == list(range(500))
+        assert [unpack_ids(m.rids)[0] for m in got[1:]] == list(range(500))
         other = server.connect("front-1", got.append)
         await other.wait_up(2.0)
         other.close()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from engine_core.executor.procs import _error_of
-from tests.models.rows import new_row, plan_of
+from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.tiny import make_stub
 from transport.boot import Child, spawn
 from transport.codec import decode, encode
@@ -124,7 +124,7 @@ def test_a_worker_process_serves_plans_and_calls(start: Callable[[str], Core], k
     core.send(plan_of(step=1, new=new, rows=[0], num_tokens=[3]))
     core.send(plan_of(step=2, blocks=[(0, [1])], rows=[0], num_computed=[3], tokens=[-1]))
     results = [core.until(StepResult), core.until(StepResult)]
-    assert [(r.step, r.rows, r.tokens) for r in results] == [(1, [0], [104]), (2, [0], [105])]
+    assert [(r.step, *rows_and_tokens(r)) for r in results] == [(1, [0], [104]), (2, [0], [105])]
     core.send(Call(7, "info"))
     assert core.until(CallReply).result["pid"] == core.child.pid
     core.send(Call(8, "dance"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine_core.outputs import FrontOutputs
 from transport.boot import BootChannel
 from transport.messages import (
     Abort,
@@ -22,7 +23,6 @@ from transport.messages import (
     FromCoordinator,
     FrontToEngine,
     Load,
-    StepOutputs,
     Submit,
 )
 from transport.sockets import Connection, Left, Peer, Poller, Server
@@ -62,19 +62,18 @@ class _Engine:
         self.step += 1
         self.server.progress = self.step
         for peer in {peer for peer, _ in self.rows}:
-            out = StepOutputs(self.boot.index, self.step, [], [])
+            out = FrontOutputs()
             for (owner, rid), (submit, done) in list(self.rows.items()):
                 if owner is not peer:
                     continue
-                out.rids.append(rid)
-                out.tokens.append(97 + done % 26)
+                out.add(rid, 97 + done % 26)
                 if done == 0:
                     out.firsts.append(First(rid, 0, 0.0, 0.0))
                 self.rows[owner, rid] = (submit, done + 1)
                 if done + 1 >= submit.params.max_tokens:
                     out.ends.append(End(rid, "length"))
                     del self.rows[owner, rid]
-            self.server.send(peer, out)
+            self.server.send(peer, out.to_message(self.boot.index, self.step))
 
     def report(self) -> None:
         if self.coordinator is not None:

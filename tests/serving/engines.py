@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from engine_core.outputs import FrontOutputs
 from serving.client import EngineClient
 from tests.models.tiny import EOS
 from transport.messages import (
@@ -144,7 +145,7 @@ class FakeEngine:
         if isinstance(message, Submit):
             if self.refuses is not None:
                 end = End(message.rid, "error", error=self.refuses, error_code="overloaded")
-                asyncio.get_running_loop().call_soon(link.on_message, StepOutputs(self.index, 0, [], [], ends=[end]))
+                asyncio.get_running_loop().call_soon(link.on_message, StepOutputs(self.index, 0, b"", b"", ends=[end]))
                 return
             self.rows[message.rid] = _Row(link, message, self.script(message))
             self._work.set()
@@ -176,7 +177,7 @@ class FakeEngine:
                 link.on_message(self._outputs(mine))
 
     def _outputs(self, rows: list[_Row]) -> StepOutputs:
-        out = StepOutputs(self.index, self.step, [], [])
+        out = FrontOutputs()
         for row in rows:
             submit, params = row.submit, row.submit.params
             if row.num_done == 0:
@@ -188,15 +189,14 @@ class FakeEngine:
             row.num_done += 1
             if params.logprobs >= 0:
                 out.logprobs.append(_scores(submit.rid, [token], params.logprobs))
-            out.rids.append(submit.rid)
-            out.tokens.append(token)
+            out.add(submit.rid, token)
             if token in params.eos_token_ids or token in params.stop_token_ids:
                 self._end(row, out, "stop", token)
             elif row.num_done >= params.max_tokens:
                 self._end(row, out, "length", -1)
-        return out
+        return out.to_message(self.index, self.step)
 
-    def _begin(self, row: _Row, out: StepOutputs) -> None:
+    def _begin(self, row: _Row, out: FrontOutputs) -> None:
         submit = row.submit
         if submit.params.max_tokens:
             out.firsts.append(First(submit.rid, num_cached=3, queued_s=0.01, prefill_s=0.02))
@@ -206,7 +206,7 @@ class FakeEngine:
             for part in (ids[:half], ids[half:]):
                 out.prompt_logprobs.append(_scores(submit.rid, part, submit.params.prompt_logprobs))
 
-    def _end(self, row: _Row, out: StepOutputs, reason: Any, stop: int) -> None:
+    def _end(self, row: _Row, out: FrontOutputs, reason: Any, stop: int) -> None:
         del self.rows[row.submit.rid]
         out.ends.append(End(row.submit.rid, reason, stop))
 

@@ -14,6 +14,7 @@ import numpy as np
 from engine_core.core import EngineCore
 from engine_core.scheduler import Limits
 from transport.messages import End, First, LogprobRow, StepPlan, StepResult, Submit, WorkerInit
+from transport.packed import unpack, unpack_ids
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from trireme.params import RowParams
 from workers.fake import FakeModel, FakeOptions, FakeWorker, expected_tokens
@@ -165,7 +166,7 @@ class Driver:
 
     def collect(self) -> None:
         for front, out in self.core.take_outputs().items():
-            for rid, token in zip(out.rids, out.tokens, strict=True):
+            for rid, token in zip(unpack_ids(out.rids).tolist(), unpack(out.tokens).tolist(), strict=True):
                 row = self.rows[front, rid]
                 assert not row.ends, "token after the end"
                 row.tokens.append(token)

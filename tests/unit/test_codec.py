@@ -18,13 +18,16 @@ from transport.messages import (
     FrontToEngine,
     LogprobRow,
     NewRow,
+    NextToken,
     Ping,
     StepOutputs,
     StepPlan,
+    StepResult,
     Submit,
     ToCoordinator,
     WorkerToCore,
 )
+from transport.packed import pack, pack_flags, pack_ids, unpack, unpack_flags, unpack_ids
 from trireme.errors import ProtocolError
 from trireme.params import RowParams
 
@@ -72,7 +75,7 @@ def test_large_arrays_travel_as_their_own_frame_without_a_copy(num_tokens: int) 
 def test_several_large_arrays_keep_their_places() -> None:
     arrays = [np.full((100, 100), i, np.float32) for i in range(3)]
     rows = [LogprobRow(i, arrays[i].view(np.int32), arrays[i], np.zeros(3, np.int32)) for i in range(3)]
-    back = through_wire(StepOutputs(0, 1, [1], [2], logprobs=rows), EngineToFront)
+    back = through_wire(StepOutputs(0, 1, pack_ids([1]), pack([2]), logprobs=rows), EngineToFront)
     for i, row in enumerate(back.logprobs):
         np.testing.assert_array_equal(row.logprobs, arrays[i])
         np.testing.assert_array_equal(row.token_ids, arrays[i].view(np.int32))
@@ -83,14 +86,70 @@ def test_non_contiguous_arrays_are_sent_as_they_read() -> None:
     np.testing.assert_array_equal(through_wire(submit(array), FrontToEngine).prompt, array)
 
 
-@given(st.lists(st.integers(0, 2**40)), st.lists(st.integers(-1, 2**31)), st.binary(max_size=40))
-def test_plans_survive(ids: list[int], tokens: list[int], salt: bytes) -> None:
+COLUMN = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=50)
+
+
+@given(COLUMN, st.lists(st.integers(0, 2**40)), st.binary(max_size=40))
+def test_plans_survive(values: list[int], ids: list[int], salt: bytes) -> None:
     row = NewRow(3, np.array([1, 2, 3], np.int32), 2, RowParams(9, logit_bias=((5, -1.5),)), ids)
-    plan = StepPlan(1, ids, [row], [(1, ids)], [(1, 2)], ids, tokens, ids, tokens, [True] * len(ids))
+    column, flags = pack(values), pack_flags([value > 0 for value in values])
+    plan = StepPlan(1, ids, [row], column, column, [(1, 2)], column, column, column, column, flags)
     back = through_wire(plan, CoreToWorker)
     assert msgspec.structs.astuple(back)[3:] == msgspec.structs.astuple(plan)[3:]
+    assert unpack(back.rows).tolist() == values
+    assert unpack_flags(back.sample).tolist() == [value > 0 for value in values]
     np.testing.assert_array_equal(back.new[0].tokens, row.tokens)
     assert back.new[0].params == row.params
+
+
+@given(COLUMN, st.data())
+def test_results_and_outputs_survive(values: list[int], data: st.DataObject) -> None:
+    rids = data.draw(st.lists(st.integers(0, 2**63 - 1), min_size=len(values), max_size=len(values)))
+    result = through_wire(StepResult(2, pack(values), pack(values)), WorkerToCore)
+    assert (unpack(result.rows).tolist(), unpack(result.tokens).tolist()) == (values, values)
+    outputs = through_wire(StepOutputs(0, 2, pack_ids(rids), pack(values)), EngineToFront)
+    assert (unpack_ids(outputs.rids).tolist(), unpack(outputs.tokens).tolist()) == (rids, values)
+
+
+COLUMNS = {
+    StepOutputs: ("rids", "tokens"),
+    StepResult: ("rows", "tokens"),
+    NextToken: ("grown_rows", "grown_blocks", "tokens"),
+    StepPlan: ("grown_rows", "grown_blocks", "rows", "num_tokens", "num_computed", "tokens", "sample"),
+}
+
+
+def full_message(kind: type) -> StepOutputs | StepResult | NextToken | StepPlan:
+    """A message of three rows, every column of which has entries."""
+    three, sample = pack([1, 2, 3]), b"\1\1\0"
+    if kind is StepOutputs:
+        return StepOutputs(0, 1, pack_ids([1, 2, 3]), three)
+    if kind is StepResult:
+        return StepResult(1, three, three)
+    if kind is NextToken:
+        return NextToken(1, three, three, three)
+    return StepPlan(1, [], [], three, three, [], three, three, three, three, sample)
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+@given(data=st.data())
+def test_columns_cut_short_or_too_long_are_refused(kind: type, data: st.DataObject) -> None:
+    """On either side, whatever the length: with a typed error where it is decoded."""
+    message = full_message(kind)
+    union = EngineToFront | WorkerToCore | CoreToWorker
+    assert through_wire(message, union) == message
+    name = data.draw(st.sampled_from(COLUMNS[kind]))
+    column = getattr(message, name)
+    grown = column * 3
+    size = data.draw(st.integers(0, len(grown)).filter(lambda size: size != len(column)))
+    if kind is NextToken and name == "tokens" and size % 4 == 0:
+        return  # its length is compared with the plan before
+    body = msgspec.to_builtins(message, builtin_types=(bytes,))
+    body[1 + message.__struct_fields__.index(name)] = grown[:size]
+    with pytest.raises(ProtocolError, match="different lengths"):
+        decode([msgspec.msgpack.encode(body)], union)
+    with pytest.raises(ValueError, match="different lengths"):
+        msgspec.structs.replace(message, **{name: grown[:size]})
 
 
 @settings(max_examples=300)
@@ -160,7 +219,7 @@ def test_arrays_that_lie_are_refused(dtype: object, shape: object, data: object,
 
 def test_only_the_union_is_accepted() -> None:
     with pytest.raises(ProtocolError, match="Invalid value"):
-        decode(encode(StepOutputs(0, 1, [], [])), FrontToEngine)
+        decode(encode(StepOutputs(0, 1, b"", b"")), FrontToEngine)
 
 
 def test_object_arrays_and_strange_values_are_not_sent() -> None:

@@ -8,6 +8,7 @@ import pytest
 from engine_core.core import EngineCore
 from tests.unit.engine_driver import FRONT, Driver, make_limits
 from transport.messages import StepResult, Submit
+from transport.packed import pack
 from trireme.errors import EngineError
 from trireme.params import RowParams
 from workers.fake import FakeOptions
@@ -164,12 +165,12 @@ def test_a_sharer_in_flight_when_the_fault_arrives_is_voided_and_recomputed() ->
     mate = driver.submit([*common, 9, 10], max_tokens=4)
     plan = driver.plan()
     assert plan is not None
-    assert plan.num_computed == [8], "the mate reads blocks that the first plan was to fill"
+    assert plan.num_computed == pack([8]), "the mate reads blocks that the first plan was to fill"
     driver.answer()
     assert bad.end.reason == "error"
     again = driver.plan()
     assert again is not None
-    assert again.num_computed == [0]
+    assert again.num_computed == pack([0])
     driver.run()
     driver.check_tokens(mate)
 
@@ -266,12 +267,32 @@ def test_an_answer_that_does_not_fit_the_plan_is_an_engine_error() -> None:
     driver.submit(5)
     driver.submit(6)
     with pytest.raises(EngineError, match="step 9"):
-        driver.core.on_result(StepResult(9, [], []), 0.0)
+        driver.core.on_result(StepResult(9, b"", b""), 0.0)
     driver.plan()
     answer = driver.answers.popleft()
-    short = StepResult(answer.step, answer.rows[:1], answer.tokens[:1])
+    short = StepResult(answer.step, answer.rows[:4], answer.tokens[:4])
     with pytest.raises(EngineError, match="missing"):
         driver.core.on_result(short, 0.0)
+
+
+@pytest.mark.parametrize("token", [-1, -(2**31), 320, 2**31 - 1])
+def test_a_token_that_the_model_does_not_have_is_an_engine_error(token: int) -> None:
+    driver = Driver()
+    driver.submit(5)
+    driver.plan()
+    answer = driver.answers.popleft()
+    with pytest.raises(EngineError, match="0..319"):
+        driver.core.on_result(StepResult(answer.step, answer.rows, pack([token])), 0.0)
+
+
+def test_blocks_of_generated_tokens_are_found_when_their_row_has_ended() -> None:
+    """While it runs they are sealed a few at a time; its prompt is known at once."""
+    driver = Driver()
+    row = driver.submit(9, max_tokens=15)
+    driver.run()
+    again = driver.submit([*row.prompt, *row.tokens], max_tokens=2)
+    driver.run()
+    assert again.firsts[0].num_cached == 20, "all full blocks but the one whose last token was never computed"
 
 
 def test_load_tells_tickets_and_never_loses_count() -> None:

@@ -18,7 +18,7 @@ from trireme.params import RowParams
 def make_request(prompt: list[int], *, salt: bytes = b"", prompt_logprobs: int = -1) -> Request:
     params = RowParams(max_tokens=8, prompt_logprobs=prompt_logprobs)
     request = Request("front", Submit(1, np.array(prompt, np.int32), params, salt), 1, 0.0, 64)
-    request.take_slot(0, Columns(1))
+    request.take_slot(0, Columns(1, 4))
     return request
 
 

@@ -7,12 +7,14 @@ import pytest
 from engine_core.request import State
 from tests.unit.engine_driver import Driver, Row, make_limits
 from transport.messages import StepPlan
+from transport.packed import pack, unpack, unpack_flags
 
 
 def planned(plan: StepPlan | None) -> dict[int, tuple[int, int, bool]]:
     """row -> (tokens computed before, tokens of this step, samples)."""
     assert plan is not None
-    columns = zip(plan.rows, plan.num_computed, plan.num_tokens, plan.sample, strict=True)
+    counts = (unpack(column).tolist() for column in (plan.rows, plan.num_computed, plan.num_tokens))
+    columns = zip(*counts, unpack_flags(plan.sample).tolist(), strict=True)
     return {row: (computed, count, sample) for row, computed, count, sample in columns}
 
 
@@ -46,9 +48,9 @@ def test_plans_are_deltas() -> None:
     assert [len(plan.new) for plan in driver.plans] == [1, 0, 0, 0]
     assert first.new[0].tokens.tolist() == row.prompt
     assert len(first.new[0].blocks) == 1
-    assert [len(blocks) for _, blocks in second.blocks] == [1]
-    assert second.tokens == third.tokens == [-1], "the workers know the prompt"
-    assert fourth.tokens == row.tokens[:1]
+    assert second.grown_rows == pack([0])
+    assert second.tokens == third.tokens == pack([-1]), "the workers know the prompt"
+    assert unpack(fourth.tokens).tolist() == row.tokens[:1]
     driver.run()
     end = driver.submit(3, max_tokens=1)
     driver.plan()
@@ -63,7 +65,7 @@ def test_a_remainder_of_one_prompt_token_sends_no_token() -> None:
     driver.submit(4, max_tokens=2)
     driver.step()
     assert planned(driver.plan()) == {0: (3, 1, True)}
-    assert driver.plans[-1].tokens == [-1]
+    assert driver.plans[-1].tokens == pack([-1])
 
 
 def test_equal_prompts_in_one_step_are_computed_once() -> None:
