@@ -67,6 +67,7 @@ void bind_kv(DecoderStage& stage, int type, int block_size, const std::vector<st
 }  // namespace
 
 void bind_decoder(py::module_& m) {
+  m.attr("FEED_FORWARD_ROWS") = kFeedForwardRows;
   py::class_<DecoderStage>(m, "DecoderStage")
       .def(py::init([](const std::array<int, 5>& sizes, const std::array<float, 4>& scales, bool wide_qk_norm,
                        int activation) {

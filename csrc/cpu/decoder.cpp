@@ -1,5 +1,7 @@
 #include "decoder.h"
 
+#include <algorithm>
+
 #include "threads.h"
 
 namespace trireme {
@@ -54,12 +56,20 @@ void DecoderStage::run(const StepInputs& in, const StepBuffers& buffers) const {
     const float* x = branch_input(layer.attn_norm, in, buffers);
     multiply(layer.qkv, in.tokens, x, shape_.hidden, buffers.qkv, qkv_width, false);
     attend(layer, in, buffers);
-    join(layer.o, buffers.attended, q_width, layer.attn_post, in, buffers);
-    x = branch_input(layer.ffn_norm, in, buffers);
-    multiply(layer.gate_up, in.tokens, x, shape_.hidden, buffers.gate_up, 2 * shape_.ffn, false);
-    swiglu(SwigluArgs{buffers.gate_up, 2 * shape_.ffn, buffers.product, shape_.ffn, in.tokens, shape_.ffn,
-                      shape_.activation});
-    join(layer.down, buffers.product, shape_.ffn, layer.ffn_post, in, buffers);
+    join(layer.o, buffers.attended, q_width, layer.attn_post, in.tokens, buffers.hidden, buffers.normed);
+    feed_forward(layer, in, buffers);
+  }
+}
+
+void DecoderStage::feed_forward(const DecoderLayer& layer, const StepInputs& in, const StepBuffers& buffers) const {
+  const int ffn = shape_.ffn;
+  const float* x = branch_input(layer.ffn_norm, in, buffers);
+  for (int first = 0; first < in.tokens; first += kFeedForwardRows) {
+    const int rows = std::min(kFeedForwardRows, in.tokens - first);
+    const int64_t at = static_cast<int64_t>(first) * shape_.hidden;
+    multiply(layer.gate_up, rows, x + at, shape_.hidden, buffers.gate_up, 2 * ffn, false);
+    swiglu(SwigluArgs{buffers.gate_up, 2 * ffn, buffers.product, ffn, rows, ffn, shape_.activation});
+    join(layer.down, buffers.product, ffn, layer.ffn_post, rows, buffers.hidden + at, buffers.normed + at);
   }
 }
 
@@ -70,16 +80,15 @@ const float* DecoderStage::branch_input(const float* weight, const StepInputs& i
 }
 
 // Ends a branch: the last product of x, normed and scaled where the family says so, is added to the residual stream.
-void DecoderStage::join(const LinearPieces& last, const float* x, int width, const float* post, const StepInputs& in,
-                        const StepBuffers& buffers) const {
-  const int hidden = shape_.hidden;
+// `branch` may be what x was made from.
+void DecoderStage::join(const LinearPieces& last, const float* x, int width, const float* post, int tokens, float* hidden,
+                        float* branch) const {
   if (post == nullptr && shape_.residual_scale == 1.0f) {
-    return multiply(last, in.tokens, x, width, buffers.hidden, hidden, true);
+    return multiply(last, tokens, x, width, hidden, shape_.hidden, true);
   }
-  float* branch = buffers.normed;
-  multiply(last, in.tokens, x, width, branch, hidden, false);
-  if (post != nullptr) norm_rows(branch, post, branch, hidden, in.tokens, hidden, shape_.eps);
-  add_scaled(buffers.hidden, branch, shape_.residual_scale, in.tokens, hidden);
+  multiply(last, tokens, x, width, branch, shape_.hidden, false);
+  if (post != nullptr) norm_rows(branch, post, branch, shape_.hidden, tokens, shape_.hidden, shape_.eps);
+  add_scaled(hidden, branch, shape_.residual_scale, tokens, shape_.hidden);
 }
 
 void DecoderStage::attend(const DecoderLayer& layer, const StepInputs& in, const StepBuffers& buffers) const {

@@ -61,7 +61,10 @@ struct StepInputs {
   int64_t table_stride;
 };
 
-// Dense row-major buffers of at least `tokens` rows.
+// Rows that pass through the feed-forward network at a time: its buffers, the widest of all, need no more.
+constexpr int kFeedForwardRows = 256;
+
+// Dense row-major buffers of at least `tokens` rows; gate_up and product of at least min(tokens, kFeedForwardRows).
 struct StepBuffers {
   float* hidden;    // the residual stream: input and output
   float* normed;
@@ -84,8 +87,9 @@ class DecoderStage {
  private:
   void attend(const DecoderLayer& layer, const StepInputs& in, const StepBuffers& buffers) const;
   const float* branch_input(const float* weight, const StepInputs& in, const StepBuffers& buffers) const;
-  void join(const LinearPieces& last, const float* x, int width, const float* post, const StepInputs& in,
-            const StepBuffers& buffers) const;
+  void feed_forward(const DecoderLayer& layer, const StepInputs& in, const StepBuffers& buffers) const;
+  void join(const LinearPieces& last, const float* x, int width, const float* post, int tokens, float* hidden,
+            float* branch) const;
 
   DecoderShape shape_;
   std::vector<DecoderLayer> layers_;
