@@ -47,6 +47,9 @@ KvView read_kv(Arguments& in) {
   if (kv.dim < 1 || kv.dim > kMaxHeadDim || kv.heads < 1 || kv.block_size < 1) {
     PyErr_Format(PyExc_ValueError, "a KV cache of %d heads, head_dim %d, block_size %d; head_dim may be at most %d",
                  kv.heads, kv.dim, kv.block_size, kMaxHeadDim);
+  } else if (is_integer(kv.type) && (kv.dim % 2 != 0 || kv.block_size % 2 != 0)) {
+    PyErr_Format(PyExc_ValueError, "a KV cache of integers needs an even head_dim and block_size, not %d and %d", kv.dim,
+                 kv.block_size);
   }
   return kv;
 }

@@ -45,7 +45,7 @@ class PagedKV(Generic[Array]):
     """Paged KV of one layer on one rank. Keys are stored transposed inside a block, so that a vector lane is a token.
 
     k: [num_blocks, kv_heads, head_dim, block_size]   v: [num_blocks, kv_heads, block_size, head_dim]
-    dtype float32, float16 or bfloat16 (in numpy: its bits as uint16).
+    dtype float32, float16 or bfloat16 (in numpy: its bits as uint16); int8 and int16 as models/kv_layout.py says.
     """
 
     k: Array

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from models.forward import ForwardBatch, KVLayer
+from models.kv_blocks import dtype_name, head_dim_of, read_blocks, write_tokens
+from models.kv_layout import KV_CODES
 
 _native: Any = None
 try:
     _native = importlib.import_module("models._native")
 except ImportError:
     pass
-
-KV_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def _runs_native(x: Tensor) -> bool:
@@ -123,9 +123,8 @@ def rope_and_cache(
 
 
 def _kv_arguments(kv: KVLayer) -> tuple[int, int, int, int, int, int]:
-    keys = kv.k
-    _, heads, dim, block_size = keys.shape
-    return keys.data_ptr(), kv.v.data_ptr(), KV_CODES[keys.dtype], heads, dim, block_size
+    _, heads, _, block_size = kv.k.shape
+    return kv.k.data_ptr(), kv.v.data_ptr(), KV_CODES[dtype_name(kv)], heads, head_dim_of(kv), block_size
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -153,10 +152,7 @@ def rope_and_cache_reference(
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     q.copy_(_rotate(q.float(), cos, sin))
     written = slots >= 0
-    block_size = kv.k.shape[-1]
-    block, offset = slots[written].long() // block_size, slots[written].long() % block_size
-    kv.k[block, :, :, offset] = _rotate(k.float(), cos, sin)[written].to(kv.k.dtype)
-    kv.v[block, :, offset] = v[written].to(kv.v.dtype)
+    write_tokens(kv, slots[written].long(), _rotate(k.float(), cos, sin)[written], v[written])
 
 
 # ---------------------------------------------------------------- attention
@@ -239,11 +235,9 @@ def paged_attention_reference(
 
 def _gather_row(kv: KVLayer, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Keys and values [Hk, context, D] of one row, as float32."""
-    _, heads, dim, block_size = kv.k.shape
-    blocks = table[: (context + block_size - 1) // block_size].long().clamp(min=0)
-    keys = kv.k[blocks].permute(1, 0, 3, 2).reshape(heads, -1, dim)[:, :context]
-    values = kv.v[blocks].permute(1, 0, 2, 3).reshape(heads, -1, dim)[:, :context]
-    return keys.float(), values.float()
+    block_size = kv.k.shape[3]
+    keys, values = read_blocks(kv, table[: (context + block_size - 1) // block_size].long().clamp(min=0))
+    return keys[:, :context], values[:, :context]
 
 
 def rope_cache_attention(
@@ -325,7 +319,7 @@ def rope_cache_attention_reference(
     eps: float = 1e-6,
     out: Tensor | None = None,
 ) -> Tensor:
-    _, kv_heads, dim, _ = kv.k.shape
+    kv_heads, dim = kv.k.shape[1], head_dim_of(kv)
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
     rope_and_cache_reference(q, k, v, cos_sin, batch.positions, batch.slots, kv, q_norm, k_norm, eps)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models.forward import ForwardBatch, KVLayer
+from models.kv_blocks import read_blocks
 
 _functional = torch.nn.functional
 
@@ -100,13 +101,12 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor
 
 def _gather_row(kv: KVLayer, table: Tensor, first: int, context: int) -> tuple[Tensor, Tensor]:
     """Keys and values [Hk, context - first, D] of the tokens first..context of one row, as float32."""
-    _, heads, dim, block_size = kv.k.shape
+    block_size = kv.k.shape[3]
     skipped = first // block_size
     blocks = table[skipped : (context + block_size - 1) // block_size].long()
     inside = slice(first - skipped * block_size, context - skipped * block_size)
-    keys = kv.k[blocks].permute(1, 0, 3, 2).reshape(heads, -1, dim)[:, inside]
-    values = kv.v[blocks].permute(1, 0, 2, 3).reshape(heads, -1, dim)[:, inside]
-    return keys.float(), values.float()
+    keys, values = read_blocks(kv, blocks)
+    return keys[:, inside], values[:, inside]
 
 
 def rows_by_chunk(batch: ForwardBatch, chunk: int, block_size: int) -> ForwardBatch:

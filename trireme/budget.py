@@ -20,6 +20,7 @@ LOGITS_BYTES = 64 * MIB  # most bytes of logits that one forward may give
 # What the programs themselves hold, measured after a start: libraries, tokenizer, buffers.
 WORKER_PROGRAM, FRONT_PROGRAM, LAUNCH_PROGRAM = 220 * MIB, 90 * MIB, 30 * MIB
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INTEGER_BYTES = {"int16": 2, "int8": 1}  # of keys and values only
 
 
 def num_params(arch: ArchSpec) -> int:
@@ -47,7 +48,14 @@ def kv_token_bytes(arch: ArchSpec, kv_dtype: str, mesh: Mesh) -> int:
     """Bytes that one token's keys and values take on the worker that holds the most of them."""
     heads = max(split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, rank).kv.size for rank in range(mesh.tp))
     layers = mesh._replace(pp_rank=0).layers(arch.num_layers).size
-    return 2 * layers * heads * arch.head_dim * DTYPE_BYTES[kv_dtype]
+    return 2 * layers * heads * _kv_head_bytes(arch.head_dim, kv_dtype)
+
+
+def _kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
+    """Of one head of one token; integers have a float32 beside them."""
+    if kv_dtype in INTEGER_BYTES:
+        return head_dim * INTEGER_BYTES[kv_dtype] + 4
+    return head_dim * DTYPE_BYTES[kv_dtype]
 
 
 def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:

@@ -39,9 +39,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: Annotated[
         str | None, _text("bytes for KV blocks per worker (512MiB, 4GiB); default: from free memory")
     ] = None
-    kv_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _text("type of stored keys and values")] = (
-        "auto"
-    )
+    kv_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "int16", "int8"],
+        _text("type of stored keys and values; integers have a scale per token and head"),
+    ] = "auto"
     block_size: Annotated[int, _count("tokens per KV block", 1, le=256)] = 16
     prefix_cache: Annotated[bool, _text("reuse the KV of equal prompt prefixes")] = True
     num_blocks: Annotated[int, _count("KV blocks per engine; overrides kv-memory (tests)", 1)] | None = None

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.forward import HostKV, ModelFacts
+from models.kv_layout import can_be_integers, fill_nan, kv_shapes
 from trireme.arch import ArchSpec
 from trireme.config import Decision
+from trireme.errors import ConfigError
 
 KvDtype = np.dtype[Any]
 # bfloat16 is kept as its bits
@@ -21,12 +23,22 @@ KV_DTYPES: dict[str, KvDtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
+    "int8": np.dtype(np.int8),
+    "int16": np.dtype(np.int16),
 }
-_BF16_NAN = 0x7FC0
+_ALIGNMENT = 64  # of every block, in bytes: loads of whole vectors then stay within a cache line
 
 
-def choose_kv_dtype(asked: str, arch: ArchSpec) -> tuple[KvDtype, Decision]:
-    """Element type of keys and values for `--kv-dtype`. auto: as exact as the weights, so float32 only under float32 ones."""
+def choose_kv_dtype(asked: str, arch: ArchSpec, block_size: int) -> tuple[KvDtype, Decision]:
+    """Element type of keys and values for `--kv-dtype`. auto: as exact as the weights, so float32 only under float32 ones.
+
+    Raises ConfigError for integers where the head_dim or the block size is odd.
+    """
+    if asked.startswith("int") and not can_be_integers(arch.head_dim, block_size):
+        raise ConfigError(
+            f"--kv-dtype {asked} needs an even head_dim and block size; they are {arch.head_dim} and {block_size}",
+            hint="--kv-dtype float16",
+        )
     if asked != "auto":
         return KV_DTYPES[asked], Decision("kv dtype", asked, "--kv-dtype was given")
     if arch.source != "gguf" and arch.weights_dtype == "float32":
@@ -38,24 +50,25 @@ def choose_kv_dtype(asked: str, arch: ArchSpec) -> tuple[KvDtype, Decision]:
 
 def block_bytes(model: ModelFacts, block_size: int, dtype: KvDtype) -> int:
     """Bytes that one block costs on this worker: keys and values of all layers of its stage."""
-    return 2 * model.num_kv_layers * model.kv_heads * model.head_dim * block_size * dtype.itemsize
+    shapes = kv_shapes(1, model.kv_heads, model.head_dim, block_size, dtype.name)
+    return model.num_kv_layers * dtype.itemsize * sum(math.prod(shape) for shape in shapes)
 
 
 def allocate_kv(model: ModelFacts, num_blocks: int, block_size: int, dtype: KvDtype) -> list[HostKV]:
     """Zeroed KV of every layer of this stage. Pages are taken from the system as blocks are first used."""
-    heads, dim = model.kv_heads, model.head_dim
+    k_shape, v_shape = kv_shapes(num_blocks, model.kv_heads, model.head_dim, block_size, dtype.name)
     return [
-        HostKV(
-            k=_untouched_zeros((num_blocks, heads, dim, block_size), dtype),
-            v=_untouched_zeros((num_blocks, heads, block_size, dim), dtype),
-        )
+        HostKV(k=_untouched_zeros(k_shape, dtype), v=_untouched_zeros(v_shape, dtype))
         for _ in range(model.num_kv_layers)
     ]
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: KvDtype) -> NDArray[Any]:
     """Zeros that cost nothing until they are used."""
-    return np.zeros(math.prod(shape) * dtype.itemsize, np.uint8).view(dtype).reshape(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def copy_blocks(kv: list[HostKV], copies: list[tuple[int, int]]) -> None:
@@ -74,5 +87,5 @@ def copy_blocks(kv: list[HostKV], copies: list[tuple[int, int]]) -> None:
 def poison_blocks(kv: list[HostKV], blocks: list[int]) -> None:
     """Fills blocks with NaN, so that a test sees any read of a block that nobody wrote."""
     for layer in kv:
-        for array in (layer.k, layer.v):
-            array[blocks] = _BF16_NAN if array.dtype == KV_DTYPES["bfloat16"] else np.nan
+        fill_nan(layer.k, blocks)
+        fill_nan(layer.v, blocks)

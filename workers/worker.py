@@ -66,7 +66,7 @@ class Worker:
 
             # the pool of the native kernels computes where they are built; torch's own threads would only spin
             use_threads(num_threads if self._native is None else 1)
-        kv_dtype, kv_decision = choose_kv_dtype(self.config.cache.kv_dtype, arch)
+        kv_dtype, kv_decision = choose_kv_dtype(self.config.cache.kv_dtype, arch, self.config.cache.block_size)
         self._loaded = arch, model, kv_dtype
         facts, parallel = read_memory(), self.config.parallel
         step_bytes = activation_bytes(arch, self.config.scheduler)

@@ -11,7 +11,7 @@
 namespace trireme {
 namespace {
 
-constexpr int kTaskQueries = 48;         // of one task: enough to reuse a tile of keys, few enough to stay in cache
+constexpr int kTaskQueries = 96;            // of one task: enough to reuse a tile of keys, few enough to stay in cache
 constexpr int64_t kLargeProducts = 250000;  // multiply-adds below which one thread is faster
 
 // Memory of one thread, kept between calls.
@@ -113,7 +113,7 @@ void attend_by_parts(const AttentionArgs& a, const std::vector<AttentionTask>& t
 
 int64_t attention_scratch_floats(int num_queries, int dim) {
   const int64_t padded = (dim + 15) / 16 * 16, n = (num_queries + 15) / 16 * 16;
-  return n * (3 * padded + 16 + kTileTokens + 4) + 2 * kTileTokens * padded;
+  return n * (3 * padded + 16 + kTileTokens + 5) + 2 * kTileTokens * (padded + 1);
 }
 
 bool is_large(const AttentionArgs& a) {

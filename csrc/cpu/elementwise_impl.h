@@ -58,6 +58,9 @@ static void norm_rows(const NormArgs& a, int first, int last) {
 
 // ---------------------------------------------------------------- rotary embedding and cache write
 
+// Units of integers up to this count as zero: 1 / unit must be a number.
+inline constexpr float kLeastUnit = 1e-36f;
+
 // out may be x. Products are rounded before they are added, as the reference does.
 TRIREME_INLINE void rotate(const float* x, const float* cos, const float* sin, int half, float* out) {
   for (int i = 0; i < half; i += kLanes) {
@@ -86,6 +89,18 @@ TRIREME_INLINE void narrow_row(const float* x, T* out, int n) {
   for (; i < n; ++i) narrow(x[i], out + i);
 }
 
+// The rotated, normed key of one head of one token, in `key` or where k was.
+TRIREME_INLINE const float* finished_key(const RopeArgs& a, int token, int head, const float* cos, float* key) {
+  const float* k = a.k + token * a.k_stride + static_cast<int64_t>(head) * a.kv.dim;
+  if (a.k_norm != nullptr) {
+    norm_row(k, a.k_norm, key, a.kv.dim, a.eps);
+    k = key;
+  }
+  if (a.rot < a.kv.dim && k != key) std::memcpy(key + a.rot, k + a.rot, static_cast<size_t>(a.kv.dim - a.rot) * 4);
+  rotate(k, cos, cos + a.rot / 2, a.rot / 2, key);
+  return key;
+}
+
 template <class T>
 static void cache_token(const RopeArgs& a, int token, const float* cos, float* key) {
   const KvView& kv = a.kv;
@@ -93,19 +108,69 @@ static void cache_token(const RopeArgs& a, int token, const float* cos, float* k
   const int64_t head_size = static_cast<int64_t>(kv.dim) * kv.block_size;
   T narrow_key[kMaxHeadDim];
   for (int head = 0; head < kv.heads; ++head) {
-    const float* k = a.k + token * a.k_stride + static_cast<int64_t>(head) * kv.dim;
-    if (a.k_norm != nullptr) {
-      norm_row(k, a.k_norm, key, kv.dim, a.eps);
-      k = key;
-    }
-    if (a.rot < kv.dim && k != key) std::memcpy(key + a.rot, k + a.rot, static_cast<size_t>(kv.dim - a.rot) * 4);
-    rotate(k, cos, cos + a.rot / 2, a.rot / 2, key);
-    narrow_row(key, narrow_key, kv.dim);
+    narrow_row(finished_key(a, token, head, cos, key), narrow_key, kv.dim);
     const int64_t base = (block * kv.heads + head) * head_size;
     T* keys = static_cast<T*>(kv.k) + base + offset;
     for (int d = 0; d < kv.dim; ++d) keys[static_cast<int64_t>(d) * kv.block_size] = narrow_key[d];
     const float* v = a.v + token * a.v_stride + static_cast<int64_t>(head) * kv.dim;
     narrow_row(v, static_cast<T*>(kv.v) + base + offset * kv.dim, kv.dim);
+  }
+}
+
+// out[i] = x[i] / unit, rounded; out has room for whole vectors. A unit that is not a number gives any integers.
+TRIREME_INLINE void divide_row(const float* x, float unit, int16_t* out, int n) {
+  const Vec inverse = set1(unit > kLeastUnit ? 1.0f / unit : 0.0f);
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) store_ints(out + i, mul(load(x + i), inverse));
+  if (i < n) store_ints(out + i, mul(load_first(x + i, n - i), inverse));
+}
+
+template <class T>
+TRIREME_INLINE void store_unit(T* units, int64_t offset, float unit) {
+  if (!(unit > kLeastUnit) && unit == unit) unit = 0.0f;
+  std::memcpy(reinterpret_cast<char*>(units) + 4 * offset, &unit, 4);
+}
+
+// The greatest absolute value, NaN if there is any.
+TRIREME_INLINE float largest(const float* x, int n) {
+  Vec best = zero(), tainted = zero();
+  for (int i = 0; i < n; i += kLanes) {
+    const Vec value = i + kLanes <= n ? load(x + i) : load_first(x + i, n - i);
+    best = max(best, max(value, sub(zero(), value)));
+    tainted = fma(value, zero(), tainted);
+  }
+  return reduce_max(best) + reduce_add(tainted);
+}
+
+// Numbers of one token in steps of `stride`, `width` side by side.
+template <int Width, class T>
+TRIREME_INLINE void spread(const int16_t* from, T* to, int64_t stride, int n) {
+  for (int i = 0; i < n; i += Width) {
+    for (int j = 0; j < Width; ++j) to[i / Width * stride + j] = static_cast<T>(from[i + j]);
+  }
+}
+
+template <class T>
+static void cache_integers(const RopeArgs& a, int token, const float* cos, float* key) {
+  const KvView& kv = a.kv;
+  const int64_t block = a.slots[token] / kv.block_size, offset = a.slots[token] % kv.block_size;
+  const int64_t head_bytes = kv_head_bytes(kv.type, kv.dim, kv.block_size);
+  const int64_t numbers = static_cast<int64_t>(kv.dim) * kv.block_size;
+  constexpr float most = sizeof(T) == 2 ? 32767.0f : 127.0f;
+  int16_t rounded[kMaxHeadDim];
+  for (int head = 0; head < kv.heads; ++head) {
+    T* keys = reinterpret_cast<T*>(static_cast<char*>(kv.k) + (block * kv.heads + head) * head_bytes);
+    T* values = reinterpret_cast<T*>(static_cast<char*>(kv.v) + (block * kv.heads + head) * head_bytes);
+    const float* k = finished_key(a, token, head, cos, key);
+    const float key_unit = (sizeof(T) == 2 ? std::sqrt(sum_squares(k, kv.dim)) : largest(k, kv.dim)) / most;
+    divide_row(k, key_unit, rounded, kv.dim);
+    spread<2>(rounded, keys + 2 * offset, 2 * kv.block_size, kv.dim);
+    store_unit(keys + numbers, offset, key_unit);
+    const float* v = a.v + token * a.v_stride + static_cast<int64_t>(head) * kv.dim;
+    const float value_unit = largest(v, kv.dim) / most;
+    divide_row(v, value_unit, rounded, kv.dim);
+    spread<1>(rounded, values + offset / 2 * 2 * kv.dim + offset % 2, 2, kv.dim);
+    store_unit(values + numbers, offset, value_unit);
   }
 }
 
@@ -123,6 +188,8 @@ static void rope_tokens(const RopeArgs& a, int first, int last) {
       case KvType::f32: cache_token<float>(a, token, cos, key); break;
       case KvType::f16: cache_token<Half>(a, token, cos, key); break;
       case KvType::bf16: cache_token<BFloat>(a, token, cos, key); break;
+      case KvType::i8: cache_integers<int8_t>(a, token, cos, key); break;
+      case KvType::i16: cache_integers<int16_t>(a, token, cos, key); break;
     }
   }
 }

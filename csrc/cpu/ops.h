@@ -10,9 +10,15 @@ namespace trireme {
 // Largest head_dim; the bindings refuse more.
 inline constexpr int kMaxHeadDim = 1024;
 
-enum class KvType : int { f32 = 0, f16 = 1, bf16 = 2 };
+enum class KvType : int { f32 = 0, f16 = 1, bf16 = 2, i8 = 3, i16 = 4 };
+inline bool is_integer(KvType type) { return type == KvType::i8 || type == KvType::i16; }
 
-// Paged cache of one layer. k [num_blocks, heads, dim, block_size], v [num_blocks, heads, block_size, dim], contiguous.
+// Paged cache of one layer, contiguous. Of floats: k [num_blocks, heads, dim, block_size], v [num_blocks, heads, block_size,
+// dim]. Of integers, dim and block_size being even, each head of a block has its numbers and then one float per token, the
+// value of its 1 (zero for a token of zeros):
+//
+//     k   [dim / 2][block_size][2 dims], scales [block_size]      int16: 32767 is the length of the key, int8: 127 its largest
+//     v   [block_size / 2][dim][2 tokens], scales [block_size]    the token's largest is 32767 or 127
 struct KvView {
   void* k;
   void* v;
@@ -21,6 +27,19 @@ struct KvView {
   int dim;
   int block_size;
 };
+
+// Bytes of one head of one block of k or v.
+inline int64_t kv_head_bytes(KvType type, int dim, int block_size) {
+  const int64_t numbers = static_cast<int64_t>(dim) * block_size;
+  switch (type) {
+    case KvType::f32: return 4 * numbers;
+    case KvType::f16:
+    case KvType::bf16: return 2 * numbers;
+    case KvType::i8: return numbers + 4 * block_size;
+    case KvType::i16: return 2 * numbers + 4 * block_size;
+  }
+  return 0;
+}
 
 struct NormArgs {
   const float* x;

@@ -33,6 +33,13 @@ struct Half {
 struct BFloat {
   uint16_t bits;
 };
+// Keys and values as integers with a scale per token and head: see KvView in ops.h.
+template <class T>
+inline constexpr bool kIsInteger = false;
+template <>
+inline constexpr bool kIsInteger<int8_t> = true;
+template <>
+inline constexpr bool kIsInteger<int16_t> = true;
 
 TRIREME_INLINE float bits_to_float(uint32_t bits) {
   float value;
@@ -134,6 +141,11 @@ TRIREME_INLINE Vec scale_pow2(Vec a, Vec n) {
   const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
   return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23)))};
 }
+// The same, given n + 12582912 (1.5 * 2^23), whose low bits are those of n.
+TRIREME_INLINE Vec scale_pow2_shifted(Vec a, Vec shifted) {
+  const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+  return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(0x3f800000))))};
+}
 // Lanes of a where !(x < limit), 0 elsewhere; a NaN in x keeps a.
 TRIREME_INLINE Vec zero_below(Vec a, Vec x, Vec limit) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), a.v)};
@@ -142,6 +154,32 @@ TRIREME_INLINE Vec zero_below(Vec a, Vec x, Vec limit) {
 TRIREME_INLINE Vec keep_lanes(Vec a, int first, int last, Vec fill) {
   const uint32_t mask = ((1u << last) - 1u) & ~((1u << first) - 1u);
   return {_mm512_mask_mov_ps(fill.v, static_cast<__mmask16>(mask), a.v)};
+}
+// Integers: sixteen int32 sums of products of int16 pairs, exact. Pairs are 32 numbers, two of each lane, Pair is two for all
+// lanes. `store_ints` rounds to nearest even; what is out of range or NaN gives any number.
+struct Ints {
+  __m512i v;
+};
+struct Pairs {
+  __m512i v;
+};
+struct Pair {
+  __m512i all;
+};
+TRIREME_INLINE Ints no_ints() { return {_mm512_setzero_si512()}; }
+TRIREME_INLINE Pairs load_pairs(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
+TRIREME_INLINE Pairs load_pairs(const int8_t* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+TRIREME_INLINE Pair repeat_pair(const int16_t* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return {_mm512_set1_epi32(pair)};
+}
+TRIREME_INLINE void add_products(Ints& sums, Pair a, Pairs b) { sums.v = _mm512_dpwssd_epi32(sums.v, a.all, b.v); }
+TRIREME_INLINE Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+TRIREME_INLINE void store_ints(int16_t* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v)));
 }
 TRIREME_INLINE __m256 low_half(Vec a) { return _mm512_castps512_ps256(a.v); }
 TRIREME_INLINE __m256 high_half(Vec a) { return _mm512_extractf32x8_ps(a.v, 1); }
@@ -204,6 +242,13 @@ TRIREME_INLINE __m256 scale_pow2_half(__m256 a, __m256 n) {
   return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
 TRIREME_INLINE Vec scale_pow2(Vec a, Vec n) { return {scale_pow2_half(a.lo, n.lo), scale_pow2_half(a.hi, n.hi)}; }
+TRIREME_INLINE __m256 scale_pow2_shifted_half(__m256 a, __m256 shifted) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(0x3f800000))));
+}
+TRIREME_INLINE Vec scale_pow2_shifted(Vec a, Vec shifted) {
+  return {scale_pow2_shifted_half(a.lo, shifted.lo), scale_pow2_shifted_half(a.hi, shifted.hi)};
+}
 TRIREME_INLINE Vec zero_below(Vec a, Vec x, Vec limit) {
   return {_mm256_and_ps(a.lo, _mm256_cmp_ps(x.lo, limit.lo, _CMP_NLT_UQ)),
           _mm256_and_ps(a.hi, _mm256_cmp_ps(x.hi, limit.hi, _CMP_NLT_UQ))};
@@ -217,6 +262,44 @@ TRIREME_INLINE Vec keep_lanes(Vec a, int first, int last, Vec fill) {
   const __m256i from = _mm256_set1_epi32(first), to = _mm256_set1_epi32(last);
   return {keep_half(a.lo, lane, from, to, fill.lo),
           keep_half(a.hi, _mm256_add_epi32(lane, _mm256_set1_epi32(8)), from, to, fill.hi)};
+}
+struct Ints {
+  __m256i lo, hi;
+};
+struct Pairs {
+  __m256i lo, hi;
+};
+struct Pair {
+  __m256i all;
+};
+TRIREME_INLINE Ints no_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+TRIREME_INLINE Pairs load_pairs(const int16_t* p) {
+  const __m256i* raw = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(raw), _mm256_loadu_si256(raw + 1)};
+}
+TRIREME_INLINE Pairs load_pairs(const int8_t* p) {
+  const __m128i* raw = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(raw)), _mm256_cvtepi8_epi16(_mm_loadu_si128(raw + 1))};
+}
+TRIREME_INLINE Pair repeat_pair(const int16_t* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return {_mm256_set1_epi32(pair)};
+}
+// Written out because gcc 12 moves the additions behind all products, which no longer fits the registers.
+TRIREME_INLINE void add_products(Ints& sums, Pair a, Pairs b) {
+  __m256i low;
+  asm("vpmaddwd %[b_lo], %[pair], %[low]\n\t"
+      "vpmaddwd %[b_hi], %[pair], %[pair]\n\t"
+      "vpaddd %[low], %[lo], %[lo]\n\t"
+      "vpaddd %[pair], %[hi], %[hi]"
+      : [lo] "+x"(sums.lo), [hi] "+x"(sums.hi), [low] "=&x"(low), [pair] "+&x"(a.all)
+      : [b_lo] "x"(b.lo), [b_hi] "x"(b.hi));
+}
+TRIREME_INLINE Vec to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+TRIREME_INLINE void store_ints(int16_t* p, Vec a) {
+  const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xd8));
 }
 TRIREME_INLINE __m256 low_half(Vec a) { return a.lo; }
 TRIREME_INLINE __m256 high_half(Vec a) { return a.hi; }
@@ -291,6 +374,12 @@ TRIREME_INLINE Vec scale_pow2(Vec a, Vec n) {
     return a.q[i] * reinterpret_cast<Quad>(exponent);
   });
 }
+TRIREME_INLINE Vec scale_pow2_shifted(Vec a, Vec shifted) {
+  return each_quad([&](int i) {
+    const QuadInt exponent = (reinterpret_cast<QuadInt>(shifted.q[i]) << 23) + 0x3f800000;
+    return a.q[i] * reinterpret_cast<Quad>(exponent);
+  });
+}
 TRIREME_INLINE Vec zero_below(Vec a, Vec x, Vec limit) {
   return each_quad([&](int i) { return choose(x.q[i] < limit.q[i], quad1(0.0f), a.q[i]); });
 }
@@ -299,6 +388,41 @@ TRIREME_INLINE Vec keep_lanes(Vec a, int first, int last, Vec fill) {
     const QuadInt lane = QuadInt{0, 1, 2, 3} + 4 * i;
     return choose((lane >= first) & (lane < last), a.q[i], fill.q[i]);
   });
+}
+
+struct Ints {
+  int32_t v[kLanes];
+};
+struct Pairs {
+  int16_t v[2 * kLanes];
+};
+struct Pair {
+  int32_t first, second;
+};
+TRIREME_INLINE Ints no_ints() { return {}; }
+template <class T>
+TRIREME_INLINE Pairs load_pairs(const T* p) {
+  Pairs out;
+  for (int i = 0; i < 2 * kLanes; ++i) out.v[i] = p[i];
+  return out;
+}
+TRIREME_INLINE Pair repeat_pair(const int16_t* p) { return {p[0], p[1]}; }
+TRIREME_INLINE void add_products(Ints& sums, Pair a, const Pairs& b) {
+  for (int i = 0; i < kLanes; ++i) {
+    const uint32_t product = static_cast<uint32_t>(a.first * b.v[2 * i]) + static_cast<uint32_t>(a.second * b.v[2 * i + 1]);
+    sums.v[i] = static_cast<int32_t>(static_cast<uint32_t>(sums.v[i]) + product);
+  }
+}
+TRIREME_INLINE Vec to_floats(const Ints& a) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(a.v[i]);
+  return load(lanes);
+}
+// NaN becomes -32767.
+TRIREME_INLINE void store_ints(int16_t* p, Vec a) {
+  float lanes[kLanes];
+  store(lanes, round(max(set1(-32767.0f), min(a, set1(32767.0f)))));
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(lanes[i] > -32767.0f ? lanes[i] : -32767.0f);
 }
 
 #endif
@@ -368,6 +492,21 @@ TRIREME_INLINE Vec exp(Vec x) {
   return zero_below(scale_pow2(y, n), x, lowest);
 }
 
-TRIREME_INLINE float exp_scalar(float x) { return first_lane(exp(set1(x))); }
+// 2^x within 5e-7 for x <= 127; exactly 1 at 0, NaN for NaN, 2^-120 below -120. Minimax polynomial of degree 5 with p(0) = 1.
+TRIREME_INLINE Vec exp2(Vec x) {
+  const Vec magic = set1(12582912.0f);  // adding it rounds to a whole number
+  const Vec clamped = max(set1(-120.0f), x);
+  const Vec shifted = add(clamped, magic);
+  const Vec r = sub(clamped, sub(shifted, magic));
+  Vec y = set1(1.1125507299e-3f);
+  y = fma(y, r, set1(9.6662826836e-3f));
+  y = fma(y, r, set1(5.5574003607e-2f));
+  y = fma(y, r, set1(2.4022351205e-1f));
+  y = fma(y, r, set1(6.9314283133e-1f));
+  y = fma(y, r, set1(1.0f));
+  return scale_pow2_shifted(y, shifted);
+}
+
+TRIREME_INLINE float exp2_scalar(float x) { return first_lane(exp2(set1(x))); }
 
 }  // namespace trireme::TRIREME_VARIANT

@@ -14,6 +14,7 @@ import numpy as np
 
 from models.arch.stage import LayerWeights, StageWeights, attention_scale_of, soft_capped
 from models.forward import Group, HostBatch, HostKV, Logits
+from models.kv_layout import KV_CODES
 from models.layers.rope import depends_on_length, step_table
 from models.native import load_native
 from models.quant.packed import Floats, address_of
@@ -22,7 +23,6 @@ from trireme.arch import ArchSpec
 from trireme.mesh import Mesh
 
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
-_KV_CODES = {"float32": 0, "float16": 1, "uint16": 2}  # bfloat16 comes as its bits
 
 
 def covers(arch: ArchSpec) -> bool:
@@ -63,7 +63,7 @@ class _Layers:
         """One step; `positions` and `buffers` are addresses. Releases the interpreter lock throughout."""
         if kv is not self._kv:
             caches = [(address_of(layer.k), address_of(layer.v)) for layer in kv]
-            self._stage.bind_kv(_KV_CODES[kv[0].k.dtype.name], kv[0].k.shape[3], caches)
+            self._stage.bind_kv(KV_CODES[kv[0].k.dtype.name], kv[0].k.shape[3], caches)
             self._kv = kv
         table = batch.block_table
         rest = (batch.slots, batch.query_start, batch.context_len, table)

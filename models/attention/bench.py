@@ -1,4 +1,4 @@
-"""Times the layer ops on this machine: `python -m models.attention.bench [--threads N] [--isa NAME]`.
+"""Times the layer ops on this machine: `python -m models.attention.bench [--threads N] [--isa NAME] [--kv TYPES]`.
 
 CPU time of the calling thread with one thread (steady on a busy machine), wall time with more. Microseconds per call.
 """
@@ -15,9 +15,12 @@ from torch import Tensor
 
 from models import ops
 from models.forward import ForwardBatch, KVLayer
+from models.kv_layout import kv_shapes
 from models.native import load_native
 
 HEADS, KV_HEADS, DIM, HIDDEN, FFN, BLOCK = 9, 3, 64, 576, 1536, 16  # SmolLM2-135M
+# rows, context, new tokens of each
+SHAPES = ((1, 128, 1), (1, 1024, 1), (1, 4096, 1), (16, 512, 1), (64, 512, 1), (1, 512, 512), (1, 2048, 2048))
 LAYERS = 8  # caches taken in turn, so that a decode step does not find its KV in the first cache
 
 
@@ -60,10 +63,13 @@ def make_batch(rows: int, context: int, new: int) -> ForwardBatch:
 
 
 def make_cache(batch: ForwardBatch, dtype: torch.dtype) -> KVLayer:
-    blocks = batch.block_table.numel()
-    return KVLayer(
-        torch.randn(blocks, KV_HEADS, DIM, BLOCK).to(dtype), torch.randn(blocks, KV_HEADS, BLOCK, DIM).to(dtype)
-    )
+    shapes = kv_shapes(batch.block_table.numel(), KV_HEADS, DIM, BLOCK, str(dtype).removeprefix("torch."))
+    if dtype.is_floating_point:
+        return KVLayer(*(torch.randn(shape).to(dtype) for shape in shapes))
+    kv = KVLayer(*(torch.randint(-127, 128, shape, dtype=dtype) for shape in shapes))
+    for part in (kv.k, kv.v):
+        part.flatten(2).view(torch.float32)[..., -BLOCK:] = 0.02
+    return kv
 
 
 def time_elementwise(clock: Callable[[], float]) -> None:
@@ -86,7 +92,7 @@ def attend_each(q: Tensor, caches: list[KVLayer], batch: ForwardBatch, out: Tens
 
 def time_attention(clock: Callable[[], float], dtype: torch.dtype) -> None:
     cos_sin = torch.randn(8192, DIM)
-    for rows, context, new in ((1, 128, 1), (1, 1024, 1), (1, 4096, 1), (16, 512, 1), (1, 512, 512), (1, 2048, 2048)):
+    for rows, context, new in SHAPES:
         batch = make_batch(rows, context, new)
         caches = [make_cache(batch, dtype) for _ in range(LAYERS if new == 1 else 1)]
         qkv = torch.randn(rows * new, (HEADS + 2 * KV_HEADS) * DIM)
@@ -106,6 +112,7 @@ def time_attention(clock: Callable[[], float], dtype: torch.dtype) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="time the layer ops; microseconds per call")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kv", default="float32,float16,bfloat16,int16,int8", help="element types of the cache")
     parser.add_argument("--isa", default="", help="portable, avx2 or avx512vnni; default: the machine's best")
     args = parser.parse_args()
     native = load_native()
@@ -116,8 +123,8 @@ def main() -> None:
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     print(f"{native.isa()}, {args.threads} thread(s), shapes of SmolLM2-135M, microseconds per call")
     time_elementwise(clock)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        time_attention(clock, dtype)
+    for name in args.kv.split(","):
+        time_attention(clock, getattr(torch, name))
 
 
 if __name__ == "__main__":

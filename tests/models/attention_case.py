@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from models.forward import ForwardBatch, KVLayer
+from models.kv_blocks import write_tokens
+from models.kv_layout import kv_shapes
 
 
 @dataclass
@@ -49,15 +51,21 @@ def make_batch(rows: list[tuple[int, int]], block_size: int, *, spare_blocks: in
     )
 
 
+def empty_kv(num_blocks: int, heads: int, dim: int, block_size: int, dtype: torch.dtype) -> KVLayer:
+    """A cache full of NaN."""
+    nan = -1 if dtype in (torch.int8, torch.int16) else float("nan")
+    k, v = kv_shapes(num_blocks, heads, dim, block_size, str(dtype).removeprefix("torch."))
+    return KVLayer(torch.full(k, nan, dtype=dtype), torch.full(v, nan, dtype=dtype))
+
+
 def make_kv(batch: ForwardBatch, shape: Shape, dtype: torch.dtype, *, seed: int = 1) -> KVLayer:
     """A cache with random contents in every block that the batch names, NaN in all others and beyond each row's end."""
     generator = torch.Generator().manual_seed(seed)
-    num_blocks = int(batch.block_table.max()) + 4
-    k = torch.full((num_blocks, shape.kv_heads, shape.dim, shape.block_size), float("nan"))
-    v = torch.full((num_blocks, shape.kv_heads, shape.block_size, shape.dim), float("nan"))
+    kv = empty_kv(int(batch.block_table.max()) + 4, shape.kv_heads, shape.dim, shape.block_size, dtype)
     for row, context in enumerate(batch.context_len.tolist()):
         position = torch.arange(context)
-        block, offset = batch.block_table[row, position // shape.block_size].long(), position % shape.block_size
-        k[block, :, :, offset] = torch.randn(context, shape.kv_heads, shape.dim, generator=generator)
-        v[block, :, offset] = torch.randn(context, shape.kv_heads, shape.dim, generator=generator)
-    return KVLayer(k.to(dtype), v.to(dtype))
+        slots = batch.block_table[row, position // shape.block_size].long() * shape.block_size
+        k = torch.randn(context, shape.kv_heads, shape.dim, generator=generator)
+        v = torch.randn(context, shape.kv_heads, shape.dim, generator=generator)
+        write_tokens(kv, slots + position % shape.block_size, k, v)
+    return kv

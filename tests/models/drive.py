@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models.forward import Group, HostBatch, HostKV, SoloGroup
+from models.kv_layout import fill_nan, kv_shapes
 from models.load import load_model
 from trireme.arch import read_arch
 from trireme.mesh import Mesh
@@ -25,6 +26,8 @@ KV_DTYPES = {
     torch.float32: np.dtype(np.float32),
     torch.float16: np.dtype(np.float16),
     torch.bfloat16: np.dtype(np.uint16),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
 }
 
 
@@ -55,14 +58,11 @@ class Driver:
         self.table = order.view(num_rows, blocks_per_row).to(torch.int32).numpy()
         heads, dim = model.kv_heads, model.head_dim
         dtype = KV_DTYPES[kv_dtype]
-        nan = 0x7FC0 if kv_dtype is torch.bfloat16 else np.nan
-        self.kv = [
-            HostKV(
-                np.full((num_blocks, heads, dim, block_size), nan, dtype),
-                np.full((num_blocks, heads, block_size, dim), nan, dtype),
-            )
-            for _ in range(model.num_kv_layers)
-        ]
+        k_shape, v_shape = kv_shapes(num_blocks, heads, dim, block_size, dtype.name)
+        self.kv = [HostKV(np.empty(k_shape, dtype), np.empty(v_shape, dtype)) for _ in range(model.num_kv_layers)]
+        for layer in self.kv:
+            fill_nan(layer.k)
+            fill_nan(layer.v)
         self.computed = [0] * num_rows
 
     def step(self, rows: Sequence[tuple[int, Sequence[int]]], *, all_logits: bool = False) -> Tensor | None:
