@@ -100,7 +100,8 @@ class NativeDecoder:
             spans[0].size for spans in (self.weights.shares.q, self.weights.shares.kv, self.weights.shares.ffn)
         )
         self.num_kv_layers, self.kv_heads = len(self.weights.layers), kv // arch.head_dim
-        self._widths = (arch.hidden, arch.hidden, q + 2 * kv, q, 2 * ffn, ffn)
+        most: int = getattr(self._native, "FEED_FORWARD_ROWS", 0)
+        self._widths = ((arch.hidden, 0), (arch.hidden, 0), (q + 2 * kv, 0), (q, 0), (2 * ffn, most), (ffn, most))
         self._layers = _Layers(self.weights)
         self._varying: tuple[Floats, _Layers] | None = None  # rotated by a table of the step's own
         self._allocate(0)
@@ -174,5 +175,7 @@ class NativeDecoder:
         return logits
 
     def _allocate(self, num_tokens: int) -> None:
-        self._buffers = [np.empty((num_tokens, width), np.float32) for width in self._widths]
+        self._buffers = [
+            np.empty((min(num_tokens, most or num_tokens), width), np.float32) for width, most in self._widths
+        ]
         self._addresses = [address_of(buffer) for buffer in self._buffers]

@@ -245,3 +245,12 @@ def test_gguf_equals_its_directory(tmp_path: Path, name: str) -> None:
     path = make(tmp_path / "hf", name, **layers)
     model = load(gguf_from_directory(path, tmp_path / "model.gguf"))
     torch.testing.assert_close(logits_of(model, TEXT), logits_of(load(path), TEXT), rtol=0, atol=LOGITS_BOUND)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite", "olmo2"])
+def test_rows_of_a_long_step_do_not_depend_on_how_it_is_cut(tmp_path: Path, name: str) -> None:
+    """The native stage takes a step through the feed-forward network in parts, torch in one piece."""
+    path, text = make(tmp_path, name), (TEXT * 4)[:300]
+    native = logits_of(load(path), text)
+    assert torch.equal(logits_of(load(path, runtime="torch"), text), native)
+    assert torch.equal(logits_of(load(path), text, chunk=150), native)
