@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from launch.options import Invocation
-from trireme.budget import Share, kv_token_bytes, memory_shares
+from trireme.budget import DTYPE_BYTES, Share, kv_token_bytes, memory_shares
 from trireme.config import Decision, EngineConfig
 from trireme.device import DeviceFacts, read_device
 from trireme.errors import ConfigError
+from trireme.loaded import loaded_bytes
 from trireme.mesh import Mesh
 from trireme.resolve import ModelFacts, describe, read_model, resolve
 from trireme.settings import SECRET, table
@@ -76,7 +77,8 @@ def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> P
     has_kv = model.arch.family != "stub" and config.parallel.worker != "fake"
     token_bytes = kv_token_bytes(model.arch, resolved.cache.kv_dtype, mesh) if has_kv else 0
     held = _kv_tokens(resolved, token_bytes)
-    shares = memory_shares(resolved, model.arch, model.weight_bytes, held * token_bytes)
+    weights = loaded_bytes(resolved.model, model.arch, model.weight_bytes)
+    shares = memory_shares(resolved, model.arch, weights, held * token_bytes)
     over = sum(share.total for share in shares) - device.memory_free
     workers = mesh.dp * mesh.num_workers
     if over > 0 and not refusal:
@@ -115,6 +117,8 @@ def _cures_of_size(config: EngineConfig, kv_bytes: int, over: int, num_workers: 
         cures.append(f"--kv-memory {smaller}MiB   fits")
     if config.cache.kv_dtype == "float32":
         cures.append("--kv-dtype float16   half the memory per token")
+    if config.model.quantize is None and config.model.dtype in DTYPE_BYTES:
+        cures.append("--quantize q8_0   dense weights in 8 bits")
     if config.scheduler.max_num_tokens > 512:
         cures.append("--max-num-tokens 512   smaller steps need less memory")
     return cures or ["a smaller or more strongly quantized model"]

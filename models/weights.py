@@ -16,7 +16,7 @@ from models.quant.gguf_expand import dequantize
 from models.quant.packed import PACKED_KINDS, SCHEMES, Bytes, Floats, bytes_of, quantize_rows, row_bytes
 from models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from trireme.errors import ModelError
-from trireme.gguf import GgufFile, read_gguf
+from trireme.gguf import LOADED_AS, GgufFile, read_gguf
 from trireme.mesh import Span
 from trireme.packaged import read_json
 
@@ -52,9 +52,11 @@ class RawMatrix(NamedTuple):
         return dequantize(self.kind, self.raw, self.n, self.k)
 
     def computable(self, dense: str | None) -> RawMatrix:
-        """As a kind that has a kernel: other block types become F16; dense ones become `dense`, a kind or a rounding
+        """As a kind that has a kernel: other types become what LOADED_AS says; dense ones become `dense`, a kind or a rounding
         scheme, when that is given. Rows that are no whole blocks stay dense."""
         if self.kind not in PACKED_KINDS:
+            if LOADED_AS.get(self.kind) == "Q8_0":
+                return RawMatrix(*quantize_rows("q8_0", self.as_float32()), self.n, self.k)
             return self.as_kind("F16")
         if dense is None or self.kind not in DENSE_KINDS:
             return self

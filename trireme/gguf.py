@@ -61,6 +61,13 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     39: ("MXFP4", 32, 17),
 }
 
+# Types that no kernel computes with, and what their matrices become at load: of a few levels, in 8-bit blocks.
+LOADED_AS = {
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"), "Q8_0"),
+    **dict.fromkeys(("Q8_K", "F64"), "F16"),
+}
+_SIZES = {name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()}
+
 _SCALARS: dict[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 
@@ -84,6 +91,12 @@ class GgufTensor(NamedTuple):
     @property
     def num_rows(self) -> int:
         return math.prod(self.shape[1:])
+
+    @property
+    def loaded_bytes(self) -> int:
+        """What it takes in memory: more than in the file if no kernel computes with its type."""
+        size, nbytes = _SIZES[LOADED_AS.get(self.kind, self.kind)]
+        return math.prod(self.shape) // size * nbytes
 
 
 class GgufFile(NamedTuple):

@@ -15,8 +15,9 @@ from trireme.budget import DTYPE_BYTES, kv_token_bytes, num_params, too_little_k
 from trireme.config import Decision, EngineConfig
 from trireme.device import DeviceFacts, read_device
 from trireme.errors import ConfigError
+from trireme.loaded import loaded_bytes, stored_bytes
 from trireme.mesh import Mesh, split_evenly, split_heads
-from trireme.packaged import ModelFiles, find_model
+from trireme.packaged import find_model
 from trireme.sizes import GIB, MIB, format_bytes, parse_bytes
 
 KV_SHARE = 0.4  # of the memory left beside the weights, for KV blocks on a machine that others use too
@@ -26,11 +27,12 @@ FFN_UNIT = 32  # columns of one quantization block
 
 
 class ModelFacts(NamedTuple):
-    """What resolving needs of a model. `weight_bytes` is the size of its files."""
+    """What resolving needs of a model. `weight_bytes` is the size of its files, expanded where `expansion` says so."""
 
     arch: ArchSpec
     name: str
     weight_bytes: int
+    expansion: Decision | None = None
 
 
 class Prepared(NamedTuple):
@@ -53,7 +55,7 @@ def prepare(config: EngineConfig, *, device: DeviceFacts | None = None) -> Prepa
 def read_model(config: EngineConfig) -> ModelFacts:
     """What the model's files say of themselves; no weight is read. Raises ModelError."""
     files = find_model(config.model.model)
-    return ModelFacts(read_arch(files), files.name, _file_bytes(files))
+    return ModelFacts(read_arch(files), files.name, *stored_bytes(files))
 
 
 def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> tuple[EngineConfig, list[Decision]]:
@@ -69,20 +71,15 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> tup
     return work.config, work.decisions
 
 
-def _file_bytes(files: ModelFiles) -> int:
-    if files.kind == "safetensors":
-        return sum(path.stat().st_size for path in files.path.glob("*.safetensors"))
-    return files.path.stat().st_size if files.kind == "gguf" else 0
-
-
 class _Resolver:
     """The configuration as it becomes definite, group by group; later groups build on earlier ones."""
 
     def __init__(self, config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> None:
         self.config = config
-        self.arch, self.name, self.weight_bytes = model
+        self.arch, self.name = model.arch, model.name
+        self.weight_bytes = loaded_bytes(config.model, model.arch, model.weight_bytes)
         self.device = device
-        self.decisions: list[Decision] = []
+        self.decisions: list[Decision] = [] if model.expansion is None else [model.expansion]
         parallel = config.parallel
         self.shape = Mesh(parallel.dp, parallel.pp, parallel.tp)
         self.num_workers = parallel.dp * parallel.pp * parallel.tp

@@ -1,8 +1,8 @@
 """Expands GGUF tensor types to float32, vectorised over blocks. Called at load for types that no kernel computes with.
 
 One function per type, from its blocks uint8 [B, block bytes] to values [B, block size]. Layouts are those of ggml's block
-structs (https://github.com/ggml-org/ggml, ggml-common.h). EXPANDABLE lists the types; IQ1, IQ2 and IQ3 need code books
-and are not among them.
+structs (https://github.com/ggml-org/ggml, ggml-common.h). EXPANDABLE lists the types; IQ1, IQ2 and IQ3 need code books,
+which the gguf package has.
 """
 
 from __future__ import annotations
@@ -142,6 +142,22 @@ def expand_tq2_0(b: Bytes) -> Floats:
     return halfs(b, 64) * (crumbs(b[:, :64]).reshape(len(b), -1).astype(np.float32) - 1)
 
 
+def with_code_book(kind: str) -> Callable[[Bytes], Floats]:
+    """Expansion of a type by the gguf package, which is imported when such a model is loaded."""
+
+    def expand(b: Bytes) -> Floats:
+        try:
+            from gguf import GGMLQuantizationType, quants
+        except ImportError as error:
+            raise ModelError(
+                f"weights of type {kind} need the gguf package: {error}", hint="pip install gguf"
+            ) from error
+        with np.errstate(invalid="ignore", over="ignore"):  # scales of a broken file
+            return np.asarray(quants.dequantize(b, GGMLQuantizationType[kind]), np.float32)
+
+    return expand
+
+
 def expand_f32(b: Bytes) -> Floats:
     return b.view(np.float32)
 
@@ -179,6 +195,7 @@ EXPANDABLE: dict[str, Callable[[Bytes], Floats]] = {
     "MXFP4": expand_mxfp4,
     "TQ1_0": expand_tq1_0,
     "TQ2_0": expand_tq2_0,
+    **{kind: with_code_book(kind) for kind in ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
 }
 
 

@@ -15,7 +15,7 @@ from launch.cli import main
 from launch.inspection import inspect_files, read_safetensors
 from launch.plan import make_plan, suggested_flags
 from trireme.arch_spec import ArchSpec
-from trireme.budget import memory_shares
+from trireme.budget import memory_shares, num_params
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from trireme.device import DeviceFacts
 from trireme.errors import ModelError
@@ -75,6 +75,31 @@ def test_shares_count_every_worker():
     shares = {share.what: share for share in memory_shares(config, ARCH, 8 * GIB, 100 * MIB)}
     assert shares["weights"].total == 2 * 8 * GIB
     assert shares["KV cache"].total == 8 * 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [({}, 1.0), ({"dtype": "float32"}, 2.0), ({"quantize": "q8_0"}, 34 / 64), ({"quantize": "q4_0"}, 18 / 64)],
+)
+def test_weights_count_at_the_size_they_have_in_memory(options, factor):
+    stored = num_params(ARCH) * 2
+    plan = make_plan(EngineConfig(model=ModelConfig(**options)), MODEL._replace(weight_bytes=stored), device(64 * GIB))
+    weights = next(share for share in plan.shares if share.what == "weights")
+    assert weights.total == pytest.approx(stored * factor)
+
+
+def test_a_model_that_only_fits_when_rounded_is_told_so():
+    plan = make_plan(EngineConfig(cache=CacheConfig(kv_memory="1GiB")), MODEL, device(14 * GIB))
+    assert any("--quantize q8_0" in cure for cure in plan.cures)
+    config = EngineConfig(model=ModelConfig(quantize="q8_0"), cache=CacheConfig(kv_memory="1GiB"))
+    assert not make_plan(config, MODEL, device(14 * GIB)).refusal
+
+
+def test_integer_keys_and_values_count_with_their_scales():
+    config = EngineConfig(cache=CacheConfig(kv_dtype="int8", num_blocks=1000))
+    plan = make_plan(config, MODEL, device(48 * GIB))
+    cache = next(share for share in plan.shares if share.what == "KV cache")
+    assert cache.total == 1000 * 16 * 2 * 32 * 8 * (128 + 4)
 
 
 def write_safetensors(path: Path, entries: dict[str, object], data: bytes) -> None:

@@ -1,0 +1,46 @@
+"""How many bytes the weights of a model take once they are loaded: types that no kernel reads are expanded, dense ones may be
+rounded or widened. Called by resolve and by `trireme plan`; reads headers, never weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from trireme.arch import ArchSpec
+from trireme.budget import DTYPE_BYTES, num_params
+from trireme.config import Decision, ModelConfig
+from trireme.gguf import LOADED_AS, read_gguf
+from trireme.packaged import ModelFiles
+from trireme.sizes import format_bytes
+
+SCHEME_BYTES = {"q8_0": 34 / 32, "int8": 34 / 32, "q4_0": 18 / 32}  # per parameter
+
+
+def stored_bytes(files: ModelFiles) -> tuple[int, Decision | None]:
+    """Bytes of the files, with expanded types at the size they get, and what to say about those."""
+    if files.kind == "safetensors":
+        return sum(path.stat().st_size for path in files.path.glob("*.safetensors")), None
+    if files.kind != "gguf":
+        return 0, None
+    size = files.path.stat().st_size
+    expanded = [tensor for tensor in read_gguf(files.path, arrays=False).tensors.values() if tensor.kind in LOADED_AS]
+    if not expanded:
+        return size, None
+    before, after = sum(t.nbytes for t in expanded), sum(t.loaded_bytes for t in expanded)
+    kinds = Counter(tensor.kind for tensor in expanded)
+    shown = ", ".join(f"{count} {kind} as {LOADED_AS[kind]}" for kind, count in sorted(kinds.items()))
+    because = (
+        f"no kernel computes with these types: {format_bytes(before)} in the file, {format_bytes(after)} in memory"
+    )
+    return size + after - before, Decision("weights", shown, because)
+
+
+def loaded_bytes(model: ModelConfig, arch: ArchSpec, size: int) -> int:
+    """Bytes of one copy of the weights in memory, from those of the files as `stored_bytes` counts them."""
+    if arch.source == "gguf":
+        return size
+    if model.quantize is not None:
+        return round(num_params(arch) * SCHEME_BYTES[model.quantize])
+    if model.dtype in DTYPE_BYTES and arch.weights_dtype in DTYPE_BYTES:
+        return size * DTYPE_BYTES[model.dtype] // DTYPE_BYTES[arch.weights_dtype]
+    return size
