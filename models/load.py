@@ -12,9 +12,9 @@ from models.forward import Group, Model
 from models.registry import family_named
 from models.weights import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
 from trireme.arch import ArchSpec
-from trireme.config import Decision
 from trireme.mesh import Mesh
 from trireme.packaged import ModelFiles
+from trireme.runtime import TORCH, choose_runtime
 
 Progress = Callable[[str, int, int], None]
 
@@ -58,24 +58,6 @@ def load_model(
 
     body = family.load_body()
     return OverTensors(body(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len))
-
-
-TORCH = "torch"
-
-
-def choose_runtime(arch: ArchSpec, mesh: Mesh) -> Decision:
-    """What computes the layers of a rank on the CPU. Only with "torch" does a worker import it."""
-    if arch.family == "stub":
-        return Decision("runtime", "stub, no torch", "it has no layers")
-    if not family_named(arch.family).is_decoder:
-        return Decision("runtime", TORCH, f"the native stage does not know the layers of {arch.family}")
-    if mesh.tp > 1:
-        return Decision("runtime", TORCH, f"{mesh.tp} workers share each layer")
-    if not native.covers(arch):
-        return Decision("runtime", TORCH, f"the native stage does not know the norms of {arch.family}")
-    if mesh.pp > 1:
-        return Decision("runtime", "native", "all layers of a stage run in one native call")
-    return Decision("runtime", "native, no torch", "all layers run in one native call")
 
 
 def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:

@@ -51,11 +51,6 @@ class Family(NamedTuple):
     body: tuple[str, str] = ("models.arch.decoder", "Decoder")  # module and class, in torch
     names: str = "models.arch.stage"  # module of weight_names and ignorable_names
 
-    @property
-    def is_decoder(self) -> bool:
-        """Whether its body is the Llama-like decoder."""
-        return self.names == "models.arch.stage"
-
     def load_body(self) -> Body:
         module, name = self.body
         found: Body = getattr(import_module(module), name)

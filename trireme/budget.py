@@ -14,11 +14,13 @@ from trireme.arch_bodies import GptBody, MoeBody
 from trireme.config import Decision, EngineConfig, SchedulerConfig
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh, split_heads
+from trireme.runtime import TORCH, choose_runtime
 from trireme.sizes import MIB, format_bytes, parse_bytes
 
 LOGITS_BYTES = 64 * MIB  # most bytes of logits that one forward may give
 # What the programs themselves hold, measured after a start: libraries, tokenizer, buffers.
-WORKER_PROGRAM, FRONT_PROGRAM, LAUNCH_PROGRAM = 220 * MIB, 90 * MIB, 30 * MIB
+WORKER_PROGRAM, FRONT_PROGRAM, LAUNCH_PROGRAM = 48 * MIB, 80 * MIB, 40 * MIB
+TORCH_LIBRARY = 180 * MIB  # more in a worker that computes in torch
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INTEGER_BYTES = {"int16": 2, "int8": 1}  # of keys and values only
 
@@ -83,11 +85,13 @@ def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_by
     parallel = config.parallel
     per_engine = parallel.tp * parallel.pp
     workers = parallel.dp * per_engine
+    runtime = choose_runtime(arch, Mesh(parallel.dp, parallel.pp, parallel.tp))
+    with_torch = runtime.value == TORCH or per_engine > 1
     return [
         Share("weights", workers, -(-weight_bytes // per_engine)),
         Share("KV cache", workers, kv_bytes),
         Share("activations", workers, activation_bytes(arch, config.scheduler)),
-        Share("worker program", workers, WORKER_PROGRAM),
+        Share("worker program", workers, WORKER_PROGRAM + (TORCH_LIBRARY if with_torch else 0)),
         Share("front end", config.serving.api_servers, FRONT_PROGRAM),
         Share("launcher", 1, LAUNCH_PROGRAM),
     ]

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from models.forward import Group, HostKV, Model
-from models.load import TORCH, choose_runtime, load_model
+from models.load import load_model
 from models.native import load_native
 from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.arch import ArchSpec, read_arch
@@ -24,6 +24,7 @@ from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.mesh import Mesh
 from trireme.packaged import find_model
+from trireme.runtime import TORCH, choose_runtime
 from workers.batch import Batch
 from workers.collectives import make_group
 from workers.inputs import InputBuilder

@@ -25,12 +25,6 @@ from trireme.mesh import Mesh
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 
-def covers(arch: ArchSpec) -> bool:
-    """Whether the native stage knows every step of this model; else the layers run one by one in torch."""
-    is_plain = arch.norm_kind == "rms" and arch.norm_placement != "parallel"
-    return is_plain and not (arch.qk_norm and arch.qk_norm_kind == "heads")
-
-
 class _Layers:
     """The native stage over some layers. `table` takes the place of their cosines and sines where they rotate."""
 
