@@ -94,14 +94,17 @@ QuantizedRows rows_from(const QuantizedRows& rows, int row, int k) {
   const bool grouped = rows.step != 1;
   const size_t q = grouped ? row / kTileRows * blocks * kGroupedBlock + row % kTileRows * kBlock : row * blocks * kBlock;
   const size_t at = grouped ? row / kTileRows * blocks * (kGroupedBlock / 4) + row % kTileRows : row * blocks;
-  return {rows.q + q, rows.scale + at, rows.sum + at, rows.minus_sum + at, rows.minus_halves + at, rows.q_step, rows.step};
+  int16_t* wide = rows.wide == nullptr ? nullptr : rows.wide + q;
+  return {rows.q + q, rows.scale + at, rows.sum + at, rows.minus_sum + at, rows.minus_halves + at, rows.q_step, rows.step, wide};
 }
 
-QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, int k, Scratch* scratch) {
+QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, const PackedWeight& weight, Scratch* scratch) {
+  const int k = weight.k;
   const bool grouped = args.m >= kernels.grouped_from;
   const int padded = grouped ? (args.m + kTileRows - 1) / kTileRows * kTileRows : args.m;
   const size_t blocks = static_cast<size_t>(padded) * (k / kBlock);
-  uint8_t* memory = scratch->reserve(blocks * (kBlock + 16) + 64);
+  const bool wide = block_form(weight.kind).max_code == 0 && args.m >= kernels.wide_from;
+  uint8_t* memory = scratch->reserve(blocks * (kBlock * (wide ? 3 : 1) + 16) + 64);
   QuantizedRows rows{};
   const size_t between = grouped ? kTileRows : blocks;  // from one array to the next
   rows.scale = reinterpret_cast<float*>(grouped ? memory + kTileRows * kBlock : memory);
@@ -109,11 +112,13 @@ QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, int
   rows.minus_sum = reinterpret_cast<int32_t*>(rows.sum + between);
   rows.minus_halves = rows.minus_sum + between;
   rows.q = reinterpret_cast<int8_t*>(grouped ? memory : reinterpret_cast<uint8_t*>(rows.minus_halves + between));
+  if (wide) rows.wide = reinterpret_cast<int16_t*>(rows.q + blocks * kBlock);
   if (grouped) {
     rows.q_step = kGroupedBlock;
     rows.step = kGroupedBlock / 4;
   }
-  const int per_task = grouped ? kTileRows : std::max(1, 16384 / k);
+  const int small = std::max(args.m / (2 * num_threads()), 4096 / k);
+  const int per_task = grouped ? kTileRows : std::max(1, std::min(16384 / k, small));
   const int num_tasks = (args.m + per_task - 1) / per_task;
   parallel(num_tasks, [&](int task, int) {
     const int end = std::min(args.m, (task + 1) * per_task);
@@ -124,8 +129,10 @@ QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, int
   return rows;
 }
 
-// Rows of x that one task takes: few enough that their int8 form stays in the second-level cache.
-constexpr int kRowsPerTask = 96;
+// What the int8 or int16 form of a task's rows may take, so that they stay in the second-level cache.
+constexpr size_t kTaskRowBytes = 192 << 10;
+// Multiply-adds of a task: many against the cost of claiming one, few against a whole product.
+constexpr int64_t kTaskWork = 3 << 20;
 // Less than this many multiply-adds is not worth waking a thread.
 constexpr int64_t kSerialWork = 40000;
 
@@ -157,22 +164,26 @@ void linear(const PackedWeight& weight, const LinearArgs& args) {
   const LinearKernels& set = kernels();
   const bool is_block = is_block_kind(weight.kind);
   QuantizedRows rows{};
-  if (is_block) rows = quantize(set, args, weight.k, &scratch);
+  if (is_block) rows = quantize(set, args, weight, &scratch);
   const TileFn run = set.tiles[static_cast<int>(weight.kind)];
 
-  // A task is a rectangle: up to kRowsPerTask rows of x by a run of tiles.
-  const int row_chunks = (args.m + kRowsPerTask - 1) / kRowsPerTask;
+  // A task is a rectangle: a chunk of the rows of x by a run of tiles.
+  const size_t row_bytes = static_cast<size_t>(weight.k) * (rows.wide != nullptr ? 2 : 1);
+  const int fitting = static_cast<int>(kTaskRowBytes / row_bytes);
+  const int most_rows = is_block ? std::clamp(fitting, 48, kMaxTaskRows) : kMaxTaskRows;
+  const int row_chunks = (args.m + most_rows - 1) / most_rows;
   const int even_chunk = (args.m + row_chunks - 1) / row_chunks;
   const int rows_per_chunk = rows.step == 1 ? even_chunk : (even_chunk + kTileRows - 1) / kTileRows * kTileRows;
   const int64_t work = static_cast<int64_t>(weight.n) * weight.k * args.m;
   const int threads = work < kSerialWork ? 1 : num_threads();
-  const int wanted = threads == 1 ? 1 : std::max(1, (threads * 4 + row_chunks - 1) / row_chunks);
-  const int tiles_per_task = std::max(1, (weight.num_tiles + wanted - 1) / wanted);
+  const int64_t num_tasks = threads == 1 ? 1 : std::max<int64_t>(threads * 4, work / kTaskWork);
+  const int wanted = static_cast<int>(std::clamp<int64_t>(num_tasks / row_chunks, 1, weight.num_tiles));
+  const int tiles_per_task = (weight.num_tiles + wanted - 1) / wanted;
   const int tile_chunks = (weight.num_tiles + tiles_per_task - 1) / tiles_per_task;
 
   auto run_task = [&](int task, int) {
-    const int first_row = task % row_chunks * rows_per_chunk;
-    const int first_tile = task / row_chunks * tiles_per_task;
+    const int first_row = task / tile_chunks * rows_per_chunk;
+    const int first_tile = task % tile_chunks * tiles_per_task;
     const int first_col = first_tile * kTileRows;
     TileArgs tile{};
     tile.tiles = weight.data + first_tile * weight.tile_bytes;

@@ -166,8 +166,12 @@ struct QuantizedRows {
   int32_t* minus_halves;  // [m][k / 32], the same of the first and the second 16 as two int16, first one low
   ptrdiff_t q_step = kBlock;  // bytes between the blocks of a row
   ptrdiff_t step = 1;         // elements of the other arrays between them
+  int16_t* wide = nullptr;    // [m][k], q as int16 for kernels that ask for it (not grouped)
 };
 constexpr ptrdiff_t kGroupedBlock = kTileRows * (kBlock + 16);
+
+// Most rows that a task has.
+constexpr int kMaxTaskRows = 96;
 
 // One rectangle of a product: consecutive tiles x consecutive rows.
 struct TileArgs {
@@ -193,14 +197,17 @@ struct LinearKernels {
   QuantizeRowFn quantize_row;
   TileFn tiles[kNumWeightKinds];
   int grouped_from = 1 << 30;  // calls of so many rows get them grouped; quantize_row then minds the steps
+  int wide_from = 1 << 30;     // calls of so many rows with a kind of signed codes get QuantizedRows::wide
 };
 
 const LinearKernels& linear_kernels_portable();
 const LinearKernels& linear_kernels_avx2();
 const LinearKernels& linear_kernels_avx512();
 
-// Of linear_dense_*.cpp, for those tables.
+// Of linear_dense_*.cpp, linear_plain_*.cpp and linear_super_*.cpp, for those tables.
 TileFn dense_tiles_avx2(WeightKind kind);
+TileFn plain_tiles_avx2(WeightKind kind);
+TileFn super_tiles_avx2(WeightKind kind);
 TileFn dense_tiles_avx512(WeightKind kind);
 
 }  // namespace trireme

@@ -1,4 +1,4 @@
-// Writing a tile's sums to the output, for linear_avx2.cpp and linear_dense_avx2.cpp alone: each has its own copy, so that the
+// Writing a tile's sums to the output, for the linear_*_avx2.cpp alone: each has its own copy, so that the
 // linker never shares AVX2 code with other files.
 #pragma once
 
