@@ -205,6 +205,7 @@ const LinearKernels& linear_kernels_avx2();
 const LinearKernels& linear_kernels_avx512();
 
 // Of linear_dense_*.cpp, linear_plain_*.cpp and linear_super_*.cpp, for those tables.
+TileFn dense_tiles_portable(WeightKind kind);
 TileFn dense_tiles_avx2(WeightKind kind);
 TileFn plain_tiles_avx2(WeightKind kind);
 TileFn super_tiles_avx2(WeightKind kind);

@@ -117,46 +117,12 @@ void block_tiles(const TileArgs& args) {
   }
 }
 
-void load_column(WeightKind kind, const uint8_t* packed, float* column) {
-  if (kind == WeightKind::f32) {
-    std::memcpy(column, packed, 4 * kTileRows);
-    return;
-  }
-  uint16_t halfs[kTileRows];
-  std::memcpy(halfs, packed, sizeof halfs);
-  for (int lane = 0; lane < kTileRows; ++lane) {
-    column[lane] = kind == WeightKind::f16 ? float_from_fp16(halfs[lane]) : float_from_bf16(halfs[lane]);
-  }
-}
-
-template <WeightKind kind>
-void dense_tiles(const TileArgs& args) {
-  constexpr size_t step = packed_group_bytes(kind);
-  constexpr int kRows = 4;
-  for (int tile = 0; tile < args.num_tiles; ++tile) {
-    const uint8_t* packed = args.tiles + tile * args.tile_bytes;
-    for (int first = 0; first < args.m; first += kRows) {
-      const int rows = std::min(kRows, args.m - first);
-      float acc[kRows][kTileRows] = {};
-      for (int i = 0; i < args.k; ++i) {
-        float column[kTileRows];
-        load_column(kind, packed + i * step, column);
-        for (int row = 0; row < rows; ++row) {
-          const float value = args.x[(first + row) * args.x_stride + i];
-          for (int lane = 0; lane < kTileRows; ++lane) acc[row][lane] += column[lane] * value;
-        }
-      }
-      for (int row = 0; row < rows; ++row) store(args, first + row, tile, acc[row]);
-    }
-  }
-}
-
 }  // namespace
 
 const LinearKernels& linear_kernels_portable() {
   static const LinearKernels kernels{
       quantize_row,
-      {dense_tiles<WeightKind::f32>, dense_tiles<WeightKind::f16>, dense_tiles<WeightKind::bf16>,
+      {dense_tiles_portable(WeightKind::f32), dense_tiles_portable(WeightKind::f16), dense_tiles_portable(WeightKind::bf16),
        block_tiles<WeightKind::q8_0>, block_tiles<WeightKind::q4_0>, block_tiles<WeightKind::q4_1>,
        block_tiles<WeightKind::q5_0>, block_tiles<WeightKind::q5_1>, block_tiles<WeightKind::q2_k>,
        block_tiles<WeightKind::q3_k>, block_tiles<WeightKind::q4_k>, block_tiles<WeightKind::q5_k>,
