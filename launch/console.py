@@ -105,17 +105,18 @@ class Console:
     # ------------------------------------------------------------ lines of others
 
     @contextmanager
-    def around_stderr(self) -> Iterator[None]:
+    def around_stderr(self, pipe: tuple[int, int] | None = None) -> Iterator[None]:
         """While it lasts, what this process and its children write to stderr comes out above the bars, line by line.
 
-        For terminals only; elsewhere nothing is changed. Children started inside must have ended before it is left.
+        For terminals only; elsewhere nothing is changed, unless there is a `pipe` (reading, writing) already, into which
+        children write. Those must have ended before it is left.
         """
-        if not self.is_terminal:
+        if not self.is_terminal and pipe is None:
             yield
             return
         sys.stderr.flush()
         terminal = os.dup(2)
-        reading, writing = os.pipe()
+        reading, writing = pipe or os.pipe()
         os.dup2(writing, 2)
         os.close(writing)
         former, self._rich.file = self._rich.file, os.fdopen(terminal, "w", buffering=1)

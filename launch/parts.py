@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
@@ -39,13 +41,28 @@ def parts_of(dp: int, num_fronts: int, modules: Modules) -> list[Place]:
 def run(invocation: Any) -> int:
     """`trireme serve`: hatches its parts, then serves; returns the exit status."""
     os.putenv("OPENBLAS_NUM_THREADS", "1")  # as in transport/child.py
+    gc.disable()  # until the parts are ready
+    if invocation.options["print_config"]:
+        return _serve(invocation, {}, None)
     config, eggs = invocation.loaded.config, dict[str, Egg]()
+    pipe = os.pipe() if sys.stderr.isatty() else None  # the console prints above its bars what the parts say
     try:
-        if not invocation.options["print_config"]:
-            for place in parts_of(config.parallel.dp, config.serving.api_servers, Modules()):
-                eggs[place.name] = hatch(place.module, place.name, place.role)
-        status: int = import_module("launch.serve").run(invocation, eggs)
-        return status
+        for place in parts_of(config.parallel.dp, config.serving.api_servers, Modules()):
+            also = early_imports(config.parallel) if place.role == "engine" else ()
+            output = 2 if pipe is None else pipe[1]
+            eggs[place.name] = hatch(place.module, place.name, place.role, also=also, output=output)
+        return _serve(invocation, eggs, pipe)
     finally:
         for egg in eggs.values():
             egg.discard()
+
+
+def early_imports(parallel: Any) -> tuple[str, ...]:
+    """What an engine imports beyond its own module: its worker, where that is a thread of it."""
+    is_alone = parallel.tp * parallel.pp == 1 and parallel.executor != "procs"
+    return ("workers.worker",) if is_alone and parallel.worker == "torch" else ()
+
+
+def _serve(invocation: Any, eggs: dict[str, Egg], pipe: tuple[int, int] | None) -> int:
+    status: int = import_module("launch.serve").run(invocation, eggs, pipe)
+    return status

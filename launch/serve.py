@@ -10,11 +10,11 @@ import logging
 import shlex
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from launch.cli import print_error
-from launch.console import Console
 from launch.options import Invocation
 from launch.passes import write_pass
 from launch.supervise import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
@@ -27,12 +27,16 @@ from trireme.resolve import Prepared, describe, prepare
 from trireme.settings import to_yaml
 from trireme.sizes import format_bytes
 
+if TYPE_CHECKING:
+    from launch.console import Console
+
 _log = logging.getLogger("trireme.launch")
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 
-def run(invocation: Invocation, eggs: dict[str, Egg]) -> int:
-    """Serves until a signal or a fatal failure; returns the exit status. `eggs` by part; those not taken stay in it."""
+def run(invocation: Invocation, eggs: dict[str, Egg], pipe: tuple[int, int] | None) -> int:
+    """Serves until a signal or a fatal failure; returns the exit status. `eggs` by part; those not taken stay in it. They
+    write into `pipe`, if there is one."""
     begun = time.monotonic()
     prepared = prepare(invocation.loaded.config)
     if invocation.options["print_config"]:
@@ -40,26 +44,37 @@ def run(invocation: Invocation, eggs: dict[str, Egg]) -> int:
         return 0
     launch = prepared.config.launch
     log.configure("launch", level=launch.log_level, form=launch.log_format)
-    view = ServeView(Console(), prepared, begun)
-    view.show_title()
+    views: list[ServeView] = []
 
     def on_event(event: Event) -> None:
-        view.on_event(event)
+        views[0].on_event(event)
         if isinstance(event, AllReady):
             settle_memory()
 
     supervisor = Supervisor(prepared.config, on_event, eggs=eggs)
-    view.make_boot = lambda: supervisor.boot_for("front", "client")
     try:
-        with view.console.around_stderr():
+        supervisor.start()  # first of all: the parts have work to do while the console is imported
+        views.append(_make_view(prepared, begun, supervisor))
+        with views[0].console.around_stderr(pipe):
             for part in supervisor.parts:
-                view.console.progress(part.name, "start", 0, 1)
+                views[0].console.progress(part.name, "start", 0, 1)
             status = supervisor.run()
     finally:
-        view.console.close()
+        supervisor.close()
+        for view in views:
+            view.console.close()
     if supervisor.failed is not None:
         print_failed(supervisor.failed)
     return status
+
+
+def _make_view(prepared: Prepared, begun: float, supervisor: Supervisor) -> ServeView:
+    from launch.console import Console
+
+    view = ServeView(Console(), prepared, begun)
+    view.make_boot = lambda: supervisor.boot_for("front", "client")
+    view.show_title()
+    return view
 
 
 class ServeView:
@@ -158,5 +173,7 @@ def merge_decisions(first: list[Decision], parts: dict[str, Ready]) -> list[Deci
 def print_failed(failed: Failed) -> None:
     """A child's own exception: its traceback when the fault is ours, its words and its cure last."""
     if failed.traceback and failed.exit_code == 1:
+        from launch.console import Console
+
         Console().say(failed.traceback.rstrip(), style="dim")
     print_error(f"{failed.source}: {failed.error}", failed.hint)

@@ -199,10 +199,12 @@ class Supervisor:
         self._waker.set()
 
     def run(self) -> int:
-        """Starts, serves until a signal or a fatal failure, stops; returns the exit code. Call from the main thread."""
+        """Starts unless that is done, serves until a signal or a fatal failure, stops; returns the exit code. Call from the
+        main thread."""
         try:
             with self._signals():
-                self.start()
+                if self._run_dir is None:
+                    self.start()
                 while not self.is_finished:
                     self.step()
         finally:

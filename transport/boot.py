@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -332,12 +333,14 @@ def attach(name: str) -> BootChannel:
     return BootChannel(name, channel)
 
 
-def run_child(module: str, name: str) -> NoReturn:
-    """Imports `module`, waits for Boot and runs `module.main(channel)`; reports whatever it raises as Failed, and ends the
-    process."""
+def run_child(module: str, name: str, also: Sequence[str] = ()) -> NoReturn:
+    """Imports `module`, and `also` what it will need later, waits for Boot and runs `module.main(channel)`. Reports whatever it
+    raises as Failed, and ends the process."""
     channel = attach(name)
     try:
         imported = importlib.import_module(module)
+        for later in also:
+            importlib.import_module(later)
         channel.begin()
         imported.main(channel)
     except SystemExit as error:

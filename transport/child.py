@@ -1,4 +1,5 @@
-"""Entry script of every child process: `python -P transport/child.py MODULE NAME DEATH_SIGNAL`, stdin is the boot channel.
+"""Entry script of every child process: `python -P transport/child.py MODULE NAME DEATH_SIGNAL [MODULE...]`, stdin is the boot
+channel.
 
 Started by boot.spawn only. Ties this process to its parent before anything slow is imported.
 """
@@ -17,7 +18,7 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 def main() -> None:
     gc.disable()  # until BootChannel.ready: what a start makes mostly stays
     os.putenv("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which nobody here uses, take longer to start than numpy
-    module, name, death_signal = sys.argv[1:4]
+    module, name, death_signal, *also = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if int(death_signal):
         libc.prctl(PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
@@ -26,7 +27,7 @@ def main() -> None:
 
     from transport.boot import run_child
 
-    run_child(module, name)
+    run_child(module, name, also)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ class Egg(NamedTuple):
         self.channel.close()
 
 
-def hatch(module: str, name: str, role: str) -> Egg:
-    """Starts `python transport/child.py module name`. stdout of the child is our stderr. Raises OSError.
+def hatch(module: str, name: str, role: str, *, also: tuple[str, ...] = (), output: int = 2) -> Egg:
+    """Starts `python transport/child.py module name`, which imports `also` too while it waits. What the child prints goes to
+    the descriptor `output`, by default our stderr. Raises OSError.
 
     Call from the main thread where possible: only then the kernel itself ties the child's life to ours (it watches the
     thread that started the child); else the child's own watcher does.
@@ -41,9 +42,10 @@ def hatch(module: str, name: str, role: str) -> Egg:
     with theirs:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", CHILD_SCRIPT, module, name, str(int(_death_signal(role)))],
+                [sys.executable, "-P", CHILD_SCRIPT, module, name, str(int(_death_signal(role))), *also],
                 stdin=theirs.fileno(),
-                stdout=2,
+                stdout=output,
+                stderr=output,
                 process_group=0,  # the terminal's Ctrl-C reaches the supervisor only
             )
         except OSError:

@@ -7,6 +7,7 @@ defect is a ModelError. Format: https://github.com/ggml-org/ggml/blob/master/doc
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
@@ -157,14 +158,25 @@ def read_gguf(path: str | Path, *, arrays: bool = True) -> GgufFile:
     which is all that the shape of a model needs. Raises ModelError for any defect."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if size < 24:
-                raise ModelError(f"{path} is {size} bytes: too short for a GGUF header")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(path, data, size, arrays).read()
+        stat = path.stat()
+        return _read_shape(path, stat.st_size, stat.st_mtime_ns) if not arrays else _read(path, arrays=True)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error}") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _read_shape(path: Path, size: int, mtime_ns: int) -> GgufFile:
+    """A header without its arrays, which several parts of one process ask for in turn; parsed again when the file changes."""
+    return _read(path, arrays=False)
+
+
+def _read(path: Path, *, arrays: bool) -> GgufFile:
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        if size < 24:
+            raise ModelError(f"{path} is {size} bytes: too short for a GGUF header")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(path, data, size, arrays).read()
 
 
 class _Reader:

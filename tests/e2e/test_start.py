@@ -1,14 +1,19 @@
-"""What a start brings into memory: no process of a model with a native stage loads torch, and weights are held once."""
+"""A start: what it brings into memory (no torch beside a native stage, weights once), and what a terminal shows of it."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.deployment import Deployment
-from tests.models.tiny import make_tiny_llama
+from tests.e2e.deployment import ROOT, Deployment, free_port, wait_for
+from tests.models.tiny import make_stub, make_tiny_llama
 from trireme.errors import ModelError
 from trireme.packaged import find_model
 
@@ -54,3 +59,40 @@ def test_the_packed_weights_are_the_only_copy() -> None:
         assert not [process for process in processes(served) if str(path) in mapped_files(process)]
         own = sum(process.memory_full_info().uss for process in processes(served))
         assert own < weights + 160 * MIB
+
+
+def test_on_a_terminal_the_log_of_every_part_is_shown(tmp_path: Path) -> None:
+    """The parts are started before there is a console; what they print still passes through it, above its bars."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "launch.cli", "serve", str(make_stub(tmp_path)), "--worker", "fake"]
+    command += ["--port", str(free_port()), "--drain-notice", "0"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "200"}
+    shown = bytearray()
+
+    def read() -> None:
+        try:
+            while part := os.read(ours, 65536):
+                shown.extend(part)
+        except OSError:
+            pass  # the other end is closed
+
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        wait_for(lambda: b"ready in" in shown, 90, "the ready panel")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+    reader.join(10)
+    os.close(ours)
+    for words in (
+        b"engine-0     start",
+        b"front-0      listening",
+        b"engine-0     ready blocks=",
+        b"front-0      drained",
+    ):
+        assert words in shown, shown.decode(errors="replace")
