@@ -43,8 +43,9 @@ def choose_kv_dtype(asked: str, arch: ArchSpec, block_size: int) -> tuple[KvDtyp
         return KV_DTYPES[asked], Decision("kv dtype", asked, "--kv-dtype was given")
     if arch.source != "gguf" and arch.weights_dtype == "float32":
         return KV_DTYPES["float32"], Decision("kv dtype", "float32", "the weights are float32")
-    return KV_DTYPES["float16"], Decision(
-        "kv dtype", "float16", f"the weights are {arch.weights_dtype}; half the memory of float32"
+    name = "int16" if can_be_integers(arch.head_dim, block_size) else "float16"
+    return KV_DTYPES[name], Decision(
+        "kv dtype", name, f"the weights are {arch.weights_dtype}; half the memory of float32"
     )
 
 

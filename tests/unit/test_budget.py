@@ -60,6 +60,8 @@ def test_kv_of_a_token_is_that_of_the_fullest_worker():
     from tests.unit.test_resolve import SMOL
 
     assert kv_token_bytes(SMOL, "float16", Mesh(1, 1, 1)) == 2 * 30 * 3 * 64 * 2
+    assert kv_token_bytes(SMOL, "int16", Mesh(1, 1, 1)) == 2 * 30 * 3 * (64 * 2 + 4)
+    assert kv_token_bytes(SMOL, "int8", Mesh(1, 1, 1)) == 2 * 30 * 3 * (64 + 4)
     assert kv_token_bytes(SMOL, "float16", Mesh(1, 1, 2)) == 2 * 30 * 2 * 64 * 2
     assert kv_token_bytes(SMOL, "float32", Mesh(1, 4, 3)) == 2 * 8 * 1 * 64 * 4
 

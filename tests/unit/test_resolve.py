@@ -50,7 +50,7 @@ def refused(**kw) -> ConfigError:
 def test_nothing_is_left_undecided_and_everything_decided_is_explained():
     config, decisions = resolved()
     assert config.model.max_len == 8192
-    assert config.cache.kv_dtype == "float16"
+    assert config.cache.kv_dtype == "int16"
     assert config.parallel.executor == "inproc"
     assert config.parallel.threads == 2
     assert config.scheduler.max_waiting == 4 * 64
@@ -85,6 +85,11 @@ def test_kv_follows_the_type_of_dense_weights(stored):
     assert config.model.dtype == config.cache.kv_dtype == stored
 
 
+def test_odd_blocks_hold_no_integers():
+    config, _ = resolved(block_size=15)
+    assert config.cache.kv_dtype == "float16"
+
+
 def test_uneven_heads_and_layers_are_told():
     _, decisions = resolved(tp=2, pp=4, device=msgspec.structs.replace(LAPTOP, cores=8))
     told = reasons(decisions)
@@ -110,7 +115,7 @@ def test_length_above_the_model_names_the_limit():
 
 def test_length_above_the_kv_memory_names_both_ways_out():
     error = refused(max_len=8192, kv_memory="10MiB")
-    assert "8192 tokens needs 180 MiB" in str(error)
+    assert "8192 tokens needs 186 MiB" in str(error)
     shorter, larger = error.hint.split("\n")
     for cure in (shorter, larger):
         flag, value, *_ = cure.split()
@@ -120,7 +125,7 @@ def test_length_above_the_kv_memory_names_both_ways_out():
 
 def test_length_shrinks_to_a_small_kv_memory_when_none_was_asked():
     config, decisions = resolved(kv_memory="10MiB")
-    assert config.model.max_len == 448
+    assert config.model.max_len == 432
     assert "8192" in reasons(decisions)["max-len"][1]
     assert resolved(num_blocks=4)[0].model.max_len == 64
 
@@ -134,8 +139,8 @@ def test_kv_memory_stays_within_its_share_of_the_machine():
 
 def test_an_asked_length_may_take_more_than_the_usual_share():
     small = DeviceFacts(cores=2, memory_free=GIB // 2, memory_total=GIB)
-    assert resolved(device=small)[0].model.max_len < 8192
-    assert resolved(device=small, max_len=8192)[0].model.max_len == 8192
+    assert resolved(device=small, kv_dtype="float16")[0].model.max_len < 8192
+    assert resolved(device=small, kv_dtype="float16", max_len=8192)[0].model.max_len == 8192
 
 
 @pytest.mark.parametrize(
