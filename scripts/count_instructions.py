@@ -62,8 +62,43 @@ class _Bytes:
         return b"word " if token < 128 else bytes([token])
 
 
-CASES: dict[str, Callable[[int], None]] = {"schedule": schedule, "codec": codec, "detokenize": detokenize}
-UNITS = {"schedule": "100 steps of 64 rows", "codec": "300 messages of 64 rows", "detokenize": "1000 tokens"}
+def decode_avx2(times: int) -> None:
+    """The whole native stage of a small model, AVX2 kernels."""
+    from scripts.native_cases import decode
+
+    decode("avx2", 20 * times)
+
+
+def decode_portable(times: int) -> None:
+    """The same with the kernels for any processor."""
+    from scripts.native_cases import decode
+
+    decode("portable", times)
+
+
+def sample(times: int) -> None:
+    """The native sampler."""
+    from scripts.native_cases import sample
+
+    sample(times)
+
+
+CASES: dict[str, Callable[[int], None]] = {
+    "schedule": schedule,
+    "codec": codec,
+    "detokenize": detokenize,
+    "decode-avx2": decode_avx2,
+    "decode-portable": decode_portable,
+    "sample": sample,
+}
+UNITS = {
+    "schedule": "100 steps of 64 rows",
+    "codec": "300 messages of 64 rows",
+    "detokenize": "1000 tokens",
+    "decode-avx2": "20 steps of 4 rows",
+    "decode-portable": "1 step of 4 rows",
+    "sample": "20 calls for 16 rows",
+}
 
 
 def count(case: str) -> int:
@@ -113,7 +148,7 @@ def main(words: list[str]) -> int:
         change = measured[case] / before - 1 if before else 0.0
         failed |= change > TOLERANCE
         verdict = "too many" if change > TOLERANCE else "ok" if change > -TOLERANCE else "fewer: --write keeps it"
-        print(f"{case:<12}{measured[case]:>14,}  {UNITS[case]:<26}{change:>+8.1%}  {verdict}", flush=True)
+        print(f"{case:<17}{measured[case]:>14,}  {UNITS[case]:<26}{change:>+8.1%}  {verdict}", flush=True)
     if "--write" in words:
         told = {"python": platform.python_version(), "tolerance": TOLERANCE, "counts": known["counts"] | measured}
         BUDGET.write_text(json.dumps(told, indent=1) + "\n")

@@ -213,6 +213,11 @@ def test_a_row_that_could_not_be_placed_keeps_failing_until_freed() -> None:
         {"rows": [1], "num_computed": [4], "tokens": [9]},  # its one block is full
         {"rows": [0], "num_computed": [-1]},
         {"rows": [5]},  # no such row
+        {"rows": [-1]},
+        {"rows": [2**31 - 1]},
+        {"rows": [-1], "tokens": [3]},
+        {"rows": [], "blocks": [(-1, [1])]},
+        {"rows": [], "blocks": [(0, [-1])]},
         {"rows": [], "blocks": [(0, [80])]},  # no such block
         {"rows": [], "blocks": [(0, list(range(20)))]},  # more than max_len needs
     ],
