@@ -117,6 +117,8 @@ def _cures_of_size(config: EngineConfig, kv_bytes: int, over: int, num_workers: 
         cures.append(f"--kv-memory {smaller}MiB   fits")
     if config.cache.kv_dtype == "float32":
         cures.append("--kv-dtype float16   half the memory per token")
+    elif config.cache.kv_dtype != "int8":
+        cures.append("--kv-dtype int8   half the memory per token, less exact")
     if config.model.quantize is None and config.model.dtype in DTYPE_BYTES:
         cures.append("--quantize q8_0   dense weights in 8 bits")
     if config.scheduler.max_num_tokens > 512:
