@@ -2,7 +2,7 @@
 
 Each object is compiled only when its source, a header in its depfile or its command changed; a file lock keeps two builds
 apart. csrc/cuda/*.cu is compiled too when nvcc and a CUDA torch are present. Kernel variants get their instruction set
-from the file name: *_avx2.cpp, *_avx512.cpp. No torch headers are used.
+from the file name: *_avx2.cpp, *_avxvnni.cpp, *_avx512.cpp, *_amx.cpp. No torch headers are used.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # No contraction: a*b+c is one rounding only where a kernel asks for it, so that results do not depend on the compiler.
 COMMON_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 WARNING_FLAGS = ["-Wall", "-Wextra", "-Wno-psabi"]
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
+AVX512_FLAGS = [
+    *AVX2_FLAGS,
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"),
+    "-Wno-maybe-uninitialized",  # gcc 12 reports its own intrinsics
+    "-Wno-uninitialized",
+]
 ISA_FLAGS = {
-    "_avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"],
-    "_avx512": [
-        *("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"),
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"),
-        "-Wno-maybe-uninitialized",  # gcc 12 reports its own intrinsics
-        "-Wno-uninitialized",
-    ],
+    "_avx2": AVX2_FLAGS,
+    "_avxvnni": [*AVX2_FLAGS, "-mavxvnni"],
+    "_avx512": AVX512_FLAGS,
+    "_amx": [*AVX512_FLAGS, "-mamx-tile", "-mamx-int8"],
 }
 CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", "--expt-relaxed-constexpr", "-lineinfo"]
 

@@ -20,6 +20,16 @@ PYBIND11_MODULE(_native, m) {
   m.def("set_spin_us", &trireme::set_spin_us, py::arg("spin_us"));
   m.def("isa", [] { return std::string(trireme::isa_name(trireme::isa())); }, "Instruction set in use.");
   m.def("best_isa", [] { return std::string(trireme::isa_name(trireme::best_isa())); }, "Best set of this machine.");
+  m.def(
+      "isas",
+      [] {
+        py::list names;
+        for (int i = 0; i < trireme::kNumIsas; ++i) {
+          if (trireme::has_isa(static_cast<trireme::Isa>(i))) names.append(trireme::kIsaNames[i]);
+        }
+        return names;
+      },
+      "Instruction sets of this machine, the best one last.");
   m.def("set_isa", [](const std::string& name) { trireme::set_isa(trireme::isa_from_name(name)); }, py::arg("name"));
   // Adds task numbers into a sum, `rounds` times; used by tests and to time the wake-up of the pool.
   m.def(

@@ -11,7 +11,18 @@ from pathlib import Path
 
 import msgspec
 
-_ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_int8")
+_ISA_FLAGS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx_vnni",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_int8",
+)
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):

@@ -5,10 +5,18 @@
 
 namespace trireme {
 
-// Ordered: a machine that supports one supports all before it.
-enum class Isa { portable = 0, avx2 = 1, avx512vnni = 2 };
+// avx2: AVX2 + FMA + F16C. avxvnni: AVX-VNNI on top of that. avx512vnni: AVX-512 F + BW + VL + DQ + VNNI on top of AVX2. amx: int8
+// tiles on top of avx512vnni, with the system's permission to use them.
+enum class Isa { portable = 0, avx2 = 1, avxvnni = 2, avx512vnni = 3, amx = 4 };
 
-// The best set this machine has (AVX2 means AVX2 + FMA + F16C; AVX-512 VNNI means F + BW + VL + DQ + VNNI on top).
+// In the order of enum Isa.
+inline constexpr const char* kIsaNames[] = {"portable", "avx2", "avxvnni", "avx512vnni", "amx"};
+inline constexpr int kNumIsas = 5;
+
+// The first of these asks the system for the use of tiles (Linux gives them on request).
+bool has_isa(Isa value);
+
+// The last set that this machine has.
 Isa best_isa();
 
 // The set in use: best_isa() unless set_isa was called.
@@ -18,6 +26,10 @@ Isa isa();
 void set_isa(Isa value);
 
 const char* isa_name(Isa value);
+
+// What kernels without byte products tell apart.
+enum class Vectors { portable, avx2, avx512 };
+Vectors vectors();
 
 // Throws std::invalid_argument on an unknown name.
 Isa isa_from_name(const std::string& name);

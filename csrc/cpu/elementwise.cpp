@@ -24,10 +24,10 @@ void in_spans(int count, F&& f) {
 
 const OpsKernels& ops_kernels() {
 #if defined(__x86_64__)
-  switch (isa()) {
-    case Isa::avx512vnni: return ops_kernels_avx512();
-    case Isa::avx2: return ops_kernels_avx2();
-    case Isa::portable: break;
+  switch (vectors()) {
+    case Vectors::avx512: return ops_kernels_avx512();
+    case Vectors::avx2: return ops_kernels_avx2();
+    case Vectors::portable: break;
   }
 #endif
   return ops_kernels_portable();

@@ -81,7 +81,9 @@ class Scratch {
 const LinearKernels& kernels() {
 #if defined(__x86_64__)
   switch (isa()) {
+    case Isa::amx: return linear_kernels_amx();
     case Isa::avx512vnni: return linear_kernels_avx512();
+    case Isa::avxvnni: return linear_kernels_avxvnni();
     case Isa::avx2: return linear_kernels_avx2();
     case Isa::portable: break;
   }

@@ -153,7 +153,7 @@ void pack_tile(WeightKind kind, const uint8_t* raw, size_t raw_row, int rows, in
 // One row of a tile.
 void read_row(WeightKind kind, const uint8_t* tile, int lane, int k, float* out);
 
-// ---- what a kernel file (linear_portable.cpp, linear_avx2.cpp, linear_avx512.cpp) provides
+// ---- what a kernel file (linear_portable.cpp, linear_avx2.cpp, linear_avxvnni.cpp, linear_avx512.cpp, linear_amx.cpp) provides
 
 // int8 form of activations: x = q * scale per block of 32. Either row by row, or "grouped": for each 16 rows, for each block,
 // q of the 16 rows and then what else belongs to the block (kGroupedBlock bytes in all), so that a kernel that takes many rows
@@ -202,7 +202,9 @@ struct LinearKernels {
 
 const LinearKernels& linear_kernels_portable();
 const LinearKernels& linear_kernels_avx2();
+const LinearKernels& linear_kernels_avxvnni();
 const LinearKernels& linear_kernels_avx512();
+const LinearKernels& linear_kernels_amx();
 
 // Of linear_dense_*.cpp, linear_plain_*.cpp and linear_super_*.cpp, for those tables.
 TileFn dense_tiles_portable(WeightKind kind);

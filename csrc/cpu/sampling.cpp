@@ -28,10 +28,10 @@ thread_local ScratchMemory memory;
 
 const SampleKernels& kernels() {
 #if defined(__x86_64__)
-  switch (isa()) {
-    case Isa::avx512vnni: return sample_kernels_avx512();
-    case Isa::avx2: return sample_kernels_avx2();
-    case Isa::portable: break;
+  switch (vectors()) {
+    case Vectors::avx512: return sample_kernels_avx512();
+    case Vectors::avx2: return sample_kernels_avx2();
+    case Vectors::portable: break;
   }
 #endif
   return sample_kernels_portable();

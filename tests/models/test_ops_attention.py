@@ -15,7 +15,7 @@ from tests.models.attention_case import Shape, int32, make_batch, make_kv
 
 native = load_native()
 ALL_VARIANTS = ["portable", "avx2", "avx512vnni"]
-VARIANTS = ALL_VARIANTS[: ALL_VARIANTS.index(native.best_isa()) + 1]
+VARIANTS = [name for name in ALL_VARIANTS if name in native.isas()]
 INTEGERS = [torch.int16, torch.int8]
 MIXED = [(1, 1), (5, 5), (33, 1), (70, 7), (16, 16), (300, 1), (64, 64), (65, 20)]
 

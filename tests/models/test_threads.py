@@ -97,7 +97,7 @@ def test_count_below_one_means_one() -> None:
 def test_unknown_and_missing_instruction_sets_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown instruction set 'sse9'"):
         NATIVE.set_isa("sse9")
-    if NATIVE.best_isa() != "avx512vnni":
+    if "avx512vnni" not in NATIVE.isas():
         with pytest.raises(ValueError, match="this machine has no avx512vnni"):
             NATIVE.set_isa("avx512vnni")
     assert NATIVE.isa() == NATIVE.best_isa()
