@@ -113,7 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="time the layer ops; microseconds per call")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kv", default="float32,float16,bfloat16,int16,int8", help="element types of the cache")
-    parser.add_argument("--isa", default="", help="portable, avx2, avxvnni, avx512vnni or amx; default: the machine's best")
+    parser.add_argument(
+        "--isa", default="", help="portable, avx2, avxvnni, avx512vnni or amx; default: the machine's best"
+    )
     args = parser.parse_args()
     native = load_native()
     torch.set_num_threads(1)
