@@ -1,6 +1,7 @@
 // The extension module models._native: threads and instruction set here, kernels in bind_*.cpp. Bindings take raw
 // addresses and sizes (no torch headers below the Python layer); the Python side checks shapes and dtypes.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "cpu/cpuinfo.h"
 #include "cpu/threads.h"
@@ -17,6 +18,7 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Native CPU kernels of Trireme.";
   m.def("num_threads", &trireme::num_threads, "Threads of the pool, the caller included.");
   m.def("set_num_threads", &trireme::set_num_threads, py::arg("count"), py::call_guard<py::gil_scoped_release>());
+  m.def("set_cores", &trireme::set_cores, py::arg("cores"), "Keeps thread i on cores[i % size]; empty: anywhere.");
   m.def("set_spin_us", &trireme::set_spin_us, py::arg("spin_us"));
   m.def("isa", [] { return std::string(trireme::isa_name(trireme::isa())); }, "Instruction set in use.");
   m.def("best_isa", [] { return std::string(trireme::isa_name(trireme::best_isa())); }, "Best set of this machine.");

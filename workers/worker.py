@@ -79,7 +79,7 @@ class Worker:
             weight_bytes=max(0, facts.own - before.own),
             phases={"weights": time.perf_counter() - started},  # reading the files and all that goes with it
             decisions=[
-                _as_tuple(choice) for choice in (threads, runtime, *_kernel_decisions(self._native), kv_decision)
+                _as_tuple(choice) for choice in (*threads, runtime, *_kernel_decisions(self._native), kv_decision)
             ],
         )
 
@@ -140,7 +140,7 @@ class Worker:
             "torch": "torch" in sys.modules,
         }
 
-    def _set_threads(self) -> tuple[int, Decision]:
+    def _set_threads(self) -> tuple[int, list[Decision]]:
         """Sizes the native pool: no more threads on the machine than cores."""
         parallel = self.config.parallel
         cores, num_workers = usable_cores(), parallel.dp * parallel.pp * parallel.tp
@@ -150,7 +150,30 @@ class Worker:
             count, because = max(1, cores // num_workers), f"{cores} usable cores over {num_workers} workers"
         if self._native is not None:
             self._native.set_num_threads(count)
-        return count, Decision("threads", str(count), because)
+        return count, [Decision("threads", str(count), because), self._pin(count, num_workers)]
+
+    def _pin(self, threads: int, num_workers: int) -> Decision:
+        """Keeps the pool's threads on cores of their own: the next ones after those of the workers before this one."""
+        mine = sorted(os.sched_getaffinity(0))
+        first = (self.mesh.dp_rank * self.mesh.num_workers + self.mesh.worker) * threads
+        cores = mine[first : first + threads]
+        choice = choose_pinning(self.config.parallel.pin_cores, threads * num_workers, len(mine))
+        if choice.value != "off" and self._native is not None and len(cores) == threads:
+            self._native.set_cores(cores)
+        return choice
+
+
+def choose_pinning(asked: str, threads: int, cores: int) -> Decision:
+    """Whether `threads` compute threads of the whole deployment are kept on single cores of `cores`."""
+    if asked == "off":
+        return Decision("pinned cores", "off", "--pin-cores off")
+    if threads > cores:
+        return Decision("pinned cores", "off", f"{threads} threads take turns on {cores} cores")
+    if asked == "on":
+        return Decision("pinned cores", "on", "--pin-cores on")
+    if threads == cores:
+        return Decision("pinned cores", "off", "the front end and the engine need a place among the computing threads")
+    return Decision("pinned cores", "on", f"{threads} threads on {cores} cores: the other processes have the rest")
 
 
 def _native_kernels() -> ModuleType | None:

@@ -11,8 +11,11 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cerrno>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
+#include <string>
 #include <thread>
 
 namespace trireme {
@@ -40,6 +43,16 @@ int allowed_cpus() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
+// The calling thread may run on these from now on. Returns whether the system allowed it.
+bool keep_on(const cpu_set_t& set) { return sched_setaffinity(0, sizeof set, &set) == 0; }
+
+cpu_set_t own_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  sched_getaffinity(0, sizeof set, &set);
+  return set;
+}
+
 thread_local bool inside_task = false;
 
 class Pool {
@@ -50,6 +63,25 @@ class Pool {
     std::lock_guard<std::mutex> lock(caller_);
     stop_threads();
     size_.store(std::max(1, count), std::memory_order_relaxed);
+  }
+
+  void set_cores(const std::vector<int>& cores) {
+    std::lock_guard<std::mutex> lock(caller_);
+    static const cpu_set_t all = own_cores();
+    std::vector<cpu_set_t> sets;
+    for (int core : cores) {
+      if (core < 0 || core >= CPU_SETSIZE || !CPU_ISSET(core, &all)) {
+        throw std::system_error(EINVAL, std::generic_category(), "core " + std::to_string(core) + " is not ours");
+      }
+      cpu_set_t one;
+      CPU_ZERO(&one);
+      CPU_SET(core, &one);
+      sets.push_back(one);
+    }
+    if (sets.empty()) sets.push_back(all);
+    stop_threads();  // they start again where they belong
+    if (!keep_on(sets[0])) throw std::system_error(errno, std::generic_category(), "sched_setaffinity");
+    cores_ = sets;
   }
 
   void set_spin(int spin_us) { spin_us_.store(std::max(0, spin_us), std::memory_order_relaxed); }
@@ -139,6 +171,7 @@ class Pool {
   }
 
   void thread_main(int thread) {
+    if (!cores_.empty()) keep_on(cores_[thread % cores_.size()]);
     while (!stopping_.load(std::memory_order_acquire)) {
       work(thread);
       wait_for_work();
@@ -176,6 +209,7 @@ class Pool {
   void* context_ = nullptr;
   uint32_t num_tasks_ = 0;
   std::mutex caller_;
+  std::vector<cpu_set_t> cores_;  // of thread i % size; empty until set_cores
   std::atomic<int> size_{allowed_cpus()};
   int started_ = 0;
   std::thread* threads_ = nullptr;
@@ -191,6 +225,7 @@ Pool& pool() {
 
 int num_threads() { return pool().size(); }
 void set_num_threads(int count) { pool().resize(count); }
+void set_cores(const std::vector<int>& cores) { pool().set_cores(cores); }
 void set_spin_us(int spin_us) { pool().set_spin(spin_us); }
 void run_parallel(int num_tasks, TaskFn fn, void* context) { pool().run(num_tasks, fn, context); }
 

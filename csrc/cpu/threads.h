@@ -5,6 +5,7 @@
 #pragma once
 
 #include <type_traits>
+#include <vector>
 
 namespace trireme {
 
@@ -15,6 +16,10 @@ int num_threads();
 
 // At least 1. Threads are started at the next parallel call. Must not be called from inside a task.
 void set_num_threads(int count);
+
+// Keeps thread i of the pool on cores[i % size], the calling thread (thread 0) at once, the others when they start again. Empty:
+// all may run on every core that the process had at its first call. Throws std::system_error for a core that is not ours.
+void set_cores(const std::vector<int>& cores);
 
 // How long an idle thread keeps looking for work before it sleeps, in microseconds (default 60).
 void set_spin_us(int spin_us);

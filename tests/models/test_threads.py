@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,3 +110,39 @@ def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="models._native") as caught:
         load_native()
     assert "setup.py build_ext --inplace" in caught.value.hint
+
+
+def cores_of_threads() -> set[frozenset[int]]:
+    """The cores that each thread of this process may use."""
+    return {frozenset(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_threads_stay_on_their_cores() -> None:
+    """In a thread of its own, as a worker is: the rest of the process keeps all cores."""
+    mine = sorted(os.sched_getaffinity(0))
+    seen: list[set[frozenset[int]]] = []
+
+    def work() -> None:
+        NATIVE.set_num_threads(2)
+        NATIVE.set_cores(mine[:2])
+        until = time.monotonic() + 10
+        while frozenset(mine[1:2]) not in cores_of_threads() and time.monotonic() < until:
+            assert (count_tasks(9, 2000) == 2000).all()  # a thread moves when it starts, perhaps after the first calls
+        seen.append(cores_of_threads())
+        NATIVE.set_cores([])
+        until = time.monotonic() + 10
+        while len(cores_of_threads()) > 1 and time.monotonic() < until:
+            assert (count_tasks(9, 2000) == 2000).all()
+        seen.append(cores_of_threads())
+
+    caller = threading.Thread(target=work)
+    caller.start()
+    caller.join()
+    assert {frozenset(mine[:1]), frozenset(mine[1:2])} <= seen[0]
+    assert seen[1] == {frozenset(mine)}
+
+
+def test_a_core_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="core 100000 is not ours"):
+        NATIVE.set_cores([100000])
