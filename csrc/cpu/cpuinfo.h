@@ -19,7 +19,7 @@ bool has_isa(Isa value);
 // The last set that this machine has.
 Isa best_isa();
 
-// The set in use: best_isa() unless set_isa was called.
+// The set in use: unless set_isa was called, the best one but for amx.
 Isa isa();
 
 // Throws std::invalid_argument when this machine lacks it. For tests; not while kernels run.
