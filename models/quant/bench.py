@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--kind", default="all", help=f"all, none, or one of {', '.join(PACKED_KINDS)}")
     parser.add_argument("--rows", default="1,4,16,128", help="numbers of rows of x, comma-separated")
     parser.add_argument("--shape", default="3072x576,576x1536", help="NxK, comma-separated")
-    parser.add_argument("--isa", default=native.best_isa(), help="portable, avx2, avxvnni, avx512vnni or amx")
+    parser.add_argument("--isa", default=native.isa(), help="portable, avx2, avxvnni, avx512vnni or amx")
     parser.add_argument("--threads", type=int, default=native.num_threads())
     args = parser.parse_args()
     native.set_isa(args.isa)

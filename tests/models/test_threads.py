@@ -102,7 +102,8 @@ def test_unknown_and_missing_instruction_sets_are_refused() -> None:
     if "avx512vnni" not in NATIVE.isas():
         with pytest.raises(ValueError, match="this machine has no avx512vnni"):
             NATIVE.set_isa("avx512vnni")
-    assert NATIVE.isa() == NATIVE.best_isa()
+    best = NATIVE.best_isa()
+    assert NATIVE.isa() == ("avx512vnni" if best == "amx" else best)
 
 
 def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
