@@ -54,7 +54,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp: Annotated[int, _count("pipeline stages", 1, le=64)] = 1
     threads: Annotated[int, _count("CPU threads per worker; default: cores / workers", 1)] | None = None
     pin_cores: Annotated[
-        Literal["auto", "on", "off"], _text("keep each CPU thread on a core of its own; auto: when cores are left over")
+        Literal["auto", "on", "off"], _text("keep each CPU thread on a core of its own; auto: when a few are left over")
     ] = "auto"
     executor: Annotated[
         Literal["auto", "inproc", "procs"], _text("where workers run; auto: inside the engine when it has one worker")

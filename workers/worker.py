@@ -173,6 +173,8 @@ def choose_pinning(asked: str, threads: int, cores: int) -> Decision:
         return Decision("pinned cores", "on", "--pin-cores on")
     if threads == cores:
         return Decision("pinned cores", "off", "the front end and the engine need a place among the computing threads")
+    if 2 * threads <= cores:
+        return Decision("pinned cores", "off", f"{threads} of {cores} cores: another deployment may pin the same ones")
     return Decision("pinned cores", "on", f"{threads} threads on {cores} cores: the other processes have the rest")
 
 

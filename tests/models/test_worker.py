@@ -18,7 +18,7 @@ from tests.models.tiny import make_tiny_llama
 from transport.messages import WorkerInit, WorkerLoaded
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from trireme.errors import EngineError, ModelError
-from workers.worker import Worker
+from workers.worker import Worker, choose_pinning
 
 NUM_BLOCKS, BLOCK, NUM_ROWS = 64, 4, 4
 LLAMA_BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK * 4  # k and v, layers, KV heads, head dim, tokens, float32
@@ -99,3 +99,19 @@ def test_calls(worker: Worker) -> None:
 def test_a_missing_model_is_the_operators_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nowhere"):
         make_worker(tmp_path / "nowhere").load()
+
+
+@pytest.mark.parametrize(
+    ("asked", "threads", "cores", "expected"),
+    [
+        ("auto", 2, 2, "off"),
+        ("auto", 1, 2, "off"),
+        ("auto", 12, 16, "on"),
+        ("auto", 8, 16, "off"),
+        ("auto", 4, 2, "off"),
+    ]
+    + [("on", 2, 2, "on"), ("on", 1, 16, "on"), ("on", 3, 2, "off"), ("off", 12, 16, "off")],
+)
+def test_threads_are_pinned_where_that_helps(asked: str, threads: int, cores: int, expected: str) -> None:
+    """Not where every core computes, nor where a second deployment fits beside this one and would choose the same cores."""
+    assert choose_pinning(asked, threads, cores).value == expected
