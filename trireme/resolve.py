@@ -26,6 +26,11 @@ MOST_FREE_BLOCKS = 1 << 16
 FFN_UNIT = 32  # columns of one quantization block
 
 
+def _whole_mib(size: int) -> int:
+    """Rounded up, so that what was counted still fits."""
+    return -(-size // MIB) * MIB
+
+
 class ModelFacts(NamedTuple):
     """What resolving needs of a model. `weight_bytes` is the size of its files, expanded where `expansion` says so."""
 
@@ -154,8 +159,8 @@ class _Resolver:
             return
         left = max(self.device.memory_free - self.weight_bytes * self.shape.dp, 0)
         share = int(left * KV_SHARE) // self.num_workers
-        useful = self.token_bytes() * self.config.scheduler.max_num_seqs * self.wanted_len()
-        needed = self.token_bytes() * (self.config.model.max_len or 0)
+        useful = _whole_mib(self.token_bytes() * self.config.scheduler.max_num_seqs * self.wanted_len())
+        needed = _whole_mib(self.token_bytes() * (self.config.model.max_len or 0))
         size = max(min(share, KV_LARGEST // self.shape.num_workers, useful), min(needed, left // self.num_workers))
         size = max(size // MIB, 1) * MIB
         tokens = size // self.token_bytes()

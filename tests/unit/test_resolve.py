@@ -137,6 +137,14 @@ def test_kv_memory_stays_within_its_share_of_the_machine():
     assert 0 < 2 * per_worker < 0.4 * GIB
 
 
+@pytest.mark.parametrize("max_len", [1, 16, 17, 2048, 2049, 8191])
+def test_memory_counted_for_one_request_holds_it(max_len):
+    """Whatever the size of a token: rounding to whole MiB must not take a block away."""
+    for kv_dtype in ("auto", "int8", "float32"):
+        config, _ = resolved(max_num_seqs=1, max_len=max_len, kv_dtype=kv_dtype)
+        assert config.model.max_len == max_len
+
+
 def test_an_asked_length_may_take_more_than_the_usual_share():
     small = DeviceFacts(cores=2, memory_free=GIB // 2, memory_total=GIB)
     assert resolved(device=small, kv_dtype="float16")[0].model.max_len < 8192
