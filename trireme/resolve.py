@@ -26,9 +26,9 @@ MOST_FREE_BLOCKS = 1 << 16
 FFN_UNIT = 32  # columns of one quantization block
 
 
-def _whole_mib(size: int) -> int:
-    """Rounded up, so that what was counted still fits."""
-    return -(-size // MIB) * MIB
+def _in_units(size: int, unit: int) -> int:
+    """Rounded up to whole units, so that what was counted still fits."""
+    return -(-size // unit) * unit
 
 
 class ModelFacts(NamedTuple):
@@ -159,8 +159,9 @@ class _Resolver:
             return
         left = max(self.device.memory_free - self.weight_bytes * self.shape.dp, 0)
         share = int(left * KV_SHARE) // self.num_workers
-        useful = _whole_mib(self.token_bytes() * self.config.scheduler.max_num_seqs * self.wanted_len())
-        needed = _whole_mib(self.token_bytes() * (self.config.model.max_len or 0))
+        row = self.token_bytes() * _in_units(self.wanted_len(), cache.block_size)
+        useful = _in_units(row * self.config.scheduler.max_num_seqs, MIB)
+        needed = 0 if self.config.model.max_len is None else _in_units(row, MIB)
         size = max(min(share, KV_LARGEST // self.shape.num_workers, useful), min(needed, left // self.num_workers))
         size = max(size // MIB, 1) * MIB
         tokens = size // self.token_bytes()
