@@ -42,8 +42,10 @@ void store(const TileArgs& args, int row, int tile, const float* acc) {
   }
 }
 
-// Codes of one row of a block as the values that products are made of, offset not yet taken off.
-void read_codes(const BlockForm& form, const uint8_t* planes, int lane, int* codes) {
+// Codes of one row of a block as the values that products are made of, offset taken off.
+template <WeightKind kind>
+void read_codes(const uint8_t* planes, int lane, int16_t* codes) {
+  constexpr BlockForm form = block_form(kind);
   const uint8_t* second = planes + form.first_bits * 4 * kTileRows;
   auto field = [&](const uint8_t* plane, int bits, int i) {
     const int per_byte = 8 / bits, quad = i / 4;
@@ -52,8 +54,13 @@ void read_codes(const BlockForm& form, const uint8_t* planes, int lane, int* cod
   };
   for (int i = 0; i < kBlock; ++i) {
     int code = field(planes, form.first_bits, i);
-    if (form.second_bits != 0) code |= field(second, form.second_bits, i) << form.first_bits;
-    codes[i] = form.table != nullptr ? form.table[code] : form.first_bits == 8 ? static_cast<int8_t>(code) : code;
+    if constexpr (form.second_bits != 0) code |= field(second, form.second_bits, i) << form.first_bits;
+    if constexpr (form.table != nullptr) {
+      code = form.table[code];
+    } else if constexpr (form.first_bits == 8) {
+      code = static_cast<int8_t>(code);
+    }
+    codes[i] = static_cast<int16_t>(code - form.offset);
   }
 }
 
@@ -63,37 +70,59 @@ float half_at(const uint8_t* p) {
   return float_from_fp16(half);
 }
 
-// acc + what one block of one weight row gives with one row of activations (`at`: its place in `rows`).
-float add_block(const BlockForm& form, const uint8_t* header, const uint8_t* sub, int lane, const QuantizedRows& rows,
-                size_t at, float acc) {
-  int codes[kBlock];
-  read_codes(form, sub + sub_scale_bytes(form.scale), lane, codes);
-  int32_t dots[2] = {0, 0}, sums[2] = {0, 0};
-  for (int i = 0; i < kBlock; ++i) {
-    const int q = rows.q[at * kBlock + i];
-    dots[i / 16] += (codes[i] - form.offset) * q;
-    sums[i / 16] += q;
+// One row of a block, unpacked once for all rows of activations.
+struct WeightRow {
+  int16_t codes[kBlock];
+  float scale, min;  // of the block
+  int scales[2];     // sub-scales of its halves, where there are such; else the first is that of the block
+  int mins[2];
+};
+
+template <WeightKind kind>
+WeightRow read_row_of_block(const uint8_t* header, const uint8_t* sub, int lane) {
+  constexpr ScaleForm form = block_form(kind).scale;
+  WeightRow w{};
+  read_codes<kind>(sub + sub_scale_bytes(form), lane, w.codes);
+  w.scale = form == ScaleForm::exponent ? float_from_exponent(header[lane]) : half_at(header + 2 * lane);
+  if constexpr (has_mins(form)) w.min = half_at(header + 2 * (kTileRows + lane));
+  for (int i = 0; i < 2; ++i) {
+    if constexpr (form == ScaleForm::super32) w.scales[i] = static_cast<int8_t>(sub[lane]);
+    if constexpr (form == ScaleForm::super32_min) {
+      w.scales[i] = sub[lane];
+      w.mins[i] = sub[kTileRows + lane];
+    }
+    if constexpr (form == ScaleForm::super16) w.scales[i] = static_cast<int8_t>(sub[2 * lane + i]);
+    if constexpr (form == ScaleForm::super16_min) {
+      w.scales[i] = sub[2 * lane + i] & 15;
+      w.mins[i] = sub[2 * lane + i] >> 4;
+    }
   }
+  return w;
+}
+
+// acc + what one block of one weight row gives with one row of activations: q as int16, and its place `at` in `rows`.
+template <WeightKind kind>
+float add_block(const WeightRow& w, const int16_t* q, const QuantizedRows& rows, size_t at, float acc) {
+  constexpr ScaleForm form = block_form(kind).scale;
+  int32_t first = 0, second = 0;
+  for (int i = 0; i < kBlock / 2; ++i) first += w.codes[i] * q[i];
+  for (int i = kBlock / 2; i < kBlock; ++i) second += w.codes[i] * q[i];
   const float x_scale = rows.scale[at];
-  const float scale = form.scale == ScaleForm::exponent ? float_from_exponent(header[lane]) : half_at(header + 2 * lane);
-  const float min = has_mins(form.scale) ? half_at(header + 2 * (kTileRows + lane)) : 0.0f;
-  const float dot = static_cast<float>(dots[0] + dots[1]);
-  const uint8_t* pair = sub + 2 * lane;
-  switch (form.scale) {
-    case ScaleForm::half:
-    case ScaleForm::exponent: return acc + dot * (scale * x_scale);
-    case ScaleForm::half_min: return acc + dot * (scale * x_scale) + min * rows.sum[at];
-    case ScaleForm::super32: return acc + dot * (scale * static_cast<int8_t>(sub[lane]) * x_scale);
-    case ScaleForm::super32_min:
-      return acc + dot * (scale * sub[lane] * x_scale) - min * sub[kTileRows + lane] * rows.sum[at];
-    case ScaleForm::super16:
-      return acc + static_cast<float>(static_cast<int8_t>(pair[0]) * dots[0] + static_cast<int8_t>(pair[1]) * dots[1]) *
-                       (scale * x_scale);
-    case ScaleForm::super16_min:
-      acc += static_cast<float>((pair[0] & 15) * dots[0] + (pair[1] & 15) * dots[1]) * (scale * x_scale);
-      return acc - static_cast<float>((pair[0] >> 4) * sums[0] + (pair[1] >> 4) * sums[1]) * (min * x_scale);
+  if constexpr (has_pairs(form)) {
+    acc += static_cast<float>(w.scales[0] * first + w.scales[1] * second) * (w.scale * x_scale);
+    if constexpr (form == ScaleForm::super16_min) {
+      const int minus_first = static_cast<int16_t>(rows.minus_halves[at] & 0xffff), minus_second = rows.minus_halves[at] >> 16;
+      acc -= static_cast<float>(-w.mins[0] * minus_first - w.mins[1] * minus_second) * (w.min * x_scale);
+    }
+    return acc;
   }
-  return acc;
+  const float dot = static_cast<float>(first + second);
+  if constexpr (form == ScaleForm::super32 || form == ScaleForm::super32_min) {
+    acc += dot * (w.scale * w.scales[0] * x_scale);
+    return form == ScaleForm::super32 ? acc : acc - w.min * w.mins[0] * rows.sum[at];
+  }
+  acc += dot * (w.scale * x_scale);
+  return form == ScaleForm::half_min ? acc + w.min * rows.sum[at] : acc;
 }
 
 template <WeightKind kind>
@@ -102,18 +131,20 @@ void block_tiles(const TileArgs& args) {
   constexpr int per_group = form.raw_values / kBlock;
   const int num_blocks = args.k / kBlock;
   for (int tile = 0; tile < args.num_tiles; ++tile) {
-    for (int row = 0; row < args.m; ++row) {
-      float acc[kTileRows] = {};
-      for (int block = 0; block < num_blocks; ++block) {
-        const uint8_t* header = args.tiles + tile * args.tile_bytes + block / per_group * packed_group_bytes(kind);
-        const uint8_t* sub = header + header_bytes(form.scale) + block % per_group * packed_block_bytes(kind);
+    float acc[kMaxTaskRows][kTileRows] = {};
+    for (int block = 0; block < num_blocks; ++block) {
+      const uint8_t* header = args.tiles + tile * args.tile_bytes + block / per_group * packed_group_bytes(kind);
+      const uint8_t* sub = header + header_bytes(form.scale) + block % per_group * packed_block_bytes(kind);
+      WeightRow weights[kTileRows];
+      for (int lane = 0; lane < kTileRows; ++lane) weights[lane] = read_row_of_block<kind>(header, sub, lane);
+      for (int row = 0; row < args.m; ++row) {
         const size_t at = static_cast<size_t>(row) * num_blocks + block;
-        for (int lane = 0; lane < kTileRows; ++lane) {
-          acc[lane] = add_block(form, header, sub, lane, args.rows, at, acc[lane]);
-        }
+        int16_t q[kBlock];
+        for (int i = 0; i < kBlock; ++i) q[i] = args.rows.q[at * kBlock + i];
+        for (int lane = 0; lane < kTileRows; ++lane) acc[row][lane] = add_block<kind>(weights[lane], q, args.rows, at, acc[row][lane]);
       }
-      store(args, row, tile, acc);
     }
+    for (int row = 0; row < args.m; ++row) store(args, row, tile, acc[row]);
   }
 }
 
