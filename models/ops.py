@@ -9,6 +9,8 @@ Per token, results do not depend on which other tokens are in the step, on chunk
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -331,33 +333,31 @@ def rope_cache_attention_reference(
 
 def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """silu(gate) * up, where gate_up [T, 2 F] holds the F gate columns, then the F up columns. Returns [T, F]."""
-    if not _runs_native(gate_up):
-        return swiglu_reference(gate_up, out)
-    tokens, width = gate_up.shape
-    if out is None:
-        out = torch.empty(tokens, width // 2)
-    _native.swiglu(gate_up.data_ptr(), gate_up.stride()[0], out.data_ptr(), out.stride()[0], tokens, width // 2)
-    return out
+    return _gated(_native.swiglu, gate_up, out) if _runs_native(gate_up) else swiglu_reference(gate_up, out)
 
 
 def swiglu_reference(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    product = (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
-    return product if out is None else out.copy_(product)
+    return _gated_reference(torch.nn.functional.silu, gate_up, out)
 
 
 def geglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """As swiglu with the tanh form of GELU in the place of SiLU."""
-    if not _runs_native(gate_up):
-        return geglu_reference(gate_up, out)
-    tokens, width = gate_up.shape
-    if out is None:
-        out = torch.empty(tokens, width // 2)
-    _native.geglu(gate_up.data_ptr(), gate_up.stride()[0], out.data_ptr(), out.stride()[0], tokens, width // 2)
-    return out
+    return _gated(_native.geglu, gate_up, out) if _runs_native(gate_up) else geglu_reference(gate_up, out)
 
 
 def geglu_reference(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    return _gated_reference(partial(torch.nn.functional.gelu, approximate="tanh"), gate_up, out)
+
+
+def _gated(kernel: Callable[..., None], gate_up: Tensor, out: Tensor | None) -> Tensor:
+    tokens, width = gate_up.shape
+    if out is None:
+        out = torch.empty(tokens, width // 2)
+    kernel(gate_up.data_ptr(), gate_up.stride()[0], out.data_ptr(), out.stride()[0], tokens, width // 2)
+    return out
+
+
+def _gated_reference(activation: Callable[[Tensor], Tensor], gate_up: Tensor, out: Tensor | None) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    product = (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+    product = (activation(gate) * up).to(gate_up.dtype)
     return product if out is None else out.copy_(product)

@@ -23,7 +23,7 @@ from trireme.gguf import GgufFile, GgufTensor, read_gguf
 from trireme.packaged import find_model
 
 MODELS = ("smollm2", "gemma3-270m")
-KV_BYTES = 2  # float16, the default beside block types
+KV_BYTES, SCALE_BYTES = 2, 4  # int16 and a scale per token and head, the default beside block types
 DECODE_CONTEXT = 192
 BATCH_CONTEXT = 64
 WIDTH, HEIGHT = 64, 18
@@ -108,7 +108,7 @@ def step_cost(file: GgufFile, arch: ArchSpec, step: Step) -> Cost:
     elements = sum(math.prod(t.shape) for t in matrices)
     tokens = step.chunk or step.rows
     int8 = 2 * (elements * tokens + math.prod(head.shape) * step.rows)
-    kv_token = 2 * arch.num_kv_heads * arch.head_dim * KV_BYTES
+    kv_token = 2 * arch.num_kv_heads * (arch.head_dim * KV_BYTES + SCALE_BYTES)
     pair_ops = 4 * arch.num_heads * arch.head_dim
     if step.chunk:
         kv = 2 * kv_token * arch.num_layers * step.chunk  # written, then read
@@ -250,7 +250,8 @@ measured in that run. Times and ceilings are the best of several rounds.
 NOTES = """
 - A step reads each weight once, reads the keys and values of its rows' context and writes the new ones. Activations, norms and
   logits are left out: they stay in the caches.
-- Two operations per multiply-add. Products with block weights are counted as int8, attention as float32; their times add up, since
+- Two operations per multiply-add. Products with block weights are counted as int8, attention as float32 (its int16 products are up to
+  1.5 times as fast, its softmax is not counted); their times add up, since
   both need the same units. The bound is the larger of memory and compute time, the share is the bound over the measured time.
 - The int8 ceiling sums in 16 bits on AVX2, the most the instructions can do; sums in 32 bits after each product, which never
   overflow, have the lower ceiling beside it. Scales and minimums of the blocks come on top in every kernel and are not counted.

@@ -94,7 +94,7 @@ class NativeDecoder:
             spans[0].size for spans in (self.weights.shares.q, self.weights.shares.kv, self.weights.shares.ffn)
         )
         self.num_kv_layers, self.kv_heads = len(self.weights.layers), kv // arch.head_dim
-        most: int = getattr(self._native, "FEED_FORWARD_ROWS", 0)
+        most: int = self._native.FEED_FORWARD_ROWS
         self._widths = ((arch.hidden, 0), (arch.hidden, 0), (q + 2 * kv, 0), (q, 0), (2 * ffn, most), (ffn, most))
         self._layers = _Layers(self.weights)
         self._varying: tuple[Floats, _Layers] | None = None  # rotated by a table of the step's own

@@ -26,7 +26,7 @@ def smollm2():
 def test_a_decode_step_reads_every_weight_once_and_the_context_of_each_row(smollm2):
     cost = step_cost(*smollm2, Step("", rows=4, context=100))
     assert cost.weight_bytes == 30 * LAYER // 32 * 20 + HEAD // 32 * 34
-    assert cost.kv_bytes == 4 * (100 + 1) * 30 * 2 * 3 * 64 * 2
+    assert cost.kv_bytes == 4 * (100 + 1) * 30 * 2 * 3 * (64 * 2 + 4)
     assert cost.int8_ops == 4 * 2 * (30 * LAYER + HEAD)
     assert cost.float_ops == 4 * 100 * 30 * 2 * 2 * 9 * 64
 
