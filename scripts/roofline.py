@@ -250,9 +250,9 @@ measured in that run. Times and ceilings are the best of several rounds.
 NOTES = """
 - A step reads each weight once, reads the keys and values of its rows' context and writes the new ones. Activations, norms and
   logits are left out: they stay in the caches.
-- Two operations per multiply-add. Products with block weights are counted as int8, attention as float32 (its int16 products are up to
-  1.5 times as fast, its softmax is not counted); their times add up, since
-  both need the same units. The bound is the larger of memory and compute time, the share is the bound over the measured time.
+- Two operations per multiply-add. Products with block weights are counted as int8, attention as float32 (its int16 products
+  are up to 1.5 times as fast; its softmax is not counted). Their times add up, since both need the same units. The bound is the
+  larger of memory and compute time, the share is the bound over the measured time.
 - The int8 ceiling sums in 16 bits on AVX2, the most the instructions can do; sums in 32 bits after each product, which never
   overflow, have the lower ceiling beside it. Scales and minimums of the blocks come on top in every kernel and are not counted.
 """

@@ -42,9 +42,9 @@ void store(const TileArgs& args, int row, int tile, const float* acc) {
   }
 }
 
-// Codes of one row of a block as the values that products are made of, offset taken off.
+// Codes of one row of a block as the values that products are made of, offset taken off, kTileRows apart.
 template <WeightKind kind>
-void read_codes(const uint8_t* planes, int lane, int16_t* codes) {
+void read_codes(const uint8_t* planes, int lane, float* codes) {
   constexpr BlockForm form = block_form(kind);
   const uint8_t* second = planes + form.first_bits * 4 * kTileRows;
   auto field = [&](const uint8_t* plane, int bits, int i) {
@@ -60,7 +60,7 @@ void read_codes(const uint8_t* planes, int lane, int16_t* codes) {
     } else if constexpr (form.first_bits == 8) {
       code = static_cast<int8_t>(code);
     }
-    codes[i] = static_cast<int16_t>(code - form.offset);
+    codes[i * kTileRows] = static_cast<float>(code - form.offset);
   }
 }
 
@@ -70,59 +70,74 @@ float half_at(const uint8_t* p) {
   return float_from_fp16(half);
 }
 
-// One row of a block, unpacked once for all rows of activations.
-struct WeightRow {
-  int16_t codes[kBlock];
-  float scale, min;  // of the block
-  int scales[2];     // sub-scales of its halves, where there are such; else the first is that of the block
-  int mins[2];
+// A block of a tile, unpacked once for all rows of activations. A lane is a weight row, so that compilers find vectors.
+struct WeightBlock {
+  float codes[kBlock][kTileRows];
+  float scale[kTileRows], min[kTileRows];        // of the block
+  int scales[2][kTileRows], mins[2][kTileRows];  // sub-scales of its halves, or in the first those of the block
 };
 
 template <WeightKind kind>
-WeightRow read_row_of_block(const uint8_t* header, const uint8_t* sub, int lane) {
+void unpack(const uint8_t* header, const uint8_t* sub, WeightBlock& w) {
   constexpr ScaleForm form = block_form(kind).scale;
-  WeightRow w{};
-  read_codes<kind>(sub + sub_scale_bytes(form), lane, w.codes);
-  w.scale = form == ScaleForm::exponent ? float_from_exponent(header[lane]) : half_at(header + 2 * lane);
-  if constexpr (has_mins(form)) w.min = half_at(header + 2 * (kTileRows + lane));
-  for (int i = 0; i < 2; ++i) {
-    if constexpr (form == ScaleForm::super32) w.scales[i] = static_cast<int8_t>(sub[lane]);
-    if constexpr (form == ScaleForm::super32_min) {
-      w.scales[i] = sub[lane];
-      w.mins[i] = sub[kTileRows + lane];
-    }
-    if constexpr (form == ScaleForm::super16) w.scales[i] = static_cast<int8_t>(sub[2 * lane + i]);
-    if constexpr (form == ScaleForm::super16_min) {
-      w.scales[i] = sub[2 * lane + i] & 15;
-      w.mins[i] = sub[2 * lane + i] >> 4;
+  for (int lane = 0; lane < kTileRows; ++lane) {
+    read_codes<kind>(sub + sub_scale_bytes(form), lane, &w.codes[0][lane]);
+    w.scale[lane] = form == ScaleForm::exponent ? float_from_exponent(header[lane]) : half_at(header + 2 * lane);
+    if constexpr (has_mins(form)) w.min[lane] = half_at(header + 2 * (kTileRows + lane));
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (form == ScaleForm::super32) w.scales[i][lane] = static_cast<int8_t>(sub[lane]);
+      if constexpr (form == ScaleForm::super32_min) {
+        w.scales[i][lane] = sub[lane];
+        w.mins[i][lane] = sub[kTileRows + lane];
+      }
+      if constexpr (form == ScaleForm::super16) w.scales[i][lane] = static_cast<int8_t>(sub[2 * lane + i]);
+      if constexpr (form == ScaleForm::super16_min) {
+        w.scales[i][lane] = sub[2 * lane + i] & 15;
+        w.mins[i][lane] = sub[2 * lane + i] >> 4;
+      }
     }
   }
-  return w;
 }
 
-// acc + what one block of one weight row gives with one row of activations: q as int16, and its place `at` in `rows`.
+// Sums of 16 products for each lane. They are whole numbers below 2^24, so exact in float32.
+void add_products(const float (*codes)[kTileRows], const int8_t* q, float* dot) {
+  for (int i = 0; i < kBlock / 2; ++i) {
+    const float x = q[i];
+    for (int lane = 0; lane < kTileRows; ++lane) dot[lane] += codes[i][lane] * x;
+  }
+}
+
+// Adds to acc what a block gives with one row of activations, `at`: its place in `rows`.
 template <WeightKind kind>
-float add_block(const WeightRow& w, const int16_t* q, const QuantizedRows& rows, size_t at, float acc) {
+void add_block(const WeightBlock& w, const QuantizedRows& rows, size_t at, float* acc) {
   constexpr ScaleForm form = block_form(kind).scale;
-  int32_t first = 0, second = 0;
-  for (int i = 0; i < kBlock / 2; ++i) first += w.codes[i] * q[i];
-  for (int i = kBlock / 2; i < kBlock; ++i) second += w.codes[i] * q[i];
+  const int8_t* q = rows.q + at * kBlock;
   const float x_scale = rows.scale[at];
+  float dot[kTileRows] = {};
+  add_products(w.codes, q, dot);
   if constexpr (has_pairs(form)) {
-    acc += static_cast<float>(w.scales[0] * first + w.scales[1] * second) * (w.scale * x_scale);
-    if constexpr (form == ScaleForm::super16_min) {
-      const int minus_first = static_cast<int16_t>(rows.minus_halves[at] & 0xffff), minus_second = rows.minus_halves[at] >> 16;
-      acc -= static_cast<float>(-w.mins[0] * minus_first - w.mins[1] * minus_second) * (w.min * x_scale);
+    float second[kTileRows] = {};
+    add_products(w.codes + kBlock / 2, q + kBlock / 2, second);
+    const int minus_first = static_cast<int16_t>(rows.minus_halves[at] & 0xffff), minus_second = rows.minus_halves[at] >> 16;
+    for (int lane = 0; lane < kTileRows; ++lane) {
+      const int total = w.scales[0][lane] * static_cast<int>(dot[lane]) + w.scales[1][lane] * static_cast<int>(second[lane]);
+      acc[lane] += static_cast<float>(total) * (w.scale[lane] * x_scale);
+      if constexpr (form == ScaleForm::super16_min) {
+        acc[lane] -= static_cast<float>(-w.mins[0][lane] * minus_first - w.mins[1][lane] * minus_second) * (w.min[lane] * x_scale);
+      }
     }
-    return acc;
+    return;
   }
-  const float dot = static_cast<float>(first + second);
-  if constexpr (form == ScaleForm::super32 || form == ScaleForm::super32_min) {
-    acc += dot * (w.scale * w.scales[0] * x_scale);
-    return form == ScaleForm::super32 ? acc : acc - w.min * w.mins[0] * rows.sum[at];
+  add_products(w.codes + kBlock / 2, q + kBlock / 2, dot);
+  for (int lane = 0; lane < kTileRows; ++lane) {
+    if constexpr (form == ScaleForm::super32 || form == ScaleForm::super32_min) {
+      acc[lane] += dot[lane] * (w.scale[lane] * static_cast<float>(w.scales[0][lane]) * x_scale);
+    } else {
+      acc[lane] += dot[lane] * (w.scale[lane] * x_scale);
+    }
+    if constexpr (form == ScaleForm::super32_min) acc[lane] -= w.min[lane] * static_cast<float>(w.mins[0][lane]) * rows.sum[at];
+    if constexpr (form == ScaleForm::half_min) acc[lane] += w.min[lane] * rows.sum[at];
   }
-  acc += dot * (w.scale * x_scale);
-  return form == ScaleForm::half_min ? acc + w.min * rows.sum[at] : acc;
 }
 
 template <WeightKind kind>
@@ -135,13 +150,10 @@ void block_tiles(const TileArgs& args) {
     for (int block = 0; block < num_blocks; ++block) {
       const uint8_t* header = args.tiles + tile * args.tile_bytes + block / per_group * packed_group_bytes(kind);
       const uint8_t* sub = header + header_bytes(form.scale) + block % per_group * packed_block_bytes(kind);
-      WeightRow weights[kTileRows];
-      for (int lane = 0; lane < kTileRows; ++lane) weights[lane] = read_row_of_block<kind>(header, sub, lane);
+      WeightBlock weights;
+      unpack<kind>(header, sub, weights);
       for (int row = 0; row < args.m; ++row) {
-        const size_t at = static_cast<size_t>(row) * num_blocks + block;
-        int16_t q[kBlock];
-        for (int i = 0; i < kBlock; ++i) q[i] = args.rows.q[at * kBlock + i];
-        for (int lane = 0; lane < kTileRows; ++lane) acc[row][lane] = add_block<kind>(weights[lane], q, args.rows, at, acc[row][lane]);
+        add_block<kind>(weights, args.rows, static_cast<size_t>(row) * num_blocks + block, acc[row]);
       }
     }
     for (int row = 0; row < args.m; ++row) store(args, row, tile, acc[row]);
