@@ -7,7 +7,7 @@ FLAGS ?=
 BIN := .venv/bin
 export PYTHONUNBUFFERED := 1
 
-.PHONY: serve chat test fmt lint types arch unit gpu bench count docs native setup setup-dev check-python clean
+.PHONY: serve chat test fmt lint types arch unit gpu cuda-compile bench count docs native setup setup-dev check-python clean
 
 serve: setup
 	@exec $(BIN)/trireme serve $(MODEL) $(FLAGS)
@@ -38,6 +38,10 @@ unit: setup-dev
 gpu: setup-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(FLAGS)
 
+# compiles csrc/cuda where nvcc is, card or not; CUDA_ARCHS="80;90" picks the architectures
+cuda-compile: setup-dev
+	$(BIN)/python setup.py -q cuda_compile
+
 bench: setup
 	$(BIN)/trireme bench latency $(MODEL) $(FLAGS)
 	$(BIN)/trireme bench throughput $(MODEL) $(FLAGS)
@@ -64,4 +68,4 @@ check-python:
 	  { echo "error: $(PYTHON) is missing or older than 3.11; try   make serve PYTHON=python3.11" >&2; exit 2; }
 
 clean:
-	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis models/_native*.so
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis models/_native*.so models/_cuda*.so

@@ -1,8 +1,7 @@
-"""Builds csrc into the extensions models._native (kernels) and serving._native (csrc/text); the rest is in pyproject.toml.
-
-Each object is compiled only when its source, a header in its depfile or its command changed; a file lock keeps two builds
-apart. csrc/cuda/*.cu is compiled too when nvcc and a CUDA torch are present. Kernel variants get their instruction set
-from the file name: *_avx2.cpp, *_avxvnni.cpp, *_avx512.cpp, *_amx.cpp. No torch headers are used.
+"""Builds csrc into the extensions models._native (kernels), serving._native (csrc/text) and, where nvcc and a CUDA torch are,
+models._cuda (csrc/cuda); `cuda_compile` only compiles the last. The rest is in pyproject.toml. Each object is compiled only
+when its source, a header in its depfile or its command changed; a file lock keeps two builds apart. Kernel variants get their
+instruction set from the file name: *_avx2.cpp, *_avxvnni.cpp, *_avx512.cpp, *_amx.cpp. No torch headers are used.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -21,12 +21,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 TEXT = CSRC / "text"
+CUDA = CSRC / "cuda"
+CUDA_BINDINGS = CSRC / "bind_cuda.cpp"
+WORK = ROOT / "build" / "native"
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # No contraction: a*b+c is one rounding only where a kernel asks for it, so that results do not depend on the compiler.
 COMMON_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
@@ -44,7 +47,8 @@ ISA_FLAGS = {
     "_avx512": AVX512_FLAGS,
     "_amx": [*AVX512_FLAGS, "-mamx-tile", "-mamx-int8"],
 }
-CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", "--expt-relaxed-constexpr", "-lineinfo"]
+CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr", "-lineinfo"]
+CUDA_ARCHS = ("80", "90")  # where no card says otherwise; the environment's CUDA_ARCHS names others, as in "80;90"
 
 
 def find_pybind11_include() -> str:
@@ -60,14 +64,38 @@ def find_pybind11_include() -> str:
 
 
 def find_nvcc() -> str | None:
-    """Path of nvcc when both it and a torch built for CUDA exist, else None."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None or not any(CSRC.glob("cuda/*.cu")):
-        return None
-    version = Path(spec.origin).parent / "version.py"
-    if "cuda: Optional[str] = None" in version.read_text() or "cuda = None" in version.read_text():
-        return None
+    """Path of nvcc, None without one."""
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def has_cuda_torch() -> bool:
+    """Whether the torch at hand was built for CUDA; torch itself is not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version = (Path(spec.origin).parent / "version.py").read_text()
+    return re.search(r"^cuda\b.*=\s*['\"]", version, re.MULTILINE) is not None
+
+
+def find_cuda_archs() -> list[str]:
+    """Compute capabilities to compile for, as "90": what CUDA_ARCHS asks for, else those of the cards here, else CUDA_ARCHS."""
+    asked = re.findall(r"\d+a?", os.environ.get("CUDA_ARCHS", "").replace(".", ""))
+    if asked:
+        return sorted(set(asked))
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    if shutil.which(query[0]):
+        found = subprocess.run(query, capture_output=True, text=True)
+        cards = re.findall(r"^(\d+)\.(\d+)\s*$", found.stdout, re.MULTILINE) if found.returncode == 0 else []
+        if cards:
+            return sorted({major + minor for major, minor in cards})
+    return list(CUDA_ARCHS)
+
+
+def arch_flags() -> list[str]:
+    """Machine code for each capability, and portable code of the newest for cards that come later."""
+    archs = find_cuda_archs()
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    return flags if archs[-1].endswith("a") else [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
 
 
 def replace_file(target: Path, write: Callable[[Path], None]) -> None:
@@ -88,24 +116,26 @@ def isa_flags(source: Path) -> list[str]:
     return []
 
 
-def find_sources(extension: str, *, cuda: bool) -> list[Path]:
-    """The C++ sources of an extension (kernel variants for x86 only there), and the CUDA ones when they can be built."""
+def find_sources(extension: str) -> list[Path]:
+    """The sources of an extension; kernel variants for x86 only there."""
     if extension == "serving._native":
         return sorted(TEXT.glob("*.cpp"))
-    kernels = [path for path in sorted(CSRC.rglob("*.cpp")) if TEXT not in path.parents]
-    sources = [path for path in kernels if IS_X86 or not isa_flags(path)]
-    return sources + (sorted(CSRC.rglob("*.cu")) if cuda else [])
+    if extension == "models._cuda":
+        return [CUDA_BINDINGS, *sorted(CUDA.glob("*.cu"))]
+    kernels = [path for path in sorted(CSRC.rglob("*.cpp")) if TEXT not in path.parents and path != CUDA_BINDINGS]
+    return [path for path in kernels if IS_X86 or not isa_flags(path)]
 
 
 class NativeBuild:
-    """One build of `extension` into `target`, with objects kept under `work_dir`."""
+    """One build of `extension` into `target`, or of its objects alone without one; they are kept under `work_dir`."""
 
-    def __init__(self, extension: str, work_dir: Path, target: Path, compiler: str) -> None:
+    def __init__(self, extension: str, work_dir: Path, target: Path | None, compiler: str) -> None:
         self.extension = extension
         self.work_dir = work_dir
         self.target = target
         self.compiler = compiler
-        self.nvcc = find_nvcc()
+        self.nvcc = find_nvcc() if extension == "models._cuda" else None
+        self.cuda_flags = [*CUDA_FLAGS, *arch_flags(), f"-ccbin={compiler}"] if self.nvcc else []
         self.includes = [f"-I{CSRC}", f"-I{find_pybind11_include()}", f"-I{sysconfig.get_path('include')}"]
 
     def run(self) -> None:
@@ -115,7 +145,7 @@ class NativeBuild:
             self._build()
 
     def _build(self) -> None:
-        sources = find_sources(self.extension, cuda=self.nvcc is not None)
+        sources = find_sources(self.extension)
         stale = [source for source in sources if self._is_stale(source)]
         # A future per file; the first failure is raised after all have printed theirs.
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
@@ -124,13 +154,17 @@ class NativeBuild:
             raise SystemExit(
                 f"error: {len(failed)} file(s) of the native extension did not compile: {', '.join(failed)}"
             )
-        objects = [self._object(source) for source in sources]
+        if self.target is not None:
+            self._link_if_stale([self._object(source) for source in sources], self.target)
+
+    def _link_if_stale(self, objects: list[Path], target: Path) -> None:
         newest = max(path.stat().st_mtime_ns for path in objects)
         listing = self.work_dir / f"{self.extension}.objects.txt"
         names = "\n".join(map(str, objects))
         is_same_set = listing.exists() and listing.read_text() == names
-        if not (self.target.exists() and is_same_set and self.target.stat().st_mtime_ns >= newest):
-            replace_file(self.target, lambda fresh: self._link(objects, fresh))
+        if not (target.exists() and is_same_set and target.stat().st_mtime_ns >= newest):
+            print(f"linking {target.name}", flush=True)
+            replace_file(target, lambda fresh: self._link(objects, fresh))
             listing.write_text(names)
 
     def _object(self, source: Path) -> Path:
@@ -141,9 +175,8 @@ class NativeBuild:
         dep = ["-MMD", "-MF", f"{out}.d"]
         if source.suffix == ".cu":
             assert self.nvcc is not None
-            return [self.nvcc, *CUDA_FLAGS, *self.includes, *dep, "-c", str(source), "-o", str(out)]
-        cuda = ["-DTRIREME_CUDA=1"] if self.nvcc else []
-        flags = [*COMMON_FLAGS, *WARNING_FLAGS, *cuda, *isa_flags(source)]
+            return [self.nvcc, *self.cuda_flags, *self.includes, *dep, "-c", str(source), "-o", str(out)]
+        flags = [*COMMON_FLAGS, *WARNING_FLAGS, *isa_flags(source)]
         return [self.compiler, *flags, *self.includes, *dep, "-c", str(source), "-o", str(out)]
 
     def _stamp(self, source: Path) -> str:
@@ -175,11 +208,26 @@ class NativeBuild:
         return ""
 
     def _link(self, objects: list[Path], out: Path) -> None:
-        cuda = ["-L/usr/local/cuda/lib64", "-lcudart"] if self.nvcc else []
-        command = [self.compiler, "-shared", "-pthread", "-Wl,-O1", *map(str, objects), *cuda, "-o", str(out)]
-        print(f"linking {self.target.name}", flush=True)
+        command = [self.compiler, "-shared", "-pthread", "-Wl,-O1", *map(str, objects), "-o", str(out)]
+        if self.nvcc:  # knows where its libraries are; torch brings the same runtime along
+            command = [
+                self.nvcc,
+                "-shared",
+                "-cudart=shared",
+                f"-ccbin={self.compiler}",
+                *map(str, objects),
+                "-o",
+                str(out),
+            ]
         if subprocess.run(command).returncode != 0:
             raise SystemExit("error: linking the native extension failed (the linker's message is above)")
+
+
+def find_compiler(named: str = "g++") -> str:
+    compiler = shutil.which(named) or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise SystemExit("error: no C++ compiler found\n  try   apt-get install g++")
+    return compiler
 
 
 class BuildExt(build_ext):
@@ -188,10 +236,7 @@ class BuildExt(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         command = getattr(self.compiler, "compiler_cxx", None) or ["g++"]
-        compiler = shutil.which(command[0]) or shutil.which("g++") or shutil.which("c++")
-        if compiler is None:
-            raise SystemExit("error: no C++ compiler found\n  try   apt-get install g++")
-        NativeBuild(ext.name, ROOT / "build" / "native", target.resolve(), compiler).run()
+        NativeBuild(ext.name, WORK, target.resolve(), find_compiler(command[0])).run()
 
     def copy_extensions_to_source(self) -> None:
         for ext in self.extensions:
@@ -201,5 +246,25 @@ class BuildExt(build_ext):
                 replace_file(target, lambda fresh, built=built: shutil.copy2(built, fresh))  # type: ignore[misc]
 
 
-EXTENSIONS = [Extension(name, sources=[]) for name in ("models._native", "serving._native")]
-setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt})
+class CompileCuda(Command):
+    """Compiles models._cuda without linking it, so that a machine without a card can tell whether the sources are sound."""
+
+    user_options: list[tuple[str, str | None, str]] = []
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        if find_nvcc() is None:
+            print("skipped: the CUDA sources are not compiled, since there is no nvcc on this machine")
+            return
+        NativeBuild("models._cuda", WORK, None, find_compiler()).run()
+        print(f"the CUDA sources compile for sm_{', sm_'.join(find_cuda_archs())}")
+
+
+NAMES = ["models._native", "serving._native", *(["models._cuda"] if find_nvcc() and has_cuda_torch() else [])]
+EXTENSIONS = [Extension(name, sources=[]) for name in NAMES]
+setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt, "cuda_compile": CompileCuda})

@@ -91,6 +91,17 @@ def tensor_from_stored(stored: StoredTensor) -> Tensor:
     return torch.from_numpy(raw).view(dtype).view(stored.shape)
 
 
+def tensor_from_raw(matrix: RawMatrix) -> Tensor:
+    """A matrix as [n, k]: of the stored dtype where it is dense (a view, or a copy where it lies badly), else float32."""
+    dtypes = {kind: dtype for dtype, kind in _DENSE_KINDS.items()}
+    if matrix.kind not in dtypes:
+        return torch.from_numpy(matrix.as_float32())
+    raw = bytes_of(matrix.raw)
+    if address_of(raw) % dtypes[matrix.kind].itemsize or not raw.flags.writeable:
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(dtypes[matrix.kind]).view(matrix.n, matrix.k)
+
+
 def raw_from_tensor(tensor: Tensor) -> RawMatrix:
     """A dense [n, k] tensor as raw rows, without a copy where it is contiguous. Raises ModelError for other dtypes."""
     n, k = tensor.shape

@@ -1,0 +1,71 @@
+// The extension module models._cuda: CUDA kernels by raw address. The Python side (models/cuda_ops.py) checks shapes and dtypes.
+#include <pybind11/pybind11.h>
+
+#include "cuda/ops.h"
+
+namespace py = pybind11;
+using namespace trireme::cuda;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+void* at(Address address) { return reinterpret_cast<void*>(address); }
+const int32_t* ints(Address address) { return reinterpret_cast<const int32_t*>(address); }
+const float* floats(Address address) { return reinterpret_cast<const float*>(address); }
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, m) {
+  m.doc() = "Native CUDA kernels of Trireme.";
+  py::class_<PagedCache>(m, "PagedCache")
+      .def(py::init([](Address k, Address v, int type, float k_scale, float v_scale, int heads, int dim, int block_size) {
+             return PagedCache{at(k), at(v), static_cast<Type>(type), k_scale, v_scale, heads, dim, block_size};
+           }),
+           py::arg("k"), py::arg("v"), py::arg("type"), py::arg("k_scale"), py::arg("v_scale"), py::arg("heads"), py::arg("dim"), py::arg("block_size"));
+  m.def(
+      "rms_norm",
+      [](Address x, int64_t x_stride, Address residual, int64_t residual_stride, Address weight, Address out, int64_t out_stride, int tokens,
+         int hidden, float eps, float weight_offset, int type, Address scale, Address stream) {
+        rms_norm({at(x), x_stride, at(residual), residual_stride, at(weight), at(out), out_stride, tokens, hidden, eps, weight_offset,
+                  static_cast<Type>(type), reinterpret_cast<float*>(scale)}, at(stream));
+      });
+  m.def(
+      "rotary_and_cache",
+      [](Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride, int type, Address cos_sin, int rotary,
+         Address positions, Address slots, Address q_norm, Address k_norm, int tokens, int q_heads, float eps, const PagedCache& cache,
+         Address stream) {
+        rotary_and_cache({at(q), at(k), at(v), q_stride, k_stride, v_stride, static_cast<Type>(type), floats(cos_sin), ints(positions),
+                          ints(slots), at(q_norm), at(k_norm), tokens, q_heads, rotary, eps, cache}, at(stream));
+      });
+  m.def("gated_activation",
+        [](Address gate_up, int64_t stride, Address out, int64_t out_stride, int tokens, int width, int gate, int type, Address stream) {
+          gated_activation(at(gate_up), stride, at(out), out_stride, tokens, width, static_cast<Gate>(gate), static_cast<Type>(type), at(stream));
+        });
+  m.def("decode_attention",
+        [](Address q, int64_t q_stride, Address out, int64_t out_stride, int type, Address block_table, int table_stride, Address context_len,
+           int rows, int q_heads, float scale, int window, float softcap, Address sinks, const PagedCache& cache, int splits, Address partial,
+           Address stream) {
+          decode_attention({at(q), q_stride, at(out), out_stride, static_cast<Type>(type), ints(block_table), table_stride, ints(context_len),
+                            rows, q_heads, scale, window, softcap, floats(sinks), cache, splits, reinterpret_cast<float*>(partial)}, at(stream));
+        });
+  m.def("decode_scratch_floats", &decode_scratch_floats);
+  m.def("skinny_linear",
+        [](Address x, int64_t x_stride, Address w, Address out, int64_t out_stride, Address bias, int rows, int n, int k, int type, Address stream) {
+          skinny_linear({at(x), x_stride, at(w), at(out), out_stride, at(bias), rows, n, k, static_cast<Type>(type)}, at(stream));
+        });
+  m.def("skinny_max_rows", &skinny_max_rows);
+  m.def("gather_rows",
+        [](Address table, Address ids, Address out, int tokens, int hidden, int first, int count, float scale, int type, Address stream) {
+          gather_rows(at(table), ints(ids), at(out), tokens, hidden, first, count, scale, static_cast<Type>(type), at(stream));
+        });
+  m.def("copy_blocks", [](Address cache, Address pairs, int count, int64_t block_bytes, Address stream) {
+    copy_blocks(at(cache), ints(pairs), count, block_bytes, at(stream));
+  });
+  m.attr("SAMPLE_JOB_BYTES") = sizeof(SampleJob);
+  m.def("sample_rows", [](Address logits, int64_t logits_stride, int type, int rows, int vocab, Address jobs, Address slots, Address positions,
+                          Address tokens, Address stream) {
+    sample_rows({at(logits), logits_stride, static_cast<Type>(type), rows, vocab, reinterpret_cast<const SampleJob*>(jobs), ints(slots),
+                 ints(positions), reinterpret_cast<int32_t*>(tokens)}, at(stream));
+  });
+}

@@ -1,0 +1,126 @@
+// What all CUDA kernels share: element types, 16-byte loads, sums over a block, launches that may overlap their predecessor.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/ops.h"
+
+namespace trireme::cuda {
+
+using bf16 = __nv_bfloat16;
+using f16 = __half;
+using fp8 = __nv_fp8_e4m3;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(f16 x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(fp8 x) { return static_cast<float>(x); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloat16(x); }
+template <>
+__device__ __forceinline__ f16 from_float<f16>(float x) { return __float2half(x); }
+template <>
+__device__ __forceinline__ fp8 from_float<fp8>(float x) { return fp8(x); }  // saturates
+
+// 16 bytes as elements of T.
+template <class T>
+struct alignas(16) Pack {
+  static constexpr int size = 16 / sizeof(T);
+  T v[size];
+};
+
+template <class T>
+__device__ __forceinline__ Pack<T> load_pack(const T* p) { return *reinterpret_cast<const Pack<T>*>(p); }
+template <class T>
+__device__ __forceinline__ void store_pack(T* p, const Pack<T>& value) { *reinterpret_cast<Pack<T>*>(p) = value; }
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
+  return x;
+}
+
+// Sum over all threads of a block of up to 1024; `shared` has room for 32 floats. All threads get it.
+__device__ __forceinline__ float block_sum(float x, float* shared) {
+  x = warp_sum(x);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
+  __syncthreads();
+  if (lane == 0) shared[warp] = x;
+  __syncthreads();
+  return warp_sum(lane < warps ? shared[lane] : 0.0f);
+}
+
+// Programmatic dependent launch: `wait_for_inputs` returns when the kernels before have ended, `let_next_start` allows the next
+// one to begin with what does not depend on us (its weights).
+__device__ __forceinline__ void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" :::);
+#endif
+}
+
+inline void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+// Launches with leave to overlap the end of the kernel before it in the stream.
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared, Stream stream, Args... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), "kernel launch");
+}
+
+// Calls f with a value of the type that `type` names.
+template <class F>
+void with_type(Type type, F&& f) {
+  switch (type) {
+    case Type::f32: return f(float{});
+    case Type::f16: return f(f16{});
+    case Type::bf16: return f(bf16{});
+    case Type::fp8: break;
+  }
+  throw std::invalid_argument("this kernel takes float32, float16 or bfloat16");
+}
+
+template <class F>
+void with_half_type(Type type, F&& f) {
+  switch (type) {
+    case Type::f16: return f(f16{});
+    case Type::bf16: return f(bf16{});
+    default: break;
+  }
+  throw std::invalid_argument("this kernel takes float16 or bfloat16");
+}
+
+}  // namespace trireme::cuda

@@ -1,0 +1,138 @@
+// The CUDA kernels as plain functions: raw device addresses, sizes in elements, a stream. No torch, no CUDA header. Called by
+// bind_cuda.cpp. All are asynchronous, take no memory, and can be captured in a graph. They throw std::runtime_error when a
+// launch is refused and std::invalid_argument for shapes they do not have.
+//
+// Legend: T tokens, H hidden, Hq query heads, Hk KV heads, D head dim, R rows, N outputs, K inputs, M rows of x.
+#pragma once
+
+#include <cstdint>
+
+namespace trireme::cuda {
+
+using Stream = void*;
+
+enum class Type { f32 = 0, f16 = 1, bf16 = 2, fp8 = 3 };  // fp8: e4m3
+
+// ---- norms.cu
+
+struct NormArgs {
+  const void* x;        // [T, H]
+  int64_t x_stride;
+  void* residual;       // [T, H] or null: residual += x, and the norm is of the sum
+  int64_t residual_stride;
+  const void* weight;   // [H]
+  void* out;            // [T, H]; may be x
+  int64_t out_stride;
+  int tokens, hidden;
+  float eps;
+  float weight_offset;  // 1 for families that store the weight less one
+  Type type;            // of x, residual, weight, out
+  float* scale;         // not null: out is fp8, one scale per token is written here (amax / 448)
+};
+void rms_norm(const NormArgs& args, Stream stream);
+
+// ---- rotary.cu: rotates q in place, writes rotated k, and v, into the cache
+
+struct PagedCache {
+  void* k;  // [blocks, Hk, block_size, D]
+  void* v;
+  Type type;
+  float k_scale, v_scale;  // fp8: what is stored is value / scale
+  int heads, dim, block_size;
+};
+
+struct RotaryArgs {
+  void* q;              // [T, Hq, D], tokens q_stride apart
+  const void* k;        // [T, Hk, D]
+  const void* v;
+  int64_t q_stride, k_stride, v_stride;
+  Type type;            // of q, k, v, norms
+  const float* cos_sin; // [max_position, rotary]: rotary / 2 cosines, then sines
+  const int32_t* positions;  // [T]
+  const int32_t* slots;      // [T]; negative: nothing is written
+  const void* q_norm;   // [D] or null: RMS norm of each head before rotation
+  const void* k_norm;
+  int tokens, q_heads, rotary;
+  float eps;
+  PagedCache cache;
+};
+void rotary_and_cache(const RotaryArgs& args, Stream stream);
+
+// ---- activation.cu
+
+enum class Gate { silu = 0, gelu_tanh = 1, gelu = 2 };
+// out [T, F] = act(gate_up[:, :F]) * gate_up[:, F:]
+void gated_activation(const void* gate_up, int64_t stride, void* out, int64_t out_stride, int tokens, int width, Gate gate, Type type, Stream stream);
+
+// ---- decode.cu: one query per row over the paged cache
+
+struct DecodeArgs {
+  const void* q;  // [R, Hq, D]
+  int64_t q_stride;
+  void* out;      // [R, Hq, D]
+  int64_t out_stride;
+  Type type;      // of q and out: f16 or bf16
+  const int32_t* block_table;  // [R, table_stride]
+  int table_stride;
+  const int32_t* context_len;  // [R], this token included; 0: the row is padding
+  int rows, q_heads;
+  float scale;
+  int window;      // 0: none
+  float softcap;   // 0: none
+  const float* sinks;  // [Hq] or null
+  PagedCache cache;
+  int splits;         // parts of one context that run side by side
+  float* partial;     // splits > 1: [R, Hq, splits, D + 2]
+};
+void decode_attention(const DecodeArgs& args, Stream stream);
+int64_t decode_scratch_floats(int rows, int q_heads, int dim, int splits);
+
+// ---- skinny.cu: out [M, N] = x [M, K] * w [N, K]^T for few rows, at the speed of reading w
+
+struct SkinnyArgs {
+  const void* x;
+  int64_t x_stride;
+  const void* w;  // row-major, K a multiple of 64
+  void* out;
+  int64_t out_stride;
+  const void* bias;  // [N] or null
+  int m, n, k;       // m up to 64
+  Type type;         // f16 or bf16, of all
+};
+void skinny_linear(const SkinnyArgs& args, Stream stream);
+int skinny_max_rows();
+
+// ---- embedding.cu
+
+// out [T, H] = table[ids], rows outside [first, first + count) become zero (vocabulary-parallel ranks)
+void gather_rows(const void* table, const int32_t* ids, void* out, int tokens, int hidden, int first, int count, float scale, Type type, Stream stream);
+// Copies whole blocks of one layer: pairs [count][2] of (source, destination), all sources read before any destination is written must hold by construction.
+void copy_blocks(void* cache, const int32_t* pairs, int count, int64_t block_bytes, Stream stream);
+
+// ---- sampling.cu
+
+// What is asked of one row; workers/native_sampler.py knows the meaning of each.
+struct SampleJob {
+  uint64_t seed;
+  double temperature;
+  double top_p;      // 1: off
+  double min_depth;  // temperature * log(min_p); -inf: off
+  int32_t choice;
+  int32_t top_k;     // 0: off
+  int32_t is_greedy;
+  int32_t unused;
+};
+
+struct SampleArgs {
+  const void* logits;  // [rows, vocab], rows logits_stride apart
+  int64_t logits_stride;
+  Type type;
+  int rows, vocab;
+  const SampleJob* jobs;     // [slots]
+  const int32_t* slots;      // [rows], the job of each row, negative: none is drawn; null: row i has job i
+  const int32_t* positions;  // [rows], index that the new token will have
+  int32_t* tokens;           // [rows]; -2: the logits are not finite
+};
+void sample_rows(const SampleArgs& args, Stream stream);
+
+}  // namespace trireme::cuda

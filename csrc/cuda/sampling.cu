@@ -1,0 +1,317 @@
+// Draws tokens from whole rows of logits without a sort: greedy, temperature, top-k, top-p, min-p. One block per row.
+//
+// Decisions are those of workers/truncation.py and workers/noise.py: cuts are radix searches over float bits, top-p sums are
+// whole numbers and so exact in any order, the draw is argmax((logit - peak) / temperature + Gumbel noise), the noise a hash of
+// (seed, choice, position, token). Only the few tokens that could win are scored in double.
+#include "cuda/device.cuh"
+
+namespace trireme::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kBinBits = 11;
+constexpr int kBins = 1 << kBinBits;
+constexpr float kSlack = 1.001f;
+
+// ---------------------------------------------------------------- noise
+
+__device__ __forceinline__ uint64_t mix64(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+__device__ __forceinline__ uint32_t mix32(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+__device__ __forceinline__ uint64_t noise_key(uint64_t seed, int choice, int position) {
+  constexpr uint64_t golden = 0x9E3779B97F4A7C15ull;
+  uint64_t key = mix64(seed + golden);
+  key = mix64(key + golden * (static_cast<uint64_t>(choice) + 1));
+  return mix64(key + golden * (static_cast<uint64_t>(position) + 1));
+}
+__device__ __forceinline__ uint32_t noise(uint64_t key, int token) {
+  return mix32(mix32((static_cast<uint32_t>(token) * 0x9E3779B9u) ^ static_cast<uint32_t>(key)) + static_cast<uint32_t>(key >> 32));
+}
+
+// ---------------------------------------------------------------- keys and masses, step by step as in truncation.py
+
+__device__ __forceinline__ uint32_t falling_key(float value) {  // rises as the value falls
+  const uint32_t bits = __float_as_uint(value + 0.0f);
+  return (bits >> 31) != 0 ? bits : 0x7fffffffu - bits;
+}
+
+__device__ __forceinline__ int mass_of(float depth) {
+  const float y = fmaxf(-32.0f, __fmul_rn(depth, -1.44269504f));
+  const float n = rintf(y);
+  const float f = __fsub_rn(y, n);
+  float p = 1.5403530e-4f;
+  p = __fadd_rn(__fmul_rn(p, f), 1.3333558e-3f);
+  p = __fadd_rn(__fmul_rn(p, f), 9.6181291e-3f);
+  p = __fadd_rn(__fmul_rn(p, f), 5.5504109e-2f);
+  p = __fadd_rn(__fmul_rn(p, f), 2.4022651e-1f);
+  p = __fadd_rn(__fmul_rn(p, f), 6.9314718e-1f);
+  p = __fadd_rn(__fmul_rn(p, f), 1.0f);
+  const float scale = __uint_as_float(static_cast<uint32_t>(static_cast<int>(n) + 157) << 23);
+  return static_cast<int>(__fadd_rn(__fmul_rn(p, scale), 0.5f));
+}
+
+// ---------------------------------------------------------------- sums over the block
+
+struct Shared {
+  unsigned long long bins[kBins];
+  double doubles[32];
+  unsigned long long longs[32];
+  int ints[32];
+  unsigned long long total;
+  uint32_t low, shift;
+  unsigned long long before;
+  unsigned long long size;
+};
+
+template <class T, class F>
+__device__ __forceinline__ T reduce(T value, T* shared, F better) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value = better(value, __shfl_xor_sync(0xffffffffu, value, step));
+  __syncthreads();
+  if (lane == 0) shared[warp] = value;
+  __syncthreads();
+  value = shared[lane];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value = better(value, __shfl_xor_sync(0xffffffffu, value, step));
+  return value;
+}
+
+struct Cut {
+  uint32_t key;  // tokens with a lesser key stay,
+  long long ties;  // and so many, by rising id, of those that have it
+};
+
+// The least prefix by (key, id) whose masses reach `goal`, over the tokens for which keys(i, &key, &mass) says yes.
+template <class Keys>
+__device__ Cut find_cut(int vocab, unsigned long long goal, Shared& s, Keys keys) {
+  uint32_t low = 0;
+  int shift = 32;
+  unsigned long long before = 0, mass = 1, size = 0;
+  while (shift > 0) {
+    const int next = shift > kBinBits ? shift - kBinBits : 0;
+    for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < vocab; i += kThreads) {
+      uint32_t key;
+      int m;
+      if (!keys(i, &key, &m)) continue;
+      const uint32_t away = key - low;
+      if (shift < 32 && (away >> shift) != 0) continue;
+      if (m > 0) atomicAdd(&s.bins[away >> next], static_cast<unsigned long long>(m));
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {  // one warp walks the bins, 64 to a lane
+      const int each = kBins / 32;
+      unsigned long long own = 0;
+      for (int i = 0; i < each; ++i) own += s.bins[threadIdx.x * each + i];
+      unsigned long long upto = own;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const unsigned long long other = __shfl_up_sync(0xffffffffu, upto, step);
+        if (threadIdx.x >= step) upto += other;
+      }
+      const unsigned reached = __ballot_sync(0xffffffffu, before + upto >= goal);
+      const int lane = reached == 0 ? 31 : __ffs(reached) - 1;
+      if (static_cast<int>(threadIdx.x) == lane) {
+        unsigned long long sum = before + upto - own;
+        int bin = lane * each;
+        while (bin + 1 < (lane + 1) * each && sum + s.bins[bin] < goal) sum += s.bins[bin++];
+        s.before = sum;
+        s.low = static_cast<uint32_t>(bin);
+        s.size = s.bins[bin];
+      }
+    }
+    __syncthreads();
+    low += s.low << next;
+    before = s.before;
+    size = s.size;
+    shift = next;
+    __syncthreads();
+  }
+  // All tokens of one key have one mass.
+  unsigned long long own_mass = 0;
+  for (int i = threadIdx.x; i < vocab && own_mass == 0; i += kThreads) {
+    uint32_t key;
+    int m;
+    if (keys(i, &key, &m) && key == low) own_mass = static_cast<unsigned long long>(m) + 1;
+  }
+  own_mass = reduce(own_mass, s.longs, [](unsigned long long a, unsigned long long b) { return a > b ? a : b; });
+  mass = own_mass > 0 ? own_mass - 1 : 0;
+  if (mass < 1) return {low, static_cast<long long>(vocab)};
+  (void)size;
+  const long long ties = static_cast<long long>((goal - before + mass - 1) / mass);
+  return {low, ties < 1 ? 1 : ties};
+}
+
+// Id from which on tokens with the cut's key are out: the (ties + 1)-th of them, or the vocabulary's size.
+template <class Keys>
+__device__ int end_of_ties(int vocab, Cut cut, Shared& s, Keys keys) {
+  if (cut.ties >= vocab) return vocab;
+  long long seen = 0;
+  for (int first = 0; first < vocab; first += kThreads) {
+    const int i = first + threadIdx.x;
+    uint32_t key = 0;
+    int m;
+    const bool is_tie = i < vocab && keys(i, &key, &m) && key == cut.key;
+    const unsigned votes = __ballot_sync(0xffffffffu, is_tie);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) s.ints[warp] = __popc(votes);
+    __syncthreads();
+    int ahead = 0, all = 0;
+    for (int w = 0; w < kThreads / 32; ++w) {
+      if (w < warp) ahead += s.ints[w];
+      all += s.ints[w];
+    }
+    const long long rank = seen + ahead + __popc(votes & ((1u << lane) - 1u));
+    if (is_tie && rank == cut.ties) s.size = static_cast<unsigned long long>(i);
+    const bool is_found = seen + all > cut.ties;
+    seen += all;
+    __syncthreads();
+    if (is_found) return static_cast<int>(s.size);
+  }
+  return vocab;
+}
+
+// ---------------------------------------------------------------- one row
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
+  __shared__ Shared s;
+  wait_for_inputs();
+  let_next_start();
+  const int row = blockIdx.x, vocab = args.vocab;
+  const T* logits = static_cast<const T*>(args.logits) + row * args.logits_stride;
+  const int slot = args.slots == nullptr ? row : args.slots[row];
+  if (slot < 0) return;
+  const SampleJob job = args.jobs[slot];
+  auto larger = [](float a, float b) { return fmaxf(a, b); };
+  float best = -INFINITY;
+  bool is_sound = true;
+  for (int i = threadIdx.x; i < vocab; i += kThreads) {
+    const float x = to_float(logits[i]);
+    is_sound &= x == x && x < INFINITY;
+    best = fmaxf(best, x);
+  }
+  __shared__ float floats[32];
+  const float peak = reduce(best, floats, larger);
+  if (__syncthreads_or(!is_sound) != 0 || peak == -INFINITY) {
+    if (threadIdx.x == 0) args.tokens[row] = -2;
+    return;
+  }
+  int found = 0x7fffffff;
+  auto least = [](int a, int b) { return a < b ? a : b; };
+  if (job.is_greedy) {
+    for (int i = threadIdx.x; i < vocab; i += kThreads) {
+      if (to_float(logits[i]) == peak) {
+        found = i;
+        break;
+      }
+    }
+    found = reduce(found, s.ints, least);
+    if (threadIdx.x == 0) args.tokens[row] = found;
+    return;
+  }
+  // Cuts, each among what the one before left.
+  uint32_t k_key = 0xffffffffu;
+  int k_end = 0;
+  const bool has_k = job.top_k > 0 && job.top_k < vocab;
+  if (has_k) {
+    auto keys = [&](int i, uint32_t* key, int* mass) {
+      const float x = to_float(logits[i]);
+      *key = falling_key(x);
+      *mass = 1;
+      return x > -INFINITY;
+    };
+    const Cut cut = find_cut(vocab, static_cast<unsigned long long>(job.top_k), s, keys);
+    k_key = cut.key;
+    k_end = end_of_ties(vocab, cut, s, keys);
+  }
+  const float inverse = static_cast<float>(1.0 / job.temperature);
+  auto passes_k = [&](int i, float x) {
+    if (!has_k) return true;
+    const uint32_t key = falling_key(x);
+    return key < k_key || (key == k_key && i < k_end);
+  };
+  uint32_t p_key = 0xffffffffu;
+  int p_end = 0;
+  const bool has_p = job.top_p < 1.0;
+  if (has_p) {
+    auto keys = [&](int i, uint32_t* key, int* mass) {
+      const float x = to_float(logits[i]);
+      const float depth = __fmul_rn(__fsub_rn(peak, x), inverse);
+      *key = __float_as_uint(depth);
+      *mass = mass_of(depth);
+      return passes_k(i, x);
+    };
+    unsigned long long total = 0;
+    for (int i = threadIdx.x; i < vocab; i += kThreads) {
+      uint32_t key;
+      int m;
+      if (keys(i, &key, &m)) total += static_cast<unsigned long long>(m);
+    }
+    total = reduce(total, s.longs, [](unsigned long long a, unsigned long long b) { return a + b; });
+    const Cut cut = find_cut(vocab, static_cast<unsigned long long>(ceil(job.top_p * static_cast<double>(total))), s, keys);
+    p_key = cut.key;
+    p_end = end_of_ties(vocab, cut, s, keys);
+  }
+  const float floor = static_cast<float>(static_cast<double>(peak) + job.min_depth);
+  const bool has_floor = job.min_depth > -INFINITY;
+  auto stays = [&](int i, float x) {
+    if (!(x > -INFINITY) || !passes_k(i, x) || (has_floor && x < floor)) return false;
+    if (!has_p) return true;
+    const uint32_t key = __float_as_uint(__fmul_rn(__fsub_rn(peak, x), inverse));
+    return key < p_key || (key == p_key && i < p_end);
+  };
+  // The race: a bound first, then those within it in double.
+  const uint64_t key = noise_key(job.seed, job.choice, args.positions[row]);
+  float leader = INFINITY;
+  uint32_t leader_noise = 0;
+  for (int i = threadIdx.x; i < vocab; i += kThreads) {
+    const float x = to_float(logits[i]);
+    if (!stays(i, x)) continue;
+    const uint32_t h = noise(key, i);
+    const float ratio = (static_cast<float>(h) + 0.5f) * expf((peak - x) * inverse);
+    if (ratio < leader) {
+      leader = ratio;
+      leader_noise = h;
+    }
+  }
+  const double v = (static_cast<double>(leader_noise) + 0.5) * 0x1p-32;
+  const float bound = leader == INFINITY ? INFINITY : static_cast<float>(leader * (-log1p(-v) / v) * kSlack);
+  const float limit = reduce(bound, floats, [](float a, float b) { return fminf(a, b); });
+  double top = -INFINITY;
+  int winner = 0x7fffffff;
+  for (int i = threadIdx.x; i < vocab; i += kThreads) {
+    const float x = to_float(logits[i]);
+    if (!stays(i, x)) continue;
+    const uint32_t h = noise(key, i);
+    if (!((static_cast<float>(h) + 0.5f) * expf((peak - x) * inverse) <= limit)) continue;
+    const double u = (static_cast<double>(h) + 0.5) * 0x1p-32;
+    const double score = (static_cast<double>(x) - peak) / job.temperature - log(-log1p(-u));
+    if (score > top) {
+      top = score;
+      winner = i;
+    }
+  }
+  const double highest = reduce(top, s.doubles, [](double a, double b) { return a > b ? a : b; });
+  found = reduce(top == highest ? winner : 0x7fffffff, s.ints, least);
+  if (threadIdx.x == 0) args.tokens[row] = found;
+}
+
+}  // namespace
+
+void sample_rows(const SampleArgs& args, Stream stream) {
+  if (args.rows < 1) return;
+  if (args.vocab < 1) throw std::invalid_argument("sample_rows needs a vocabulary");
+  with_type(args.type, [&](auto zero) { launch(sample_kernel<decltype(zero)>, dim3(args.rows), dim3(kThreads), 0, stream, args); });
+}
+
+}  // namespace trireme::cuda

@@ -1,0 +1,278 @@
+"""The Llama-like families on one NVIDIA GPU: weights in half precision on the device, kernels of csrc/cuda, products by the
+faster of our own kernel and cuBLAS, prompts by torch's flash attention. One stage on one rank that shares no layer.
+
+Built by workers' GPU side; `run` launches a step on the current stream without waiting and takes only tensors made before, so a
+step of decoding rows can be captured in a CUDA graph.
+
+Legend: T tokens, R rows, S rows whose logits are wanted, H hidden, V vocabulary, B blocks of the longest table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models import cuda_ops as ops
+from models.arch.stage import NORM_NAMES, attention_scale_of
+from models.cuda_ops import PagedKV
+from models.layers.cuda_linear import CudaLinear
+from models.layers.rope import cos_sin_table, depends_on_length
+from models.tensors import tensor_from_raw
+from models.weights import RawMatrix, WeightSource
+from trireme.arch import ArchSpec
+from trireme.errors import ModelError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True)
+class Prompts:
+    """What flash attention needs of the rows that are no decodes. Contexts are read back from the cache."""
+
+    query_start: Tensor  # [P + 1] int32, from 0
+    context_start: Tensor  # [P + 1] int32
+    context_slots: Tensor  # [sum of contexts] int64: where each context token lies in the cache
+    longest_query: int
+    longest_context: int
+
+
+@dataclass(slots=True)
+class CudaBatch:
+    """Inputs of one step on the device. The first `num_decodes` rows have one token each; the rest are prompts."""
+
+    token_ids: Tensor  # [T] int32
+    positions: Tensor  # [T] int32
+    slots: Tensor  # [T] int32
+    context_len: Tensor  # [R] int32, 0 for padding
+    block_table: Tensor  # [R, B] int32
+    logits_index: Tensor | None  # [S] int64; None: every token's
+    num_decodes: int
+    splits: int = 1
+    prompts: Prompts | None = None
+
+
+class _Layer:
+    """Weights of one layer."""
+
+    def __init__(self, model: CudaModel, source: WeightSource, index: int) -> None:
+        arch, at = model.arch, f"model.layers.{index}."
+        dim, hidden = arch.head_dim, arch.hidden
+        q, kv = arch.num_heads * dim, arch.num_kv_heads * dim
+        names = [at + name if name else "" for name in NORM_NAMES[arch.norm_placement]]
+        self.attn_norm, self.attn_post, self.ffn_norm, self.ffn_post = (
+            model.vector(source, name + ".weight", hidden) if name else None for name in names
+        )
+        self.q_norm = self.k_norm = None
+        if arch.qk_norm:
+            self.q_norm = model.vector(source, at + "self_attn.q_norm.weight", dim)
+            self.k_norm = model.vector(source, at + "self_attn.k_norm.weight", dim)
+        qkv = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+        self.qkv = model.linear(source, at + "self_attn.", qkv, hidden, bias=arch.qkv_bias)
+        self.o = model.linear(source, at + "self_attn.", [("o_proj", hidden)], q, bias=arch.o_bias)
+        gate_up = [("gate_proj", arch.ffn), ("up_proj", arch.ffn)]
+        self.gate_up = model.linear(source, at + "mlp.", gate_up, hidden, bias=arch.mlp_bias)
+        self.down = model.linear(source, at + "mlp.", [("down_proj", hidden)], arch.ffn, bias=arch.mlp_bias)
+        self.window = 0 if index in arch.full_attention_layers else arch.sliding_window or 0
+
+
+def refuse_uncovered(arch: ArchSpec) -> None:
+    """Raises ModelError that names what the GPU body lacks for this model."""
+    lacks = {
+        "norms other than RMS": arch.norm_kind != "rms" or arch.norm_bias,
+        f"{arch.norm_placement} norms": arch.norm_placement == "parallel",
+        "norms of whole q and k": arch.qk_norm and arch.qk_norm_kind != "head",
+        "scores with a soft cap": bool(arch.attn_softcap),
+        "two rotary tables": arch.rope_local is not None,
+        "layers without rotation": bool(arch.no_rope_layers),
+        "rotation that depends on the length": depends_on_length(arch.rope),
+    }
+    missing = [name for name, is_so in lacks.items() if is_so]
+    if missing:
+        raise ModelError(
+            f"{arch.family} needs what the GPU body does not have yet: {', '.join(missing)}", hint="--device cpu"
+        )
+
+
+class CudaModel:
+    """All layers and both ends of a model on the current device. `weight_bytes` are those on the device."""
+
+    def __init__(
+        self,
+        arch: ArchSpec,
+        source: WeightSource,
+        dtype: torch.dtype,
+        *,
+        max_len: int,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        refuse_uncovered(arch)
+        self.arch = arch
+        self.dtype = dtype
+        self.vocab_size = arch.vocab_size
+        self.num_kv_layers, self.kv_heads, self.head_dim = arch.num_layers, arch.num_kv_heads, arch.head_dim
+        self.weight_bytes = 0
+        total = arch.num_layers + 1
+        self._layers = []
+        for index in range(arch.num_layers):
+            progress("weights", index, total)
+            self._layers.append(_Layer(self, source, index))
+        self._norm = self.vector(source, "model.norm.weight", arch.hidden)
+        self._embedding = self._matrix(source, "model.embed_tokens.weight", arch.vocab_size, arch.hidden)
+        if arch.tie_embeddings:
+            self._head = CudaLinear(self._embedding, None)
+        else:
+            self._head = self.linear(source, "", [("lm_head", arch.vocab_size)], arch.hidden, bias=False)
+        name = "rope_freqs.weight"
+        divisors = source.vector(name, arch.rope.dim // 2) if name in source.names() else None
+        self._cos_sin = torch.from_numpy(cos_sin_table(arch.rope, max_len, divisors)).cuda()
+        self._scale = attention_scale_of(arch)
+        self._buffers = self._allocate(0)
+        progress("weights", total, total)
+
+    def vector(self, source: WeightSource, name: str, size: int) -> Tensor:
+        """A norm's or bias's values on the device; norms with their offset added."""
+        values = source.vector(name, size)
+        if self.arch.norm_offset and "norm" in name:
+            values = values + np.float32(self.arch.norm_offset)
+        return torch.from_numpy(np.ascontiguousarray(values)).to("cuda", self.dtype)
+
+    def _matrix(self, source: WeightSource, name: str, n: int, k: int) -> Tensor:
+        matrix: RawMatrix = source.matrix(name, n, k)
+        weight = tensor_from_raw(matrix).to("cuda").to(self.dtype)
+        self.weight_bytes += weight.nbytes
+        return weight
+
+    def linear(self, source: WeightSource, at: str, parts: list[tuple[str, int]], k: int, *, bias: bool) -> CudaLinear:
+        """Matrices with k inputs, one under the other."""
+        weights = [self._matrix(source, f"{at}{name}.weight", n, k) for name, n in parts]
+        biases = [self.vector(source, f"{at}{name}.bias", n) for name, n in parts] if bias else []
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return CudaLinear(weight, torch.cat(biases) if biases else None)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
+        """Zeroed caches of all layers."""
+        shape = (num_blocks, self.kv_heads, block_size, self.head_dim)
+        pairs = [[torch.zeros(shape, dtype=self.dtype, device="cuda") for _ in range(2)] for _ in self._layers]
+        return [PagedKV(k, v) for k, v in pairs]
+
+    def scratch_floats(self, rows: int, splits: int) -> int:
+        """Room that decode attention needs for `rows` rows."""
+        return ops.decode_scratch(rows, self.arch.num_heads, self.head_dim, splits)
+
+    def run(self, batch: CudaBatch, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
+        """Logits [S, V] of one step, in the model's dtype."""
+        arch = self.arch
+        residual, normed, qkv, attended, gate_up, product = self._views(batch.token_ids.shape[0])
+        ops.gather_rows(self._embedding, batch.token_ids, residual, scale=arch.embed_scale)
+        pending: Tensor | None = None
+        for layer, cache in zip(self._layers, kv, strict=True):
+            x = self._norm_into(normed, layer.attn_norm, residual, pending)
+            layer.qkv(x, qkv)
+            ops.rotary_and_cache(
+                qkv,
+                arch.num_heads,
+                cache,
+                self._cos_sin,
+                batch.positions,
+                batch.slots,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=arch.norm_eps,
+            )
+            self._attend(batch, qkv, cache, attended, layer.window, scratch)
+            branch = self._post(layer.o(attended, normed), layer.attn_post)
+            x = self._norm_into(normed, layer.ffn_norm, residual, branch)
+            layer.gate_up(x, gate_up)
+            ops.gated_activation(gate_up, product, arch.activation)
+            pending = self._post(layer.down(product, normed), layer.ffn_post)
+        x = self._norm_into(normed, self._norm, residual, pending)
+        if batch.logits_index is not None:
+            x = x.index_select(0, batch.logits_index)
+        logits = self._head(x, torch.empty(x.shape[0], self.vocab_size, dtype=self.dtype, device="cuda"))
+        return self._finished(logits)
+
+    def _norm_into(self, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Tensor | None) -> Tensor:
+        """residual += branch; the normed residual in `out`, or the residual itself where there is no norm."""
+        if branch is not None and self.arch.residual_scale != 1.0:
+            branch.mul_(self.arch.residual_scale)
+        if weight is None:
+            return residual if branch is None else residual.add_(branch)
+        if branch is None:
+            return ops.rms_norm(residual, weight, self.arch.norm_eps, out)
+        return ops.rms_norm(branch, weight, self.arch.norm_eps, out, residual=residual)
+
+    def _post(self, branch: Tensor, weight: Tensor | None) -> Tensor:
+        return branch if weight is None else ops.rms_norm(branch, weight, self.arch.norm_eps, branch)
+
+    def _attend(
+        self, batch: CudaBatch, qkv: Tensor, cache: PagedKV, out: Tensor, window: int, scratch: Tensor | None
+    ) -> None:
+        heads, decodes = self.arch.num_heads, batch.num_decodes
+        if decodes:
+            ops.decode_attention(
+                qkv,
+                heads,
+                cache,
+                batch.block_table[:decodes],
+                batch.context_len,
+                self._scale,
+                out,
+                window=window,
+                splits=batch.splits,
+                scratch=scratch,
+            )
+        if batch.prompts is not None:
+            _prompt_attention(qkv[decodes:], heads, cache, batch.prompts, self._scale, window, out[decodes:])
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        arch = self.arch
+        if arch.logit_scale != 1.0:
+            logits.mul_(arch.logit_scale)
+        if arch.logit_softcap:
+            logits.div_(arch.logit_softcap).tanh_().mul_(arch.logit_softcap)
+        return logits
+
+    def _views(self, num_tokens: int) -> list[Tensor]:
+        if self._buffers[0].shape[0] < num_tokens:
+            self._buffers = self._allocate(num_tokens)
+        return [buffer[:num_tokens] for buffer in self._buffers]
+
+    def reserve(self, num_tokens: int) -> None:
+        """Makes the activations of the largest step, so that no later one moves them: graphs remember addresses."""
+        self._buffers = self._allocate(num_tokens)
+
+    def _allocate(self, num_tokens: int) -> list[Tensor]:
+        arch = self.arch
+        q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        widths = (arch.hidden, arch.hidden, q + 2 * kv, q, 2 * arch.ffn, arch.ffn)
+        return [torch.empty(num_tokens, width, dtype=self.dtype, device="cuda") for width in widths]
+
+
+def _prompt_attention(
+    qkv: Tensor, q_heads: int, cache: PagedKV, prompts: Prompts, scale: float, window: int, out: Tensor
+) -> None:
+    """Causal attention of prompts over their whole contexts, by torch's flash attention."""
+    _, kv_heads, block_size, dim = cache.k.shape
+    block, offset = prompts.context_slots // block_size, prompts.context_slots % block_size
+    keys, values = (x.transpose(1, 2)[block, offset] for x in (cache.k, cache.v))
+    query = qkv.unflatten(1, (-1, dim))[:, :q_heads]
+    found = torch.ops.aten._flash_attention_forward(
+        query,
+        keys,
+        values,
+        prompts.query_start,
+        prompts.context_start,
+        prompts.longest_query,
+        prompts.longest_context,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=window - 1 if window else None,
+        window_size_right=0 if window else None,
+    )[0]
+    out.copy_(found.flatten(1))

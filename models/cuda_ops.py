@@ -1,0 +1,386 @@
+"""The CUDA kernels (csrc/cuda) as functions of tensors. Called by models/arch and workers for tensors on a GPU.
+
+Every function checks dtypes and layout, launches on the current stream and returns without waiting; nothing allocates where
+`out` is given, so all can be captured in a graph. `<op>_reference` are plain torch with the same signature.
+
+Legend: T tokens, H hidden, Hq query heads, Hk KV heads, D head dim, R rows, M rows of x, F ffn width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trireme.errors import ConfigError
+
+TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
+GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+JOB = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_depth", np.float64),
+        ("choice", np.int32),
+        ("top_k", np.int32),
+        ("is_greedy", np.int32),
+        ("unused", np.int32),
+    ]
+)
+NOT_FINITE = -2  # what sample_rows gives for a row whose logits hold NaN or +inf, or nothing finite
+
+_native: Any = None
+
+
+def load() -> Any:
+    """The extension. Raises ConfigError where it was not built."""
+    global _native
+    if _native is None:
+        try:
+            _native = importlib.import_module("models._cuda")
+        except ImportError as error:
+            raise ConfigError(f"the CUDA extension models._cuda does not load: {error}", hint="make native") from error
+    return _native
+
+
+@dataclass(slots=True)
+class PagedKV:
+    """Cache of one layer on a GPU: k and v [blocks, Hk, block_size, D]; float8 holds value / scale."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def native(self) -> Any:
+        """What the kernels take; valid while the tensors live."""
+        _, heads, block_size, dim = self.k.shape
+        code = TYPE_CODES[self.k.dtype]
+        return load().PagedCache(
+            self.k.data_ptr(), self.v.data_ptr(), code, self.k_scale, self.v_scale, heads, dim, block_size
+        )
+
+
+def _stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+# ---------------------------------------------------------------- norms
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, *, residual: Tensor | None = None, offset: float = 0.0
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) of x [T, H] into `out` (may be x). With `residual` [T, H]: residual += x
+    first, rounded to its dtype, and the norm is of the sum."""
+    load().rms_norm(
+        x.data_ptr(),
+        x.stride(0),
+        _address(residual),
+        0 if residual is None else residual.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        *x.shape,
+        eps,
+        offset,
+        TYPE_CODES[x.dtype],
+        0,
+        _stream(),
+    )
+    return out
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, *, residual: Tensor | None = None, offset: float = 0.0
+) -> Tensor:
+    if residual is not None:
+        x = residual.copy_((x.float() + residual.float()).to(x.dtype))
+    wide = x.float()
+    return out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset))
+
+
+def rms_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor, *, residual: Tensor | None = None
+) -> Tensor:
+    """As rms_norm, rounded to float8: out [T, H] e4m3 times scale [T] float32 is the result."""
+    load().rms_norm(
+        x.data_ptr(),
+        x.stride(0),
+        _address(residual),
+        0 if residual is None else residual.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        *x.shape,
+        eps,
+        0.0,
+        TYPE_CODES[x.dtype],
+        scale.data_ptr(),
+        _stream(),
+    )
+    return out
+
+
+# ---------------------------------------------------------------- rotary embedding and cache write
+
+
+def rotary_and_cache(
+    qkv: Tensor,
+    q_heads: int,
+    kv: PagedKV,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Of the fused product qkv [T, (Hq + 2 Hk) * D]: rotates q in place (NeoX pairing), writes rotated k, and v, into the cache.
+
+    cos_sin [max_position, rotary] float32: cosines, then sines. positions, slots [T] int32; a negative slot writes nothing.
+    q_norm, k_norm [D]: RMS norm of each head before rotation.
+    """
+    _, kv_heads, _, dim = kv.k.shape
+    stride, size = qkv.stride(0), qkv.element_size()
+    k = qkv.data_ptr() + q_heads * dim * size
+    v = k + kv_heads * dim * size
+    load().rotary_and_cache(
+        qkv.data_ptr(),
+        stride,
+        k,
+        stride,
+        v,
+        stride,
+        TYPE_CODES[qkv.dtype],
+        cos_sin.data_ptr(),
+        cos_sin.shape[1],
+        positions.data_ptr(),
+        slots.data_ptr(),
+        _address(q_norm),
+        _address(k_norm),
+        qkv.shape[0],
+        q_heads,
+        eps,
+        kv.native,
+        _stream(),
+    )
+
+
+def rotary_and_cache_reference(
+    qkv: Tensor,
+    q_heads: int,
+    kv: PagedKV,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    _, kv_heads, block_size, dim = kv.k.shape
+    q, k, v = qkv.unflatten(1, (-1, dim)).split([q_heads, kv_heads, kv_heads], dim=1)
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+
+    def turned(x: Tensor, norm: Tensor | None) -> Tensor:
+        wide = x.float()
+        if norm is not None:
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()
+            wide = wide.to(x.dtype).float()
+        half = cos.shape[-1]
+        a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+    written = slots >= 0
+    block, offset = slots[written].long() // block_size, slots[written].long() % block_size
+    kv.k[block, :, offset] = (turned(k, k_norm)[written] / kv.k_scale).to(kv.k.dtype)
+    kv.v[block, :, offset] = (v[written].float() / kv.v_scale).to(kv.v.dtype)
+    q.copy_(turned(q, q_norm))
+
+
+# ---------------------------------------------------------------- attention of one query per row
+
+
+def decode_attention(
+    q: Tensor,
+    q_heads: int,
+    kv: PagedKV,
+    block_table: Tensor,
+    context_len: Tensor,
+    scale: float,
+    out: Tensor,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    splits: int = 1,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """Attention of row r's one query over the first context_len[r] tokens of its blocks. q [R, >= Hq * D], out [R, Hq * D].
+
+    context_len 0 marks padding: its output is zero. `splits` parts of a context run side by side; more than one needs
+    `scratch`, float32 of decode_scratch(...) values. sinks [Hq] float32 are logits that take weight and give nothing.
+    """
+    load().decode_attention(
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        TYPE_CODES[q.dtype],
+        block_table.data_ptr(),
+        block_table.stride(0),
+        context_len.data_ptr(),
+        block_table.shape[0],
+        q_heads,
+        scale,
+        window,
+        softcap,
+        _address(sinks),
+        kv.native,
+        splits,
+        _address(scratch),
+        _stream(),
+    )
+    return out
+
+
+def decode_scratch(rows: int, q_heads: int, dim: int, splits: int) -> int:
+    """Floats of scratch that decode_attention needs."""
+    return int(load().decode_scratch_floats(rows, q_heads, dim, splits))
+
+
+def decode_attention_reference(
+    q: Tensor,
+    q_heads: int,
+    kv: PagedKV,
+    block_table: Tensor,
+    context_len: Tensor,
+    scale: float,
+    out: Tensor,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    splits: int = 1,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    _, kv_heads, _, dim = kv.k.shape
+    for row, context in enumerate(context_len.tolist()):
+        if context == 0:
+            out[row] = 0
+            continue
+        blocks = block_table[row].long()
+        keys, values = (x[blocks].transpose(1, 2).flatten(0, 1)[:context].double() for x in (kv.k, kv.v))
+        keys, values = keys * kv.k_scale, values * kv.v_scale
+        query = q[row, : q_heads * dim].view(kv_heads, -1, dim).double()
+        scores = torch.einsum("hgd,thd->hgt", query, keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if window:
+            scores[..., : max(0, context - window)] = float("-inf")
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)), -1)
+        weights = scores.softmax(-1)[..., :context]
+        out[row] = torch.einsum("hgt,thd->hgd", weights, values).flatten().to(out.dtype)
+    return out
+
+
+# ---------------------------------------------------------------- products and the rest
+
+
+def skinny_linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """out [M, N] = x [M, K] weight [N, K]^T + bias, for M up to skinny_max_rows() and a K that 64 divides."""
+    n, k = weight.shape
+    load().skinny_linear(
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        _address(bias),
+        x.shape[0],
+        n,
+        k,
+        TYPE_CODES[x.dtype],
+        _stream(),
+    )
+    return out
+
+
+def skinny_max_rows() -> int:
+    """Rows of x up to which skinny_linear exists."""
+    return int(load().skinny_max_rows())
+
+
+def gated_activation(gate_up: Tensor, out: Tensor, gate: str) -> Tensor:
+    """act(gate) * up, where gate_up [T, 2 F] holds the gate columns, then the up columns; `gate` is a key of GATES."""
+    tokens, width = out.shape
+    load().gated_activation(
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        tokens,
+        width,
+        GATES[gate],
+        TYPE_CODES[gate_up.dtype],
+        _stream(),
+    )
+    return out
+
+
+def gather_rows(
+    table: Tensor, ids: Tensor, out: Tensor, *, first: int = 0, count: int | None = None, scale: float = 1.0
+) -> Tensor:
+    """out [T, H] = table[ids - first] * scale; rows of ids outside [first, first + count) are zero."""
+    load().gather_rows(
+        table.data_ptr(),
+        ids.data_ptr(),
+        out.data_ptr(),
+        *out.shape,
+        first,
+        table.shape[0] if count is None else count,
+        scale,
+        TYPE_CODES[table.dtype],
+        _stream(),
+    )
+    return out
+
+
+def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
+    """Copies blocks pairs[i] = (source, destination), int32 on the GPU, of cache [blocks, ...]; no destination is a source."""
+    block_bytes = cache[0].numel() * cache.element_size()
+    load().copy_blocks(cache.data_ptr(), pairs.data_ptr(), pairs.shape[0], block_bytes, _stream())
+
+
+def sample_rows(
+    logits: Tensor, jobs: Tensor, positions: Tensor, tokens: Tensor, *, slots: Tensor | None = None
+) -> Tensor:
+    """Draws tokens [R] int32 from logits [R, V]. jobs: bytes of JOB entries on the GPU, row i has job slots[i] (i without
+    slots; negative: none is drawn). positions [R] int32: index of each new token. NOT_FINITE where logits are not."""
+    rows, vocab = logits.shape
+    load().sample_rows(
+        logits.data_ptr(),
+        logits.stride(0),
+        TYPE_CODES[logits.dtype],
+        rows,
+        vocab,
+        jobs.data_ptr(),
+        _address(slots),
+        positions.data_ptr(),
+        tokens.data_ptr(),
+        _stream(),
+    )
+    return tokens

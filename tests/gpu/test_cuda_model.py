@@ -1,0 +1,124 @@
+"""The GPU body against Hugging Face transformers in float32 on the same weights: logits, chunked prompts, mixed steps."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.load import open_weights
+from tests.models.drive import Driver
+from trireme.arch import read_arch
+from trireme.packaged import find_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 96},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    # Scores that nothing divides, the family's default, make a bfloat16 model err by 0.06; the divided ones are the sharper test.
+    "granite": {"residual_multiplier": 0.3, "embedding_multiplier": 4.0, "logits_scaling": 2.0},
+    "granite-divided": {
+        "residual_multiplier": 0.3,
+        "embedding_multiplier": 4.0,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.125,
+    },
+}
+MARGIN = 1.2  # our distance from the float32 twin over that of transformers in bfloat16
+
+
+def write_model(family: str, directory: Path) -> tuple[Any, Any]:
+    """A random model on disk, and transformers' own of it on the GPU, in bfloat16 and with the same values in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family]})
+    twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+    twin.save_pretrained(directory)
+    twin = twin.cuda().eval()
+    return twin, copy.deepcopy(twin).float()
+
+
+def load_on_gpu(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    from models.arch.cuda import CudaModel
+    from models.cuda_batch import HostModel
+
+    files = find_model(directory)
+    arch = read_arch(files)
+    source = open_weights(files, arch)
+    return HostModel(CudaModel(arch, source, dtype, max_len=2048, progress=lambda *_: None))
+
+
+class GpuDriver(Driver):
+    """The tests' driver over caches on the device."""
+
+    def __init__(self, model: Any, num_rows: int, max_len: int, block_size: int = 16) -> None:
+        super().__init__(model, num_rows, max_len, block_size=block_size, kv_dtype=torch.float16)
+        self.kv = model.model.allocate_kv(self.kv[0].k.shape[0], block_size)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    a, b = found.double().cpu(), expected.double().cpu()
+    return float((a - b).norm() / b.norm())
+
+
+def logits_of(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """Of every token, [len, V] float32 for each prompt."""
+    with torch.inference_mode():
+        return [model(torch.tensor([prompt], device="cuda")).logits[0].float() for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """As near to float32 as transformers' own bfloat16 is, which derives the bound from the model and not from us."""
+    theirs, twin = write_model(family, tmp_path)
+    model = load_on_gpu(tmp_path)
+    prompts = [torch.randint(0, 512, (size,)).tolist() for size in (*range(2, 42), 130, 300, 77)]
+    expected, halves = logits_of(twin, prompts), logits_of(theirs, prompts)
+    # Everything but each prompt's last token at once, all logits; then the last tokens, as decodes.
+    driver = GpuDriver(model, len(prompts), 400)
+    found = driver.step([(row, prompt[:-1]) for row, prompt in enumerate(prompts)], all_logits=True)
+    last = driver.step([(row, prompt[-1:]) for row, prompt in enumerate(prompts)])
+    assert found is not None
+    assert last is not None
+    full, half = (torch.cat([logits[:-1] for logits in each]) for each in (expected, halves))
+    assert error(found, full) < MARGIN * error(half, full)
+    full, half = (torch.stack([logits[-1] for logits in each]) for each in (expected, halves))
+    assert error(last, full) < MARGIN * error(half, full)
+
+
+def test_chunks_and_mixed_steps_agree(tmp_path: Path) -> None:
+    _, twin = write_model("llama", tmp_path)
+    model = load_on_gpu(tmp_path, torch.float16)
+    prompts = [torch.randint(0, 512, (size,)).tolist() for size in (200, 90, 33)]
+    expected = [logits[-1] for logits in logits_of(twin, prompts)]
+    driver = GpuDriver(model, 3, 256)
+    driver.step([(2, prompts[2][:32])])
+    driver.step([(0, prompts[0][:64]), (2, prompts[2][32:])])  # a chunk beside a decode
+    driver.step([(1, prompts[1][:50]), (0, prompts[0][64:150])])
+    found = driver.step([(0, prompts[0][150:]), (1, prompts[1][50:])])
+    assert found is not None
+    assert error(found[0], expected[0]) < 0.01
+    assert error(found[1], expected[1]) < 0.01

@@ -1,0 +1,253 @@
+"""Each CUDA kernel against its torch reference in float64 or float32, over dtypes and odd shapes. Skipped without a GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models import cuda_ops as ops
+from trireme.params import RowParams
+from workers.noise import noise_key, race_among
+from workers.truncation import survivors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+HALF = [torch.float16, torch.bfloat16]
+ALL = [torch.float32, *HALF]
+ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    """What a kernel that skips an element leaves visible."""
+    return torch.full(shape, math.nan, device="cuda", dtype=dtype)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    a, b = found.double(), expected.double()
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (3, 4096), (700, 576), (5, 16384), (2, 24)])
+def test_rms_norm(dtype: torch.dtype, tokens: int, hidden: int) -> None:
+    x, weight, residual = (random(n, hidden, dtype=dtype) for n in (tokens, 1, tokens))
+    for offset in (0.0, 1.0):
+        out, expected = poisoned(tokens, hidden, dtype=dtype), torch.empty(tokens, hidden, device="cuda")
+        ops.rms_norm(x, weight[0], 1e-5, out, offset=offset)
+        ops.rms_norm_reference(x, weight[0], 1e-5, expected, offset=offset)
+        assert error(out, expected) < ERROR[dtype]
+    again = residual.clone()
+    ops.rms_norm(x, weight[0], 1e-5, out, residual=residual)
+    ops.rms_norm_reference(x, weight[0], 1e-5, expected, residual=again)
+    assert torch.equal(residual, again)
+    assert error(out, expected) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rms_norm_to_fp8(dtype: torch.dtype) -> None:
+    x, weight, residual = random(33, 4096, dtype=dtype), random(4096, dtype=dtype), random(33, 4096, dtype=dtype)
+    expected = torch.empty(33, 4096, device="cuda")
+    ops.rms_norm_reference(x, weight, 1e-5, expected, residual=residual.clone())
+    out = torch.empty(33, 4096, device="cuda", dtype=torch.float8_e4m3fn)
+    scale = poisoned(33, dtype=torch.float32)
+    ops.rms_norm_fp8(x, weight, 1e-5, out, scale, residual=residual)
+    assert error(out.float() * scale[:, None], expected) < 0.03
+    assert torch.allclose(scale, expected.abs().amax(1) / 448, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("gate", list(ops.GATES))
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (7, 14336), (300, 1536), (66000, 8)])
+def test_gated_activation(dtype: torch.dtype, gate: str, tokens: int, width: int) -> None:
+    gate_up = random(tokens, 2 * width, dtype=dtype)
+    out = ops.gated_activation(gate_up, poisoned(tokens, width, dtype=dtype), gate)
+    a, b = gate_up.double().chunk(2, -1)
+    act = torch.nn.functional
+    acted = act.silu(a) if gate == "silu" else act.gelu(a, approximate="tanh" if gate == "gelu_tanh" else "none")
+    assert error(out, acted * b) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (100, 576), (4096, 4096), (33, 14336), (576, 1536), (1, 128)])
+def test_skinny_linear(dtype: torch.dtype, n: int, k: int) -> None:
+    weight, bias = (random(n, k) / k**0.5).to(dtype), random(n, dtype=dtype)
+    for rows in (1, 2, 3, 5, 8, 9, 13, 16, 17, 25, 32):
+        x = random(rows, k + 64, dtype=dtype)[:, :k]  # strided
+        out = ops.skinny_linear(x, weight, poisoned(rows, n, dtype=dtype), bias)
+        assert error(out, x.double() @ weight.double().T + bias.double()) < ERROR[dtype]
+
+
+def test_skinny_linear_refuses_what_it_has_not() -> None:
+    x, weight, out = random(33, 64), random(16, 64), random(33, 16)
+    with pytest.raises(ValueError, match="33 rows"):
+        ops.skinny_linear(x.half(), weight.half(), out.half())
+    with pytest.raises(ValueError, match="K 40"):
+        ops.skinny_linear(x[:2, :40].half(), weight[:, :40].half().contiguous(), out[:2].half())
+
+
+SHAPES = [(32, 8, 128, 16), (9, 3, 64, 16), (4, 1, 256, 32), (16, 16, 80, 4), (40, 2, 96, 1), (16, 8, 128, 16)]
+CONTEXTS = [1, 17, 300, 1000, 63, 0]
+
+
+class Paged:
+    """Random keys and values of some rows in scattered blocks."""
+
+    def __init__(self, heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
+        self.width = -(-1024 // block_size)
+        num_blocks = len(CONTEXTS) * self.width
+        self.kv = ops.PagedKV(*(random(num_blocks, heads, block_size, dim, dtype=dtype) for _ in range(2)))
+        self.table = torch.randperm(num_blocks, device="cuda").view(len(CONTEXTS), self.width).int()
+        self.context = torch.tensor(CONTEXTS, device="cuda", dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "block_size"), SHAPES)
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_decode_attention(
+    dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, block_size: int, splits: int
+) -> None:
+    paged = Paged(kv_heads, dim, block_size, dtype)
+    rows = len(CONTEXTS)
+    q = random(rows, q_heads * dim + 32, dtype=dtype)
+    scratch = poisoned(max(1, ops.decode_scratch(rows, q_heads, dim, splits)), dtype=torch.float32)
+    sinks = random(q_heads)
+    for more in ({}, {"window": 40}, {"softcap": 20.0}, {"window": 100, "softcap": 30.0, "sinks": sinks}):
+        arguments: tuple[Any, ...] = (q, q_heads, paged.kv, paged.table, paged.context, dim**-0.5)
+        out = ops.decode_attention(
+            *arguments, poisoned(rows, q_heads * dim, dtype=dtype), splits=splits, scratch=scratch, **more
+        )
+        expected = ops.decode_attention_reference(*arguments, torch.empty(rows, q_heads * dim, device="cuda"), **more)
+        for row in range(rows - 1):
+            assert error(out[row], expected[row]) < ERROR[dtype], (row, more)
+        assert (out[-1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "block_size"), SHAPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary_and_cache(
+    dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, block_size: int, normed: bool
+) -> None:
+    tokens, num_blocks = 37, 12 * max(1, 16 // block_size)
+    qkv = random(tokens, (q_heads + 2 * kv_heads) * dim, dtype=dtype)
+    same = qkv.clone()
+    caches = [
+        ops.PagedKV(*(torch.zeros(num_blocks, kv_heads, block_size, dim, device="cuda", dtype=dtype) for _ in range(2)))
+        for _ in range(2)
+    ]
+    slots = torch.randperm(num_blocks * block_size, device="cuda")[:tokens].int()
+    slots[3] = -1
+    positions = torch.randint(0, 500, (tokens,), device="cuda", dtype=torch.int32)
+    norms = {"q_norm": random(dim, dtype=dtype), "k_norm": random(dim, dtype=dtype)} if normed else {}
+    for rotary in (dim, dim // 2):
+        table = random(500, rotary)
+        ops.rotary_and_cache(qkv, q_heads, caches[0], table, positions, slots, **norms)
+        ops.rotary_and_cache_reference(same, q_heads, caches[1], table, positions, slots, **norms)
+        width = q_heads * dim
+        assert error(qkv[:, :width], same[:, :width]) < ERROR[dtype]
+        assert torch.equal(qkv[:, width:], same[:, width:])
+        assert error(caches[0].k, caches[1].k) < ERROR[dtype]
+        assert torch.equal(caches[0].v, caches[1].v)
+        qkv.copy_(same)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rotary_writes_an_fp8_cache(dtype: torch.dtype) -> None:
+    qkv = random(20, (8 + 4) * 128, dtype=dtype)
+    shape = (4, 2, 16, 128)
+    kv = ops.PagedKV(*(torch.zeros(shape, device="cuda").to(torch.float8_e4m3fn) for _ in range(2)), 0.5, 0.25)
+    table = torch.cat((torch.ones(64, 64), torch.zeros(64, 64)), 1).cuda()  # rotates by nothing
+    slots = torch.arange(20, device="cuda", dtype=torch.int32)
+    ops.rotary_and_cache(qkv, 8, kv, table, slots, slots)
+    stored = kv.v.float().transpose(1, 2).flatten(0, 1)[:20].flatten(1) * 0.25
+    assert error(stored, qkv[:, 10 * 128 :]) < 0.04
+    stored = kv.k.float().transpose(1, 2).flatten(0, 1)[:20].flatten(1) * 0.5
+    assert error(stored, qkv[:, 8 * 128 : 10 * 128]) < 0.04
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_gather_rows(dtype: torch.dtype) -> None:
+    table, ids = random(100, 576, dtype=dtype), torch.randint(0, 150, (33,), device="cuda", dtype=torch.int32)
+    out = ops.gather_rows(table, ids, poisoned(33, 576, dtype=dtype), first=30, scale=2.0)
+    inside = (ids >= 30) & (ids < 130)
+    assert torch.equal(out[inside], table[ids[inside].long() - 30] * 2)
+    assert (out[~inside] == 0).all()
+
+
+def test_copy_blocks() -> None:
+    cache = random(10, 3, 16, 64, dtype=torch.bfloat16)
+    expected = cache.clone()
+    pairs = torch.tensor([[0, 5], [1, 7], [0, 9]], device="cuda", dtype=torch.int32)
+    expected[[5, 7, 9]] = cache[[0, 1, 0]]
+    ops.copy_blocks(cache, pairs)
+    assert torch.equal(cache, expected)
+
+
+CUTS = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 1.7, "top_k": 5},
+    {"top_k": 1},
+    {"top_p": 0.9},
+    {"temperature": 0.8, "top_p": 0.999},
+    {"min_p": 0.1},
+    {"temperature": 1.2, "top_k": 200, "top_p": 0.95, "min_p": 0.01},
+]
+
+
+def expected_token(logits: np.ndarray[Any, np.dtype[np.float32]], params: RowParams, position: int) -> int:
+    """By the numpy sampler's own pieces, which define every decision."""
+    best = int(logits.argmax())
+    if params.is_greedy:
+        return best
+    peak = float(logits[best])
+    cuts = (params.top_k, params.top_p, params.min_p, params.temperature)
+    is_cut = 0 < params.top_k < logits.size or params.top_p < 1 or params.min_p > 0
+    ids = survivors(logits, peak, cuts) if is_cut else np.flatnonzero(logits > -np.inf)
+    return race_among(ids, logits[ids], peak, params.temperature, noise_key(params.seed, params.choice, position))
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("vocab", [17, 1000, 49152, 128256])
+def test_sampling_draws_what_numpy_draws(dtype: torch.dtype, vocab: int) -> None:
+    rows = 3 * len(CUTS) + 1
+    logits = (random(rows, vocab) * 4).to(dtype)  # half types tie often
+    logits[:, 3] = -math.inf
+    params = [RowParams(8, seed=i * 7919, choice=i % 3, **CUTS[i % len(CUTS)]) for i in range(rows - 1)]
+    params.append(RowParams(8, temperature=0.0))
+    jobs = np.zeros(rows, ops.JOB)
+    for job, one in zip(jobs, params, strict=True):
+        job["seed"], job["choice"], job["temperature"], job["top_p"] = one.seed, one.choice, one.temperature, one.top_p
+        job["min_depth"] = one.temperature * math.log(one.min_p) if one.min_p > 0 else -math.inf
+        job["top_k"], job["is_greedy"] = max(one.top_k, 0), one.is_greedy
+    positions = torch.arange(rows, device="cuda", dtype=torch.int32) * 11
+    tokens = torch.full((rows,), -9, device="cuda", dtype=torch.int32)
+    ops.sample_rows(logits, torch.from_numpy(jobs.view(np.uint8)).cuda(), positions, tokens)
+    values = logits.float().cpu().numpy()
+    assert tokens.tolist() == [expected_token(values[i], params[i], 11 * i) for i in range(rows)]
+
+
+def test_sampling_tells_of_logits_that_are_not_finite() -> None:
+    logits = random(4, 1000)
+    logits[0, 7], logits[1, 8], logits[2] = math.nan, math.inf, -math.inf
+    jobs = np.zeros(4, ops.JOB)
+    jobs["is_greedy"], jobs["top_p"], jobs["temperature"], jobs["min_depth"] = 1, 1, 1, -math.inf
+    tokens = torch.zeros(4, device="cuda", dtype=torch.int32)
+    ops.sample_rows(logits, torch.from_numpy(jobs.view(np.uint8)).cuda(), torch.zeros_like(tokens), tokens)
+    assert tokens.tolist() == [ops.NOT_FINITE] * 3 + [int(logits[3].argmax())]
