@@ -60,6 +60,10 @@ class SafetensorsFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._entries[name].shape)
 
+    def dtype(self, name: str) -> str:
+        """The format's own name of it, such as BF16."""
+        return self._entries[name].dtype
+
     def tensor(self, name: str) -> StoredTensor:
         """A tensor that is in names()."""
         entry = self._entries[name]

@@ -13,7 +13,17 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from models.quant.gguf_expand import dequantize
-from models.quant.packed import PACKED_KINDS, SCHEMES, Bytes, Floats, bytes_of, quantize_rows, row_bytes
+from models.quant.packed import (
+    BLOCKS,
+    PACKED_KINDS,
+    SCHEMES,
+    Bytes,
+    Floats,
+    bytes_of,
+    int8_rows,
+    quantize_rows,
+    row_bytes,
+)
 from models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from trireme.errors import ModelError
 from trireme.gguf import LOADED_AS, GgufFile, read_gguf
@@ -61,7 +71,8 @@ class RawMatrix(NamedTuple):
         if dense is None or self.kind not in DENSE_KINDS:
             return self
         if dense in SCHEMES:
-            return self if self.k % 32 else RawMatrix(*quantize_rows(dense, self.as_float32()), self.n, self.k)
+            fits = self.k % BLOCKS[SCHEMES[dense]][0] == 0
+            return RawMatrix(*quantize_rows(dense, self.as_float32()), self.n, self.k) if fits else self
         return self.as_kind(dense)
 
 
@@ -109,7 +120,8 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """A directory of safetensors files, with or without an index."""
+    """A directory of safetensors files, with or without an index. Matrices of int8 have a scale for each row beside them, in
+    NAME_scale, which is no name of its own here."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory
@@ -122,10 +134,12 @@ class SafetensorsSource:
                 self._file_of[name] = file
 
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return {name for name in self._file_of if not self._is_scale(name)}
 
     def matrix(self, name: str, n: int, k: int) -> RawMatrix:
         stored = self.tensor(name, (n, k))
+        if stored.dtype == "I8":
+            return RawMatrix("INT8", int8_rows(stored.raw.view(np.int8).reshape(n, k), self._scales(name, n)), n, k)
         kind = self._dense_kind(name, stored)
         return RawMatrix(kind, stored.raw.reshape(n, row_bytes(kind, k)), n, k)
 
@@ -144,11 +158,20 @@ class SafetensorsSource:
             )
         return file.tensor(name)
 
+    def _is_scale(self, name: str) -> bool:
+        matrix = name.removesuffix("_scale")
+        return matrix != name and matrix in self._file_of and self._file_of[matrix].dtype(matrix) == "I8"
+
+    def _scales(self, name: str, n: int) -> Floats:
+        if name + "_scale" not in self._file_of:
+            raise ModelError(f"{name} in {self._file_of[name].path} is of int8 and has no scales in {name}_scale")
+        return self.vector(name + "_scale", n)
+
     def _dense_kind(self, name: str, stored: StoredTensor) -> str:
         if stored.dtype not in DENSE_KINDS:
             raise ModelError(
                 f"{name} in {self._file_of[name].path} has dtype {DTYPES[stored.dtype][1]}; "
-                "supported: float32, float16, bfloat16"
+                "supported: float32, float16, bfloat16, and int8 for matrices"
             )
         return stored.dtype
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from trireme.arch_quantized import check_quantized
 from trireme.arch_spec import ArchSpec, Dim, Positive, RopeKind, RopeSpec, checked, token_list, yarn_scale
 from trireme.errors import ModelError
 
@@ -96,11 +97,7 @@ def arch_from_config(config: dict[str, Any], generation: dict[str, Any], where: 
     except msgspec.ValidationError as error:
         raise ModelError(f"{where}: {error}") from error
     if have.quantization_config is not None:
-        scheme = have.quantization_config.get("quant_method", "unknown")
-        raise ModelError(
-            f"{where} has quantized weights ({scheme}); dense safetensors and GGUF are supported",
-            hint="use a GGUF file of this model, or its unquantized checkpoint",
-        )
+        check_quantized(have.quantization_config, where)
     head_dim = have.head_dim or have.hidden_size // have.num_attention_heads
     window, full_layers = _windows(have, where)
     rope = rope_from_config(have, head_dim, where)

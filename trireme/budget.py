@@ -33,6 +33,13 @@ def num_params(arch: ArchSpec) -> int:
     return attention + _feed_forward_params(arch) + embeddings
 
 
+def num_matrix_rows(arch: ArchSpec) -> int:
+    """Rows of those matrices (of a decoder with a gated network): what a scale for each row is counted by."""
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    layers = arch.num_layers * (q + 2 * kv + 2 * arch.hidden + 2 * arch.ffn)
+    return layers + arch.vocab_size * (1 if arch.tie_embeddings else 2)
+
+
 def _feed_forward_params(arch: ArchSpec) -> int:
     """Of all layers: three matrices for a gated network, two for one without a gate, a router and experts."""
     body, wide = arch.body, arch.hidden * arch.ffn

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections import Counter
 
 from trireme.arch import ArchSpec
-from trireme.budget import DTYPE_BYTES, num_params
+from trireme.budget import DTYPE_BYTES, num_matrix_rows, num_params
 from trireme.config import Decision, ModelConfig
 from trireme.gguf import LOADED_AS, read_gguf
 from trireme.packaged import ModelFiles
 from trireme.sizes import format_bytes
 
-SCHEME_BYTES = {"q8_0": 34 / 32, "int8": 34 / 32, "q4_0": 18 / 32}  # per parameter
+SCHEME_BYTES = {"q8_0": 34 / 32, "int8": 1, "q4_0": 18 / 32}  # per parameter
+SCHEME_ROW_BYTES = {"q8_0": 0, "int8": 8, "q4_0": 0}  # and per row
 
 
 def stored_bytes(files: ModelFiles) -> tuple[int, Decision | None]:
@@ -40,7 +41,8 @@ def loaded_bytes(model: ModelConfig, arch: ArchSpec, size: int) -> int:
     if arch.source == "gguf":
         return size
     if model.quantize is not None:
-        return round(num_params(arch) * SCHEME_BYTES[model.quantize])
+        per_row = SCHEME_ROW_BYTES[model.quantize]
+        return round(num_params(arch) * SCHEME_BYTES[model.quantize]) + num_matrix_rows(arch) * per_row
     if model.dtype in DTYPE_BYTES and arch.weights_dtype in DTYPE_BYTES:
         return size * DTYPE_BYTES[model.dtype] // DTYPE_BYTES[arch.weights_dtype]
     return size

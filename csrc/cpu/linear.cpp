@@ -92,7 +92,7 @@ const LinearKernels& kernels() {
 }
 
 QuantizedRows rows_from(const QuantizedRows& rows, int row, int k) {
-  const size_t blocks = static_cast<size_t>(k) / kBlock;
+  const size_t blocks = static_cast<size_t>(blocks_in(k));
   const bool grouped = rows.step != 1;
   const size_t q = grouped ? row / kTileRows * blocks * kGroupedBlock + row % kTileRows * kBlock : row * blocks * kBlock;
   const size_t at = grouped ? row / kTileRows * blocks * (kGroupedBlock / 4) + row % kTileRows : row * blocks;
@@ -102,10 +102,11 @@ QuantizedRows rows_from(const QuantizedRows& rows, int row, int k) {
 
 QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, const PackedWeight& weight, Scratch* scratch) {
   const int k = weight.k;
-  const bool grouped = args.m >= kernels.grouped_from;
+  const bool is_whole = weight.kind == WeightKind::int8;
+  const bool grouped = !is_whole && args.m >= kernels.grouped_from;
   const int padded = grouped ? (args.m + kTileRows - 1) / kTileRows * kTileRows : args.m;
-  const size_t blocks = static_cast<size_t>(padded) * (k / kBlock);
-  const bool wide = block_form(weight.kind).max_code == 0 && args.m >= kernels.wide_from;
+  const size_t blocks = static_cast<size_t>(padded) * blocks_in(k);
+  const bool wide = !is_whole && block_form(weight.kind).max_code == 0 && args.m >= kernels.wide_from;
   uint8_t* memory = scratch->reserve(blocks * (kBlock * (wide ? 3 : 1) + 16) + 64);
   QuantizedRows rows{};
   const size_t between = grouped ? kTileRows : blocks;  // from one array to the next
@@ -122,10 +123,11 @@ QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, con
   const int small = std::max(args.m / (2 * num_threads()), 4096 / k);
   const int per_task = grouped ? kTileRows : std::max(1, std::min(16384 / k, small));
   const int num_tasks = (args.m + per_task - 1) / per_task;
+  const QuantizeRowFn quantize_row = is_whole ? kernels.quantize_whole_row : kernels.quantize_row;
   parallel(num_tasks, [&](int task, int) {
     const int end = std::min(args.m, (task + 1) * per_task);
     for (int row = task * per_task; row < end; ++row) {
-      kernels.quantize_row(args.x + row * args.x_stride, k, rows_from(rows, row, k));
+      quantize_row(args.x + row * args.x_stride, k, rows_from(rows, row, k));
     }
   });
   return rows;
@@ -142,14 +144,12 @@ constexpr int64_t kSerialWork = 40000;
 
 std::unique_ptr<PackedWeight> pack_weight(WeightKind kind, const uint8_t* raw, int n, int k) {
   auto weight = std::make_unique<PackedWeight>();
-  const BlockForm form = block_form(kind);
-  const size_t num_groups = static_cast<size_t>(k / form.raw_values);
-  const size_t raw_row = num_groups * form.raw_bytes;
+  const size_t raw_row = raw_row_bytes(kind, k);
   weight->kind = kind;
   weight->n = n;
   weight->k = k;
   weight->num_tiles = (n + kTileRows - 1) / kTileRows;
-  weight->tile_bytes = packed_group_bytes(kind) * num_groups;
+  weight->tile_bytes = packed_tile_bytes(kind, k);
   uint8_t* data = allocate(std::max<size_t>(weight->nbytes(), 64), &weight->memory);  // fresh mappings are zero
   weight->data = data;
   parallel(weight->num_tiles, [&](int tile, int) {
@@ -164,15 +164,15 @@ void linear(const PackedWeight& weight, const LinearArgs& args) {
   if (args.m <= 0 || weight.n <= 0) return;
   thread_local Scratch scratch;
   const LinearKernels& set = kernels();
-  const bool is_block = is_block_kind(weight.kind);
+  const bool rounds = !is_dense_kind(weight.kind);
   QuantizedRows rows{};
-  if (is_block) rows = quantize(set, args, weight, &scratch);
+  if (rounds) rows = quantize(set, args, weight, &scratch);
   const TileFn run = set.tiles[static_cast<int>(weight.kind)];
 
   // A task is a rectangle: a chunk of the rows of x by a run of tiles.
   const size_t row_bytes = static_cast<size_t>(weight.k) * (rows.wide != nullptr ? 2 : 1);
   const int fitting = static_cast<int>(kTaskRowBytes / row_bytes);
-  const int most_rows = is_block ? std::clamp(fitting, 48, kMaxTaskRows) : kMaxTaskRows;
+  const int most_rows = rounds ? std::clamp(fitting, 48, kMaxTaskRows) : kMaxTaskRows;
   const int row_chunks = (args.m + most_rows - 1) / most_rows;
   const int even_chunk = (args.m + row_chunks - 1) / row_chunks;
   const int rows_per_chunk = rows.step == 1 ? even_chunk : (even_chunk + kTileRows - 1) / kTileRows * kTileRows;
@@ -196,7 +196,7 @@ void linear(const PackedWeight& weight, const LinearArgs& args) {
     if (tile.m <= 0) return;
     tile.x = args.x + first_row * args.x_stride;
     tile.x_stride = args.x_stride;
-    if (is_block) {
+    if (rounds) {
       tile.rows = rows_from(rows, first_row, weight.k);
     }
     tile.out = args.out + first_row * args.out_stride + first_col;

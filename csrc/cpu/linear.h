@@ -11,10 +11,12 @@
 // Sub-scales: uint8[16] scales + uint8[16] mins (Q4_K, Q5_K), int8[16] (IQ4_XS), or per row a pair for its two runs of 16
 // k's: int8[16][2] (Q3_K, Q6_K), byte[16][2] with the scale in the low and the min in the high nibble (Q2_K).
 // Six-bit sub-scales become bytes; all else keeps the bits of the file. Dense types hold, per tile, for each k the 16
-// values of that column.
+// values of that column. int8 (one scale to a row; in a file: float32 scale, then k signed bytes) holds per tile
+//     float32[16] scales | int32[16] minus 128 times the sum of each row | for each 4 k's byte[16 rows][4]; k ends with zeros
 //
 // Numerics: every output lane is accumulated in fp32 in ascending order of k (dense) or of blocks (block types, exact
 // integer sums inside a block, sub-scales of 16 k's included), by the same operations whatever M, N's split and threads.
+// int8 rounds a row of x with one scale and sums all of k in int32, so that all variants agree to the bit.
 #pragma once
 
 #include <cstddef>
@@ -28,11 +30,15 @@ constexpr int kBlock = 32;
 
 enum class WeightKind {
   f32 = 0, f16 = 1, bf16 = 2, q8_0 = 3, q4_0 = 4, q4_1 = 5, q5_0 = 6, q5_1 = 7, q2_k = 8, q3_k = 9, q4_k = 10, q5_k = 11,
-  q6_k = 12, iq4_nl = 13, iq4_xs = 14, mxfp4 = 15
+  q6_k = 12, iq4_nl = 13, iq4_xs = 14, mxfp4 = 15, int8 = 16
 };
-constexpr int kNumWeightKinds = 16;
+constexpr int kNumWeightKinds = 17;
 
-constexpr bool is_block_kind(WeightKind kind) { return kind >= WeightKind::q8_0; }
+constexpr bool is_dense_kind(WeightKind kind) { return kind <= WeightKind::bf16; }
+constexpr bool is_block_kind(WeightKind kind) { return kind >= WeightKind::q8_0 && kind <= WeightKind::mxfp4; }
+
+// Most k's of int8, whose sums of 128 * 127 each must fit int32.
+constexpr int kMaxInt8Length = 1 << 17;
 
 enum class ScaleForm {
   half,         // fp16 per 32
@@ -111,6 +117,19 @@ constexpr size_t packed_group_bytes(WeightKind kind) {
   return header_bytes(form.scale) + form.raw_values / kBlock * packed_block_bytes(kind);
 }
 
+// Bytes of one row in a file, and of a tile.
+constexpr size_t raw_row_bytes(WeightKind kind, int k) {
+  if (kind == WeightKind::int8) return 4 + static_cast<size_t>(k);
+  return static_cast<size_t>(k / block_form(kind).raw_values) * block_form(kind).raw_bytes;
+}
+
+static constexpr int blocks_in(int k) { return (k + kBlock - 1) / kBlock; }
+
+constexpr size_t packed_tile_bytes(WeightKind kind, int k) {
+  if (kind == WeightKind::int8) return kTileRows * (8 + static_cast<size_t>(blocks_in(k)) * kBlock);
+  return packed_group_bytes(kind) * static_cast<size_t>(k / block_form(kind).raw_values);
+}
+
 struct PackedWeight {
   WeightKind kind;
   int n;
@@ -141,9 +160,9 @@ void linear(const PackedWeight& weight, const LinearArgs& args);
 // Rows ids[0..count) as fp32, exactly the values of the file. ids must be in range.
 void gather_rows(const PackedWeight& weight, const int32_t* ids, int count, float* out, ptrdiff_t out_stride);
 
-// Rounds n rows of fp32 to raw rows of q8_0 or q4_0 (k a multiple of 32), by the rules of ggml's reference. With `one_scale`
-// (q8_0) all blocks of a row share the scale of its largest value. Uses the thread pool.
-void quantize_weight(WeightKind kind, const float* values, int n, int k, bool one_scale, uint8_t* raw);
+// Rounds n rows of fp32 to raw rows of q8_0 or q4_0 (k a multiple of 32), by the rules of ggml's reference, or of int8: to
+// nearest, the largest magnitude of a row becoming 127; a row that is not finite gets the scale NaN. Uses the thread pool.
+void quantize_weight(WeightKind kind, const float* values, int n, int k, uint8_t* raw);
 
 // ---- linear_pack.cpp, for linear.cpp
 
@@ -153,11 +172,18 @@ void pack_tile(WeightKind kind, const uint8_t* raw, size_t raw_row, int rows, in
 // One row of a tile.
 void read_row(WeightKind kind, const uint8_t* tile, int lane, int k, float* out);
 
+// ---- linear_int8.cpp, for linear_pack.cpp and linear_round.cpp: the same of int8
+
+void pack_int8_tile(const uint8_t* raw, size_t raw_row, int rows, int k, uint8_t* tile);
+void read_int8_row(const uint8_t* tile, int lane, int k, float* out);
+void round_int8_row(const float* values, int k, uint8_t* raw);
+
 // ---- what a kernel file (linear_portable.cpp, linear_avx2.cpp, linear_avxvnni.cpp, linear_avx512.cpp, linear_amx.cpp) provides
 
 // int8 form of activations: x = q * scale per block of 32. Either row by row, or "grouped": for each 16 rows, for each block,
 // q of the 16 rows and then what else belongs to the block (kGroupedBlock bytes in all), so that a kernel that takes many rows
-// finds them side by side.
+// finds them side by side. For int8 weights: row by row, k as far as whole blocks go, the row's only scale in the place of its
+// first block's, and of the rest nothing; q in the form that the kernels want.
 struct QuantizedRows {
   int8_t* q;        // [m][k]
   float* scale;     // [m][k / 32]; NaN where x has a value that is not finite
@@ -193,9 +219,16 @@ struct TileArgs {
 using QuantizeRowFn = void (*)(const float* x, int k, const QuantizedRows& row);
 using TileFn = void (*)(const TileArgs& args);
 
+// What multiplies with int8 weights, and the rounding of x that it wants.
+struct Int8Kernels {
+  QuantizeRowFn quantize_row;
+  TileFn tiles;
+};
+
 struct LinearKernels {
   QuantizeRowFn quantize_row;
   TileFn tiles[kNumWeightKinds];
+  QuantizeRowFn quantize_whole_row;  // for int8 weights
   int grouped_from = 1 << 30;  // calls of so many rows get them grouped; quantize_row then minds the steps
   int wide_from = 1 << 30;     // calls of so many rows with a kind of signed codes get QuantizedRows::wide
 };
@@ -212,5 +245,16 @@ TileFn dense_tiles_avx2(WeightKind kind);
 TileFn plain_tiles_avx2(WeightKind kind);
 TileFn super_tiles_avx2(WeightKind kind);
 TileFn dense_tiles_avx512(WeightKind kind);
+
+// Of linear_int8_*.cpp, likewise.
+Int8Kernels int8_kernels_portable();
+Int8Kernels int8_kernels_avx2();
+Int8Kernels int8_kernels_avxvnni();
+Int8Kernels int8_kernels_avx512();
+
+static inline void set_int8(LinearKernels& kernels, const Int8Kernels& int8) {
+  kernels.tiles[static_cast<int>(WeightKind::int8)] = int8.tiles;
+  kernels.quantize_whole_row = int8.quantize_row;
+}
 
 }  // namespace trireme

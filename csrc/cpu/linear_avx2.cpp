@@ -71,11 +71,12 @@ const LinearKernels& linear_kernels_avx2() {
     LinearKernels set{};
     set.quantize_row = quantize_row;
     set.wide_from = 12;
-    for (int kind = 0; kind < kNumWeightKinds; ++kind) {
+    for (int kind = 0; kind < static_cast<int>(WeightKind::int8); ++kind) {
       const auto of = static_cast<WeightKind>(kind);
       const bool is_plain = block_form(of).raw_values == kBlock;
-      set.tiles[kind] = !is_block_kind(of) ? dense_tiles_avx2(of) : is_plain ? plain_tiles_avx2(of) : super_tiles_avx2(of);
+      set.tiles[kind] = is_dense_kind(of) ? dense_tiles_avx2(of) : is_plain ? plain_tiles_avx2(of) : super_tiles_avx2(of);
     }
+    set_int8(set, int8_kernels_avx2());
     return set;
   }();
   return kernels;

@@ -61,6 +61,7 @@ LinearKernels make_kernels() {
     kernels.tiles[static_cast<int>(kind)] = dense_tiles_avx512(kind);
   }
   set_block_kinds(kernels);
+  set_int8(kernels, int8_kernels_avx512());
   return kernels;
 }
 

@@ -61,6 +61,7 @@ LinearKernels make_kernels() {
     kernels.tiles[static_cast<int>(kind)] = linear_kernels_avx2().tiles[static_cast<int>(kind)];
   }
   set_block_kinds(kernels);
+  set_int8(kernels, int8_kernels_avxvnni());
   return kernels;
 }
 

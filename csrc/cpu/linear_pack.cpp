@@ -262,6 +262,7 @@ float read_dense(WeightKind kind, const uint8_t* packed, int lane) {
 }  // namespace
 
 void pack_tile(WeightKind kind, const uint8_t* raw, size_t raw_row, int rows, int k, uint8_t* tile) {
+  if (kind == WeightKind::int8) return pack_int8_tile(raw, raw_row, rows, k, tile);
   const BlockForm form = block_form(kind);
   const size_t step = packed_group_bytes(kind), raw_step = static_cast<size_t>(form.raw_bytes);
   Group group;
@@ -279,6 +280,7 @@ void pack_tile(WeightKind kind, const uint8_t* raw, size_t raw_row, int rows, in
 }
 
 void read_row(WeightKind kind, const uint8_t* tile, int lane, int k, float* out) {
+  if (kind == WeightKind::int8) return read_int8_row(tile, lane, k, out);
   const BlockForm form = block_form(kind);
   for (int at = 0; at < k / form.raw_values; ++at, tile += packed_group_bytes(kind)) {
     if (!is_block_kind(kind)) {

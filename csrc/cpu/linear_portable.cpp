@@ -163,6 +163,7 @@ void block_tiles(const TileArgs& args) {
 }  // namespace
 
 const LinearKernels& linear_kernels_portable() {
+  static const Int8Kernels int8 = int8_kernels_portable();
   static const LinearKernels kernels{
       quantize_row,
       {dense_tiles_portable(WeightKind::f32), dense_tiles_portable(WeightKind::f16), dense_tiles_portable(WeightKind::bf16),
@@ -170,7 +171,8 @@ const LinearKernels& linear_kernels_portable() {
        block_tiles<WeightKind::q5_0>, block_tiles<WeightKind::q5_1>, block_tiles<WeightKind::q2_k>,
        block_tiles<WeightKind::q3_k>, block_tiles<WeightKind::q4_k>, block_tiles<WeightKind::q5_k>,
        block_tiles<WeightKind::q6_k>, block_tiles<WeightKind::iq4_nl>, block_tiles<WeightKind::iq4_xs>,
-       block_tiles<WeightKind::mxfp4>},
+       block_tiles<WeightKind::mxfp4>, int8.tiles},
+      int8.quantize_row,
   };
   return kernels;
 }

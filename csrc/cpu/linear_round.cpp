@@ -10,9 +10,9 @@
 namespace trireme {
 namespace {
 
-float largest_magnitude(const float* x, int count) {
+float largest_magnitude(const float* x) {
   float largest = 0.0f;
-  for (int i = 0; i < count; ++i) largest = std::max(largest, std::fabs(x[i]));
+  for (int i = 0; i < kBlock; ++i) largest = std::max(largest, std::fabs(x[i]));
   return largest;
 }
 
@@ -22,7 +22,8 @@ void put_half(float value, uint8_t* to) {
 }
 
 // As ggml does, values are divided by the scale before that is rounded to fp16.
-void round_q8_0(const float* x, float scale, uint8_t* block) {
+void round_q8_0(const float* x, uint8_t* block) {
+  const float scale = largest_magnitude(x) / 127.0f;
   const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
   put_half(scale, block);
   for (int i = 0; i < kBlock; ++i) {
@@ -46,18 +47,17 @@ void round_q4_0(const float* x, uint8_t* block) {
 
 }  // namespace
 
-void quantize_weight(WeightKind kind, const float* values, int n, int k, bool one_scale, uint8_t* raw) {
-  const size_t block_bytes = static_cast<size_t>(block_form(kind).raw_bytes);
-  const size_t blocks = static_cast<size_t>(k / kBlock);
+void quantize_weight(WeightKind kind, const float* values, int n, int k, uint8_t* raw) {
+  const size_t row_bytes = raw_row_bytes(kind, k), block_bytes = static_cast<size_t>(block_form(kind).raw_bytes);
   parallel(n, [&](int row, int) {
     const float* x = values + static_cast<size_t>(row) * k;
-    uint8_t* block = raw + static_cast<size_t>(row) * blocks * block_bytes;
-    const float shared = one_scale ? largest_magnitude(x, k) / 127.0f : 0.0f;
-    for (size_t i = 0; i < blocks; ++i, x += kBlock, block += block_bytes) {
+    uint8_t* block = raw + static_cast<size_t>(row) * row_bytes;
+    if (kind == WeightKind::int8) return round_int8_row(x, k, block);
+    for (int i = 0; i < k / kBlock; ++i, x += kBlock, block += block_bytes) {
       if (kind == WeightKind::q4_0) {
         round_q4_0(x, block);
       } else {
-        round_q8_0(x, one_scale ? shared : largest_magnitude(x, kBlock) / 127.0f, block);
+        round_q8_0(x, block);
       }
     }
   });

@@ -1,7 +1,7 @@
 """Linear layers over packed weights (models/quant/packed) on tensors: `linear` and `gather_rows`. Called by models/layers.
 
-Activations are float32 [M, K]; for block types they are rounded to int8 per 32 values inside `linear`. A row's result is
-bit-identical whatever the other rows, their number and the number of threads (per instruction set).
+Activations are float32 [M, K]; for block types they are rounded to int8 per 32 values inside `linear`, for INT8 per row. A
+row's result is bit-identical whatever the other rows, their number and the number of threads (per instruction set).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from models.native import load_native
 from models.quant import packed
 from models.quant.packed import BLOCKS as BLOCKS
 from models.quant.packed import PACKED_KINDS as PACKED_KINDS
+from models.quant.packed import ROW_SCALE_BYTES as ROW_SCALE_BYTES
 from models.quant.packed import SCHEMES as SCHEMES
 from models.quant.packed import Bytes as Bytes
 from models.quant.packed import PackedWeight as PackedWeight
@@ -46,7 +47,9 @@ def slice_cols(kind: str, raw: Raw, k: int, cols: slice) -> Bytes:
     """Columns of a raw matrix; both ends of `cols` must be on block borders (ModelError otherwise)."""
     start, stop, _ = cols.indices(k)
     matrix = bytes_of(raw).reshape(-1, row_bytes(kind, k))
-    return np.ascontiguousarray(matrix[:, row_bytes(kind, start) : row_bytes(kind, stop)])
+    head = ROW_SCALE_BYTES.get(kind, 0)
+    part = matrix[:, row_bytes(kind, start) : row_bytes(kind, stop)]
+    return np.ascontiguousarray(np.concatenate((matrix[:, :head], part), axis=1) if head else part)
 
 
 def pack(kind: str, raw: Raw, n: int, k: int) -> PackedWeight:

@@ -17,6 +17,8 @@ import torch
 
 from models.native import load_native
 from models.quant.base import BLOCKS, PACKED_KINDS, PackedWeight, linear, pack, row_bytes
+from models.quant.packed import int8_rows
+from models.weights import DENSE_KINDS
 
 SMOLLM2_LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 SMOLLM2_LAYERS = 30
@@ -32,10 +34,11 @@ FP16_AT = {
 def make_weight(kind: str, n: int, k: int, seed: int) -> PackedWeight:
     """Random values with sane scales."""
     rng = np.random.default_rng(seed)
-    size, _ = BLOCKS[kind]
-    if size == 1:
+    if kind in DENSE_KINDS:
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
         return pack(kind, torch.randn(n, k).to(dtype), n, k)
+    if kind == "INT8":
+        return pack(kind, int8_rows(rng.integers(-127, 128, (n, k), dtype=np.int8), np.full(n, 0.01, np.float32)), n, k)
     raw = rng.integers(0, 256, n * row_bytes(kind, k), dtype=np.uint8).reshape(-1, BLOCKS[kind][1])
     for at in FP16_AT[kind]:
         raw[:, at : at + 2] = np.full((raw.shape[0], 1), 0.01, np.float16).view(np.uint8)

@@ -3,8 +3,8 @@
 Called by models/weights, models/layers and models/arch; models/quant/base computes with them on tensors. A weight of one of
 the PACKED_KINDS keeps the bits of the file: rows are interleaved into tiles of 16 so that a SIMD lane is an output row.
 
-`raw` below is the matrix as it lies in a file, row by row: uint8 [n, row_bytes] (or flat) of any GGUF type, or a dense
-array [n, k]. Rows for tensor parallelism are cut from `raw`, before packing.
+`raw` below is the matrix as it lies in a file, row by row: uint8 [n, row_bytes] (or flat) of any GGUF type or INT8, or a
+dense array [n, k]. Rows for tensor parallelism are cut from `raw`, before packing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ Floats: TypeAlias = NDArray[np.float32]
 # Kinds that linear computes with as they are; the numbers are those of WeightKind in csrc/cpu/linear.h.
 PACKED_KINDS = {
     **{"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5, "Q5_0": 6, "Q5_1": 7, "Q2_K": 8, "Q3_K": 9},
-    **{"Q4_K": 10, "Q5_K": 11, "Q6_K": 12, "IQ4_NL": 13, "IQ4_XS": 14, "MXFP4": 15},
+    **{"Q4_K": 10, "Q5_K": 11, "Q6_K": 12, "IQ4_NL": 13, "IQ4_XS": 14, "MXFP4": 15, "INT8": 16},
 }
-BLOCKS = {name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()}
-SCHEMES = {"q8_0": ("Q8_0", False), "q4_0": ("Q4_0", False), "int8": ("Q8_0", True)}
+# Values and bytes of a block. INT8 is no type of GGUF: a row is its float32 scale, then k signed bytes.
+BLOCKS = {**{name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()}, "INT8": (1, 1)}
+ROW_SCALE_BYTES = {"INT8": 4}
+MAX_INT8_LENGTH = 1 << 17  # k's whose products surely sum within int32
+SCHEMES = {"q8_0": "Q8_0", "q4_0": "Q4_0", "int8": "INT8"}
 
 _native: Any = load_native()
 
@@ -60,13 +63,16 @@ def address_of(array: NDArray[Any]) -> int:
 
 
 def row_bytes(kind: str, k: int) -> int:
-    """Bytes of one row of k values. Raises ModelError for an unknown kind or a k that is no multiple of its block."""
+    """Bytes of one row of k values. Raises ModelError for an unknown kind, a k that is no multiple of its block, or one that
+    is too large for INT8."""
     if kind not in BLOCKS:
         raise ModelError(f"unknown weight type {kind}; known: {', '.join(BLOCKS)}")
     size, nbytes = BLOCKS[kind]
     if k % size:
         raise ModelError(f"rows of {k} values are not a multiple of the {size} values of a {kind} block")
-    return k // size * nbytes
+    if kind == "INT8" and k > MAX_INT8_LENGTH:
+        raise ModelError(f"rows of {k} values are too long for int8, whose sums hold {MAX_INT8_LENGTH} products")
+    return ROW_SCALE_BYTES.get(kind, 0) + k // size * nbytes
 
 
 def bytes_of(raw: NDArray[Any]) -> Bytes:
@@ -88,11 +94,26 @@ def pack(kind: str, raw: NDArray[Any], n: int, k: int) -> PackedWeight:
 
 
 def quantize_rows(scheme: str, values: Floats) -> tuple[str, Bytes]:
-    """A dense [n, k] matrix, k a multiple of 32, rounded to raw blocks: (kind, uint8 [n, row_bytes]). Schemes are q8_0 and
-    q4_0, equal to ggml's reference to the bit, and int8: one fp16 scale for each row, repeated in q8_0 blocks."""
-    kind, one_scale = SCHEMES[scheme]
+    """A dense [n, k] matrix rounded to raw rows: (kind, uint8 [n, row_bytes]). Schemes are q8_0 and q4_0, k a multiple of 32,
+    equal to ggml's reference to the bit, and int8: signed bytes, the largest of a row 127, with one float32 scale for each row."""
+    kind = SCHEMES[scheme]
     n, k = values.shape
     values = np.ascontiguousarray(values)
     raw = np.empty((n, row_bytes(kind, k)), np.uint8)
-    _native.quantize_weight(PACKED_KINDS[kind], address_of(values), n, k, one_scale, address_of(raw))
+    _native.quantize_weight(PACKED_KINDS[kind], address_of(values), n, k, address_of(raw))
     return kind, raw
+
+
+def int8_rows(codes: NDArray[np.int8], scales: Floats) -> Bytes:
+    """Raw rows of INT8 from signed bytes [n, k] and the scale of each row [n]."""
+    n, k = codes.shape
+    raw = np.empty((n, row_bytes("INT8", k)), np.uint8)
+    raw[:, :4] = np.ascontiguousarray(scales, np.float32).reshape(n, 1).view(np.uint8)
+    raw[:, 4:] = codes.view(np.uint8)
+    return raw
+
+
+def expand_int8(raw: Bytes) -> Floats:
+    """float32 [n, k] of raw rows of INT8."""
+    scales = np.ascontiguousarray(raw[:, :4]).view(np.float32)
+    return scales * raw[:, 4:].view(np.int8).astype(np.float32)

@@ -25,11 +25,12 @@ from models.quant.base import (
     unpack,
 )
 from models.quant.gguf_expand import dequantize
+from models.quant.packed import int8_rows
 from trireme.errors import ModelError
 
 NATIVE = load_native()
 DENSE_KINDS = ("F32", "F16", "BF16")
-BLOCK_KINDS = tuple(kind for kind in PACKED_KINDS if kind not in DENSE_KINDS)
+BLOCK_KINDS = tuple(kind for kind in PACKED_KINDS if kind not in (*DENSE_KINDS, "INT8"))  # INT8: test_linear_int8.py
 # Where the fp16 scale and, if there is one, the fp16 min of a block lie.
 FP16_AT = {
     **{"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)},
@@ -67,6 +68,9 @@ def make_raw(kind: str, n: int, k: int, seed: int = 0) -> np.ndarray:
         if kind == "F32":
             return weights.view(np.uint8)
         return quants.quantize(weights, GGMLQuantizationType[kind]).reshape(n, -1).view(np.uint8)
+    if kind == "INT8":
+        codes = rng.integers(-128, 128, (n, k), dtype=np.int8)
+        return int8_rows(codes, rng.uniform(-0.02, 0.02, n).astype(np.float32))
     blocks = rng.integers(0, 256, (n * k // BLOCKS[kind][0], BLOCKS[kind][1]), dtype=np.uint8)
     for at in FP16_AT[kind]:
         scales = rng.uniform(-0.02, 0.02, (len(blocks), 1)).astype(np.float16)
@@ -84,9 +88,11 @@ def make_x(m: int, k: int, seed: int = 1) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal((m, k)).astype(np.float32))
 
 
-def round_activations(x: Tensor) -> Tensor:
-    """What the kernels see of x: int8 per block of 32, as float64."""
-    blocks = x.reshape(x.shape[0], -1, 32)
+def round_activations(kind: str, x: Tensor) -> Tensor:
+    """What the kernels see of x, as float64: int8 per block of 32, with INT8 per row; dense kinds see all of it."""
+    if kind in DENSE_KINDS:
+        return x.double()
+    blocks = x.reshape(x.shape[0], -1, x.shape[1] if kind == "INT8" else 32)
     amax = blocks.abs().amax(-1, keepdim=True)
     q = torch.round(blocks * (127.0 / amax))
     return (q.double() * (amax / 127.0).double()).reshape(x.shape)
@@ -101,7 +107,10 @@ def test_pack_keeps_the_values(kind: str, n: int, k: int) -> None:
     assert torch.equal(unpack(weight), torch.from_numpy(dequantize(kind, raw, n, k)))
     tiles = (n + 15) // 16
     bits = PACKED_BITS.get(kind, row_bytes(kind, k) * 8 / k)
-    assert weight.nbytes == tiles * 16 * k * bits / 8, "packing must not add to the bits of the file"
+    sums = 4 if kind == "INT8" else 0
+    assert weight.nbytes == pytest.approx(tiles * 16 * (k * bits / 8 + sums)), (
+        "packing must not add to the bits of the file"
+    )
 
 
 @pytest.mark.parametrize("kind", PACKED_KINDS)
@@ -111,9 +120,9 @@ def test_arithmetic_error_is_that_of_float32_sums(isa: str, kind: str, m: int, n
     giving one term for its codes and, where it has a min, one for that."""
     k = fit(kind, k)
     weight, x = make_weight(kind, n, k), make_x(m, k)
-    exact = round_activations(x) if kind in BLOCK_KINDS else x.double()
+    exact = round_activations(kind, x)
     w = unpack(weight).double()
-    num_sums = k // 32 * 2 if kind in BLOCK_KINDS else k
+    num_sums = 1 if kind == "INT8" else k // 32 * 2 if kind in BLOCK_KINDS else k
     # Codes and mins are added separately, each part at most twice the range of the row.
     has_mins = len(FP16_AT.get(kind, ())) == 2
     magnitude = exact.abs() @ (w.abs().T + (w.abs().amax(1) * 4 if has_mins else 0))

@@ -1,4 +1,4 @@
-"""Rounding of dense weights while loading: bits of ggml's reference for q8_0 and q4_0, one scale for each row for int8."""
+"""Rounding of dense weights while loading: bits of ggml's reference for q8_0 and q4_0, int8 with one scale for each row."""
 
 from __future__ import annotations
 
@@ -35,12 +35,21 @@ def test_rounding_is_that_of_the_reference(scheme: str) -> None:
 def test_int8_has_one_scale_for_each_row_and_errs_by_half_a_step() -> None:
     values = weights()
     kind, raw = quantize("int8", torch.from_numpy(values))
-    scales = raw.reshape(N, -1, 34)[:, :, :2]
-    assert (scales == scales[:, :1]).all()
-    error = np.abs(dequantize(kind, raw, N, K) - values)
+    assert raw.shape == (N, 4 + K)
     largest = np.abs(values).max(1, keepdims=True)
-    # Half a step, and the rounding of the scale itself: 2^-11 of the value, or half of 2^-24 times the code.
-    assert (error <= largest * (0.5 / 127 + 2**-11) + 127 * 2**-25 + 1e-12).all()
+    np.testing.assert_array_equal(raw[:, :4].copy().view(np.float32), largest / np.float32(127))
+    assert (np.abs(raw[:, 4:].view(np.int8).astype(np.int16)).max(1) == np.where(largest[:, 0] == 0, 0, 127)).all()
+    error = np.abs(dequantize(kind, raw, N, K) - values)
+    assert (error <= largest * (0.5 / 127 + 1e-6)).all()
+
+
+def test_an_int8_row_that_is_not_finite_becomes_nan_alone() -> None:
+    values = weights()
+    values[7, 3], values[8, 5], values[8, 6] = np.inf, np.nan, 1.0
+    kind, raw = quantize("int8", torch.from_numpy(values))
+    is_nan = np.isnan(dequantize(kind, raw, N, K))
+    assert is_nan[7:9].all()
+    assert is_nan.sum() == 2 * K
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -56,9 +65,10 @@ def test_any_dense_dtype_multiplies_after_rounding(dtype: torch.dtype) -> None:
 
 def test_matrices_of_a_dense_file_are_rounded_where_their_rows_are_whole_blocks() -> None:
     dense = torch.from_numpy(weights()).to(torch.bfloat16)
-    for scheme, kind in (("q8_0", "Q8_0"), ("q4_0", "Q4_0"), ("int8", "Q8_0")):
+    for scheme, kind in (("q8_0", "Q8_0"), ("q4_0", "Q4_0"), ("int8", "INT8")):
         rounded = raw_from_tensor(dense).computable(scheme)
         assert rounded.kind == kind
         np.testing.assert_array_equal(rounded.raw, quantize(scheme, dense)[1])
         assert rounded.computable(scheme) is rounded, "blocks stay as they are"
-    assert raw_from_tensor(dense[:, :40].contiguous()).computable("q8_0").kind == "BF16"
+    cut = raw_from_tensor(dense[:, :40].contiguous())
+    assert (cut.computable("q8_0").kind, cut.computable("int8").kind) == ("BF16", "INT8")
