@@ -150,10 +150,11 @@ void multiply_all_rows(const TileArgs& args, int tile) {
 }
 
 void int8_tiles(const TileArgs& args) {
-  constexpr size_t kAheadOfOneRow = 2048;
+  constexpr size_t kAheadOfOneRow = 2048;  // one row streams through the tiles as they lie
   int tile = 0;
   if (args.m == 1) {
-    for (; tile + 2 <= args.num_tiles; tile += 2) multiply<1, 2>(args, tile, 0, kAheadOfOneRow);
+    for (; tile < args.num_tiles; ++tile) multiply<1, 1>(args, tile, 0, kAheadOfOneRow);
+    return;
   }
   for (; tile + kTiles <= args.num_tiles; tile += kTiles) multiply_all_rows<kTiles>(args, tile);
   for (; tile < args.num_tiles; ++tile) multiply_all_rows<1>(args, tile);
