@@ -29,7 +29,7 @@ from trireme.arch import read_arch
 from trireme.config import EngineConfig
 from trireme.errors import RequestError
 from trireme.outputs import CompletionOutput, OutputDelta, RequestOutput, TokenLogprob
-from trireme.packaged import find_model
+from trireme.packaged import files_of
 from trireme.params import SamplingParams
 
 
@@ -84,7 +84,7 @@ class TextSide:
 
     @classmethod
     def load(cls, config: EngineConfig) -> TextSide:
-        files = find_model(config.model.model)
+        files = files_of(config.model)
         tokenizer = load_tokenizer(files, tokenizer=config.model.tokenizer)
         return cls(config, tokenizer, read_arch(files).eos_token_ids)
 

@@ -1,7 +1,7 @@
 """Where the engines behind LLM and AsyncLLM live: in a thread of this process, or in processes under a Supervisor.
 
-One worker runs here, with nothing between it and the caller but queues; several workers or engines get the process tree of
-`trireme serve` without its front ends. Both give the same EngineClient.
+One worker runs here, with nothing between it and the caller but queues; several workers or engines, and a GPU, which must never
+wait for the caller's Python, get the process tree of `trireme serve` without its front ends. Both give the same EngineClient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Deployment(Protocol):
 
 def make_deployment(config: EngineConfig, on_progress: OnProgress) -> Deployment:
     """The one that a resolved configuration asks for."""
-    if config.parallel.dp == 1 and config.parallel.executor == "inproc":
+    parallel = config.parallel
+    if parallel.dp == 1 and parallel.executor == "inproc" and parallel.worker_kind != "cuda":
         return InProcess(config, on_progress)
     return UnderSupervisor(config, on_progress)
 

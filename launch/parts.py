@@ -60,7 +60,7 @@ def run(invocation: Any) -> int:
 def early_imports(parallel: Any) -> tuple[str, ...]:
     """What an engine imports beyond its own module: its worker, where that is a thread of it."""
     is_alone = parallel.tp * parallel.pp == 1 and parallel.executor != "procs"
-    return ("workers.worker",) if is_alone and parallel.worker == "torch" else ()
+    return ("workers.worker",) if is_alone and parallel.worker_kind == "torch" else ()
 
 
 def _serve(invocation: Any, eggs: dict[str, Egg], pipe: tuple[int, int] | None) -> int:

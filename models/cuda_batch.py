@@ -5,6 +5,9 @@ Rows with one token go first: decode attention takes them, flash attention the o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,36 +32,42 @@ def order_of(batch: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], in
     return rows, tokens, int(is_decode.sum())
 
 
-def upload(batch: HostBatch, block_size: int, *, splits: int = 1) -> CudaBatch:
+def upload(batch: HostBatch, block_size: int, *, splits: int = 1, device: str = "cuda") -> CudaBatch:
     """The batch on the device."""
+
+    def sent(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
     rows, tokens, decodes = order_of(batch)
     place = np.empty_like(tokens)
     place[tokens] = np.arange(tokens.size)
     index = place[batch.logits_index]
     is_all = index.size == tokens.size and bool((index == np.arange(index.size)).all())
     return CudaBatch(
-        token_ids=_device(batch.token_ids[tokens]),
-        positions=_device(batch.positions[tokens]),
-        slots=_device(batch.slots[tokens]),
-        context_len=_device(batch.context_len[rows]),
-        block_table=_device(batch.block_table[rows]),
-        logits_index=None if is_all else _device(index),
+        token_ids=sent(batch.token_ids[tokens]),
+        positions=sent(batch.positions[tokens]),
+        slots=sent(batch.slots[tokens]),
+        context_len=sent(batch.context_len[rows]),
+        block_table=sent(batch.block_table[rows]),
+        logits_index=None if is_all else sent(index),
         num_decodes=decodes,
         splits=splits,
-        prompts=_prompts(batch, rows[decodes:], block_size) if decodes < rows.size else None,
+        prompts=_prompts(batch, rows[decodes:], block_size, sent) if decodes < rows.size else None,
     )
 
 
-def _prompts(batch: HostBatch, rows: NDArray[np.int64], block_size: int) -> Prompts:
+def _prompts(
+    batch: HostBatch, rows: NDArray[np.int64], block_size: int, sent: Callable[[NDArray[Any]], Tensor]
+) -> Prompts:
     queries, contexts = np.diff(batch.query_start)[rows], batch.context_len[rows]
     slots = []
     for row, context in zip(rows.tolist(), contexts.tolist(), strict=True):
         block, offset = np.divmod(np.arange(context, dtype=np.int64), block_size)
         slots.append(batch.block_table[row, block].astype(np.int64) * block_size + offset)
     return Prompts(
-        query_start=_device(_from_zero(queries)),
-        context_start=_device(_from_zero(contexts)),
-        context_slots=_device(np.concatenate(slots)),
+        query_start=sent(_from_zero(queries)),
+        context_start=sent(_from_zero(contexts)),
+        context_slots=sent(np.concatenate(slots)),
         longest_query=int(queries.max()),
         longest_context=int(contexts.max()),
     )
@@ -68,15 +77,11 @@ def _from_zero(sizes: Ints) -> Ints:
     return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
 
 
-def _device(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).cuda(non_blocking=True)
-
-
 class HostModel:
     """A CudaModel that takes host arrays and gives logits on the host. Waits for every step."""
 
-    def __init__(self, model: CudaModel) -> None:
-        self.model = model
+    def __init__(self, model: CudaModel, device: str = "cuda") -> None:
+        self.model, self._device = model, device
         self.vocab_size = model.vocab_size
         self.num_kv_layers, self.kv_heads, self.head_dim = model.num_kv_layers, model.kv_heads, model.head_dim
 
@@ -84,6 +89,6 @@ class HostModel:
         """Logits [S, V] float32."""
         with torch.inference_mode():
             block_size = kv[0].k.shape[2]
-            logits = self.model.run(upload(batch, block_size), kv)
+            logits = self.model.run(upload(batch, block_size, device=self._device), kv)
             found: Logits = logits.float().cpu().numpy()
         return found

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from models.arch import native
+from models.dummy import DummySource
 from models.forward import Group, Model
 from models.registry import family_named
 from models.weights import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
 from trireme.arch import ArchSpec
+from trireme.errors import ModelError
 from trireme.mesh import Mesh
 from trireme.packaged import ModelFiles
 from trireme.runtime import TORCH, choose_runtime
@@ -34,13 +36,14 @@ def load_model(
     max_len: int | None = None,
     quantize: str | None = None,
     runtime: str = "",
+    dummy: bool = False,
 ) -> Model:
     """This rank's stage. `dtype` is the type of dense weights (auto: as stored); quantized blocks stay as they are.
 
     `quantize` is a scheme of models.quant.packed.SCHEMES to which dense matrices are rounded instead.
 
     `max_len` is how many positions will ever be computed (default: the model's own limit; more is allowed). `runtime` is
-    what choose_runtime says unless a test asks for the other one.
+    what choose_runtime says unless a test asks for the other one. With `dummy` the weights are noise.
     `progress("weights", done, total)` counts layers, and the embedding with the head as one. Raises ModelError for files
     that do not fit together.
     """
@@ -48,9 +51,8 @@ def load_model(
         from models.arch.stub import StubModel
 
         return StubModel(arch, mesh, group)
-    source = open_weights(files, arch)
+    source = open_checked(files, arch, dummy=dummy)
     family = family_named(arch.family)
-    check_names(source, family.weight_names(arch), family.ignorable_names(arch))
     dense = quantize or dense_kind(dtype)
     if (runtime or choose_runtime(arch, mesh).value) != TORCH:
         return native.NativeDecoder(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len)
@@ -58,6 +60,18 @@ def load_model(
 
     body = family.load_body()
     return OverTensors(body(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len))
+
+
+def open_checked(files: ModelFiles, arch: ArchSpec, *, dummy: bool = False) -> WeightSource:
+    """The weights of a model, every one there and none too many; or noise under their names. Raises ModelError."""
+    family = family_named(arch.family)
+    if dummy:
+        if family.names != "models.arch.stage":
+            raise ModelError(f"--load-format dummy does not know the weights of {arch.family}")
+        return DummySource(arch, family.weight_names(arch), files.path)
+    source = open_weights(files, arch)
+    check_names(source, family.weight_names(arch), family.ignorable_names(arch))
+    return source
 
 
 def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:

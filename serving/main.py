@@ -27,7 +27,7 @@ from transport.messages import Drain
 from trireme.arch import read_arch
 from trireme.config import EngineConfig
 from trireme.log import configure, facts
-from trireme.packaged import find_model
+from trireme.packaged import files_of
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def main(channel: BootChannel) -> None:
     configure(channel.boot.name, level=config.launch.log_level, form=config.launch.log_format)
     start = time.monotonic()
     channel.progress("tokenizer", 0, 1)
-    files = find_model(config.model.model)
+    files = files_of(config.model)
     tokenizer = load_tokenizer(files, tokenizer=config.model.tokenizer)
     channel.progress("tokenizer", 1, 1)
     eos = read_arch(files).eos_token_ids

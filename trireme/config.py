@@ -30,6 +30,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["q8_0", "q4_0", "int8"] | None,
         _text("round dense weights to blocks while loading (int8: one scale per output); default: as dtype says"),
     ] = None
+    load_format: Annotated[
+        Literal["auto", "dummy"], _text("dummy: random weights in place of the files', to measure speed without them")
+    ] = "auto"
     max_len: (
         Annotated[int, _count("longest prompt plus output, tokens; default: the model's, if it fits", 1)] | None
     ) = None
@@ -39,6 +42,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: Annotated[
         str | None, _text("bytes for KV blocks per worker (512MiB, 4GiB); default: from free memory")
     ] = None
+    gpu_memory: Annotated[
+        float, Meta(gt=0, le=1, description="share of a GPU's memory that a worker may use, weights and all")
+    ] = 0.9
     kv_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "int16", "int8"],
         _text("type of stored keys and values; integers have a scale per token and head"),
@@ -52,6 +58,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp: Annotated[int, _count("engines (data parallel)", 1, le=1024)] = 1
     tp: Annotated[int, _count("workers that share each layer (tensor parallel)", 1, le=64)] = 1
     pp: Annotated[int, _count("pipeline stages", 1, le=64)] = 1
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], _text("what computes; auto: an NVIDIA GPU where there is one that can")
+    ] = "auto"
     threads: Annotated[int, _count("CPU threads per worker; default: cores / workers", 1)] | None = None
     pin_cores: Annotated[
         Literal["auto", "on", "off"], _text("keep each CPU thread on a core of its own; auto: when a few are left over")
@@ -62,6 +71,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker: Annotated[
         Literal["torch", "fake"], _text("worker kind; fake computes hashes in place of a model (tests)")
     ] = "torch"
+
+    @property
+    def worker_kind(self) -> Literal["torch", "cuda", "fake"]:
+        """Which worker carries out the steps; a device that nobody has chosen yet counts as the CPU."""
+        return "cuda" if self.worker == "torch" and self.device == "cuda" else self.worker
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ Looks only at /proc, /sys and /dev, so that it is quick and torch-free. Respects
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from pathlib import Path
@@ -34,6 +35,7 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     cpu: str = ""
     isa: tuple[str, ...] = ()
     num_gpus: int = 0
+    has_cuda_kernels: bool = False  # the extension models._cuda is built
 
 
 def read_device(root: Path = Path("/")) -> DeviceFacts:
@@ -47,6 +49,7 @@ def read_device(root: Path = Path("/")) -> DeviceFacts:
         cpu=name,
         isa=tuple(flag for flag in _ISA_FLAGS if flag in flags),
         num_gpus=len(list((root / "dev").glob("nvidia[0-9]*"))),
+        has_cuda_kernels=importlib.util.find_spec("models._cuda") is not None,
     )
 
 

@@ -38,7 +38,9 @@ def stored_bytes(files: ModelFiles) -> tuple[int, Decision | None]:
 
 def loaded_bytes(model: ModelConfig, arch: ArchSpec, size: int) -> int:
     """Bytes of one copy of the weights in memory, from those of the files as `stored_bytes` counts them."""
-    if arch.source == "gguf":
+    if model.load_format == "dummy":
+        size = num_params(arch) * DTYPE_BYTES.get(arch.weights_dtype, 2)
+    elif arch.source == "gguf":
         return size
     if model.quantize is not None:
         per_row = SCHEME_ROW_BYTES[model.quantize]

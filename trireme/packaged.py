@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from trireme.config import ModelConfig
 from trireme.errors import ModelError
 
 
@@ -53,14 +54,20 @@ class ModelFiles(NamedTuple):
     name: str  # default name for clients
 
 
-def find_model(model: str | Path) -> ModelFiles:
-    """Resolves a packaged name, a .gguf file or a directory. Raises ModelError that says what was looked for."""
+def files_of(model: ModelConfig) -> ModelFiles:
+    """The files of a configured model. Raises ModelError; with dummy weights a directory need not hold any."""
+    return find_model(model.model, weightless=model.load_format == "dummy")
+
+
+def find_model(model: str | Path, *, weightless: bool = False) -> ModelFiles:
+    """Resolves a packaged name, a .gguf file or a directory, which needs no weights when `weightless`. Raises ModelError that
+    says what was looked for."""
     text = str(model)
     if text.lower() in PACKAGED:
         return _find_packaged(text.lower())
     path = Path(text).expanduser()
     if path.is_dir():
-        return _find_in_directory(path.resolve())
+        return _find_in_directory(path.resolve(), weightless=weightless)
     if path.is_file():
         if path.suffix == ".gguf":
             return ModelFiles("gguf", path.resolve(), path.stem)
@@ -122,11 +129,11 @@ def _joined(packaged: Packaged, parts: list[Path]) -> Path:
     return whole
 
 
-def _find_in_directory(path: Path) -> ModelFiles:
+def _find_in_directory(path: Path, *, weightless: bool) -> ModelFiles:
     if (path / "config.json").is_file():
         if read_json(path / "config.json").get("model_type") == "trireme_stub":
             return ModelFiles("stub", path, path.name)
-        if any(path.glob("*.safetensors")):
+        if weightless or any(path.glob("*.safetensors")):
             return ModelFiles("safetensors", path, path.name)
         raise ModelError(f"{path} has config.json but no *.safetensors file", hint=_pickle_hint(path))
     ggufs = sorted(path.glob("*.gguf"))

@@ -15,9 +15,10 @@ from trireme.budget import DTYPE_BYTES, kv_token_bytes, num_params, too_little_k
 from trireme.config import Decision, EngineConfig
 from trireme.device import DeviceFacts, read_device
 from trireme.errors import ConfigError
+from trireme.gpu import choose_device, compute_dtype
 from trireme.loaded import loaded_bytes, stored_bytes
 from trireme.mesh import Mesh, split_evenly, split_heads
-from trireme.packaged import find_model
+from trireme.packaged import files_of
 from trireme.sizes import GIB, MIB, format_bytes, parse_bytes
 
 KV_SHARE = 0.4  # of the memory left beside the weights, for KV blocks on a machine that others use too
@@ -59,13 +60,14 @@ def prepare(config: EngineConfig, *, device: DeviceFacts | None = None) -> Prepa
 
 def read_model(config: EngineConfig) -> ModelFacts:
     """What the model's files say of themselves; no weight is read. Raises ModelError."""
-    files = find_model(config.model.model)
+    files = files_of(config.model)
     return ModelFacts(read_arch(files), files.name, *stored_bytes(files))
 
 
 def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> tuple[EngineConfig, list[Decision]]:
     """The resolved configuration and its Decisions. Raises ConfigError with the numbers that would have worked."""
     work = _Resolver(config, model, device)
+    work.computes_on()
     work.mesh()
     work.types()
     work.memory()
@@ -97,6 +99,16 @@ class _Resolver:
         self.config = msgspec.structs.replace(self.config, **{group: part})
         self.decisions.append(Decision(field.replace("_", "-"), shown or str(chosen), because))
 
+    def computes_on(self) -> None:
+        """Chooses the device. Raises ConfigError for a GPU that was asked for and cannot be used."""
+        choice = choose_device(self.config, self.arch, self.device)
+        if self.config.parallel.device == "auto":
+            self.decide("parallel", choice.because, device=choice.value)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.config.parallel.worker_kind == "cuda"
+
     def mesh(self) -> None:
         """Refuses a tp or pp that the model cannot be cut into; says how an uneven one is cut."""
         tp, pp = self.shape.tp, self.shape.pp
@@ -126,6 +138,9 @@ class _Resolver:
         model, cache, stored = self.config.model, self.config.cache, self.arch.weights_dtype
         if model.served_name is None:
             self.decide("model", "the model's own name", served_name=self.name)
+        if self.is_on_gpu:
+            self.gpu_types()
+            return
         if model.dtype == "auto" and stored in DTYPE_BYTES:
             self.decide("model", "as stored", dtype=stored)
         elif model.dtype == "auto":
@@ -141,9 +156,20 @@ class _Resolver:
             }
             self.decide("cache", "as the weights" if dtype in DTYPE_BYTES else because[packed], kv_dtype=chosen)
 
+    def gpu_types(self) -> None:
+        """16 bits for everything: the kernels know nothing else."""
+        dtype, stored = compute_dtype(self.config, self.arch), self.arch.weights_dtype
+        if self.config.model.dtype == "auto":
+            because = "as stored" if dtype == stored else f"the weights are {stored}; the GPU computes in 16 bits"
+            self.decide("model", because, dtype=dtype)
+        if self.config.cache.kv_dtype == "auto":
+            self.decide("cache", "as the weights", kv_dtype=dtype)
+
     def memory(self) -> None:
         """Chooses kv_memory on machines whose memory is known before loading (CPU)."""
         cache = self.config.cache
+        if self.is_on_gpu:
+            return
         if self.weight_bytes > self.device.memory_total:
             raise ConfigError(
                 f"the weights take {format_bytes(self.weight_bytes)}; this machine has "

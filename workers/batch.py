@@ -16,6 +16,7 @@ from trireme.errors import EngineError
 from trireme.params import RowParams
 from workers.rules import LogitRules, Tokens
 
+UNKNOWN = -1  # in `tokens`: sampled on a device, and not seen here yet
 POISON = -0x0DEADBEE  # an impossible token and block id
 ROW_ERRORS = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 """What may go wrong inside one row's own work and is answered by a RowFault."""
@@ -85,6 +86,15 @@ class Batch:
                 self.faults[row] = "this row got no token in an earlier step"
             rows, tokens = rows[~failed], tokens[~failed]
         self._append_tokens(rows, tokens)
+
+    def expect_sampled(self, rows: NDArray[np.int64]) -> None:
+        """Counts one more token of each row, which is being sampled and for now is UNKNOWN here."""
+        self._count_up(rows, np.int32(UNKNOWN))
+
+    def fill_in(self, rows: NDArray[np.int64], at: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """Tokens that were expected, at their positions; the rows still hold the requests that sampled them."""
+        self.tokens[rows, at] = tokens
+        self._tell_rules(rows, tokens)
 
     def rows_of(self, plan: StepPlan) -> NDArray[np.int64]:
         """The scheduled rows. Raises EngineError when one is no slot of this batch."""
@@ -173,11 +183,17 @@ class Batch:
         return rows
 
     def _append_tokens(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
+        self._count_up(rows, tokens)
+        self._tell_rules(rows, tokens)
+
+    def _count_up(self, rows: NDArray[np.int64], tokens: NDArray[np.int32] | np.int32) -> None:
         at = self.num_tokens[rows]
         if int(at.max(initial=0)) >= self.max_len:
             raise EngineError(f"a row grew past {self.max_len} tokens: rows {rows[at >= self.max_len].tolist()}")
         self.tokens[rows, at] = tokens
         self.num_tokens[rows] = at + 1
+
+    def _tell_rules(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
         if not self.has_rules[rows].any():
             return
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):

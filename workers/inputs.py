@@ -85,7 +85,7 @@ class InputBuilder:
         """Inputs of one forward. Raises EngineError when a row lacks the tokens or blocks that the plan counts on."""
         rows, count = step.rows, step.rows.size
         context = step.num_computed + step.num_tokens
-        self._check(batch, step, context)
+        check_rows(batch, step, context)
         starts = self._query_start.take(count + 1)
         starts[0] = 0
         np.cumsum(step.num_tokens, out=starts[1:])
@@ -97,7 +97,7 @@ class InputBuilder:
         forward = HostBatch(
             token_ids=self._token_ids.put(batch.tokens[owner, positions]),
             positions=self._positions.put(positions),
-            slots=self._slots.put(self._slot_values(batch, owner, positions)),
+            slots=self._slots.put(slot_values(batch, owner, positions)),
             query_start=starts,
             context_len=self._context_len.put(context),
             block_table=self._gather_blocks(batch, rows, context),
@@ -107,25 +107,10 @@ class InputBuilder:
         )
         return forward, wanted
 
-    def _check(self, batch: Batch, step: StepRows, context: Column) -> None:
-        """The one guard of the kernels behind: no read or write outside a row's own tokens and blocks."""
-        known, room = batch.num_tokens[step.rows], batch.num_blocks[step.rows] * batch.block_size
-        bad = (context > known) | (context > room) | (step.num_tokens < 1) | (step.num_computed < 0)
-        if bad.any():
-            i = int(bad.argmax())
-            raise EngineError(
-                f"row {step.rows[i]} is planned for tokens {step.num_computed[i]}..{context[i]} "
-                f"but has {known[i]} tokens and blocks for {room[i]}"
-            )
-
     def _spread(self, step: StepRows, starts: Column) -> tuple[NDArray[np.int64], Column]:
         """Per token: its row and its position."""
         positions = self._count_to(int(starts[-1])) + np.repeat(step.num_computed - starts[:-1], step.num_tokens)
         return np.repeat(step.rows, step.num_tokens), positions
-
-    def _slot_values(self, batch: Batch, owner: NDArray[np.int64], positions: Column) -> Column:
-        block, offset = np.divmod(positions, np.int32(batch.block_size))
-        return batch.blocks[owner, block] * np.int32(batch.block_size) + offset
 
     def _gather_blocks(self, batch: Batch, rows: NDArray[np.int64], context: Column) -> NDArray[np.int32]:
         """[R, B] table, B just long enough for the longest context; entries past a row's own are 0."""
@@ -157,3 +142,21 @@ class InputBuilder:
             (int(step.rows[i]), first, count, int(np.searchsorted(index, starts[i]))) for i, first, count in spans
         ]
         return index, Wanted(sampling, np.searchsorted(index, last), prompt)
+
+
+def check_rows(batch: Batch, step: StepRows, context: Column) -> None:
+    """The one guard of the kernels behind: no read or write outside a row's own tokens and blocks."""
+    known, room = batch.num_tokens[step.rows], batch.num_blocks[step.rows] * batch.block_size
+    bad = (context > known) | (context > room) | (step.num_tokens < 1) | (step.num_computed < 0)
+    if bad.any():
+        i = int(bad.argmax())
+        raise EngineError(
+            f"row {step.rows[i]} is planned for tokens {step.num_computed[i]}..{context[i]} "
+            f"but has {known[i]} tokens and blocks for {room[i]}"
+        )
+
+
+def slot_values(batch: Batch, owner: NDArray[np.int64], positions: Column) -> Column:
+    """Where in the KV memory the tokens at `positions` of batch rows `owner` lie: block * block_size + offset."""
+    block, offset = np.divmod(positions, np.int32(batch.block_size))
+    return batch.blocks[owner, block] * np.int32(batch.block_size) + offset

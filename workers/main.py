@@ -37,7 +37,7 @@ from trireme.config import EngineConfig
 from trireme.errors import EngineError, TriremeError
 
 ORDERS = WorkerInit | SetupKV | StepPlan | NextToken | Call
-MODULES = {"torch": "workers.worker", "fake": "workers.fake"}
+MODULES = {"torch": "workers.worker", "cuda": "workers.gpu", "fake": "workers.fake"}
 
 
 class AnyWorker(Protocol):
@@ -55,8 +55,8 @@ class AnyWorker(Protocol):
 
 
 def make_worker(init: WorkerInit, progress: Callable[[str, int, int], None]) -> AnyWorker:
-    """The worker kind that config.parallel.worker names. Only the real one imports torch."""
-    kind = msgspec.msgpack.decode(init.config, type=EngineConfig).parallel.worker
+    """The worker kind that config.parallel names. The fake one imports no torch."""
+    kind = msgspec.msgpack.decode(init.config, type=EngineConfig).parallel.worker_kind
     worker: AnyWorker = importlib.import_module(MODULES[kind]).Worker(init, progress)
     return worker
 

@@ -23,7 +23,7 @@ from trireme.arch import ArchSpec, read_arch
 from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.mesh import Mesh
-from trireme.packaged import find_model
+from trireme.packaged import files_of
 from trireme.runtime import TORCH, choose_runtime
 from workers.batch import Batch
 from workers.collectives import make_group
@@ -54,14 +54,24 @@ class Worker:
         """Loads this worker's slice of the weights. Raises ModelError or ConfigError with the cause."""
         started, before = time.perf_counter(), read_memory()
         num_threads, threads = self._set_threads()
-        files = find_model(self.config.model.model)
+        files = files_of(self.config.model)
         arch = read_arch(files)
         runtime = choose_runtime(arch, self.mesh)
         group = make_group(self.mesh, self._arena, step_timeout_s=self.config.launch.step_timeout)
         self._group = group
         self._abort_group = getattr(group, "abort", None)
-        dtype, max_len, quantize = self.config.model.dtype, self.config.model.max_len, self.config.model.quantize
-        model = load_model(files, arch, self.mesh, group, dtype, self._progress, max_len=max_len, quantize=quantize)
+        asked = self.config.model
+        model = load_model(
+            files,
+            arch,
+            self.mesh,
+            group,
+            asked.dtype,
+            self._progress,
+            max_len=asked.max_len,
+            quantize=asked.quantize,
+            dummy=asked.load_format == "dummy",
+        )
         if runtime.value == TORCH:
             from models.tensors import use_threads
 

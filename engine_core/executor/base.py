@@ -16,7 +16,7 @@ from trireme.errors import EngineError
 OnReply: TypeAlias = Callable[[list[Any], str], None]
 """Called once with the workers' results in rank order, or with an error text (and no results)."""
 
-MODULES = {"torch": "workers.worker", "fake": "workers.fake"}
+MODULES = {"torch": "workers.worker", "cuda": "workers.gpu", "fake": "workers.fake"}
 """Modules of the worker kinds, imported by name: nothing here may import a worker."""
 
 

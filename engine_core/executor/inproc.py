@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,15 +23,21 @@ from trireme.config import EngineConfig
 from trireme.errors import ConfigError, TriremeError
 
 
+class Ticket(Protocol):
+    """A step that a worker launched without waiting for it."""
+
+    def result(self) -> StepResult: ...
+
+
 class InprocExecutor:
-    """One worker in a thread."""
+    """One worker in a thread. A worker with `launch` is given the next step while one runs; another thread waits for both."""
 
     def __init__(self, config: EngineConfig, place: WorkerPlace, poller: Poller) -> None:
         if config.parallel.tp * config.parallel.pp != 1:
             raise ConfigError("the in-process executor runs one worker", hint="--executor procs")
         self.depth = depth_of(config)
         self._init = WorkerInit(msgspec.msgpack.encode(config), place.dp_rank, 0)
-        self._module = MODULES[config.parallel.worker]
+        self._module = MODULES[config.parallel.worker_kind]
         self._poller = poller
         self._waker = Waker()
         self._poller.add(self._waker, lambda: None)
@@ -42,22 +48,32 @@ class InprocExecutor:
         self._done: deque[Any] = deque()  # answers to load and setup_kv
         self._error: BaseException | None = None
         self._worker: Any = None
+        self._launch: Callable[[StepPlan], Ticket] | None = None
         self._is_set_up = False
+        self._on_progress: Callable[[LoadProgress], None] = lambda message: None
         self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
+        # what a worker has launched without waiting, and who waits instead
+        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait_for_tickets, name="results", daemon=True)
 
     def load(self, progress: Callable[[LoadProgress], None]) -> list[WorkerLoaded]:
+        self._on_progress = progress
         self._thread.start()
         self._orders.put(self._do_load)
-        loaded: WorkerLoaded = self._wait(progress)
+        loaded: WorkerLoaded = self._wait()
         return [loaded]
 
     def setup_kv(self, num_blocks: int) -> None:
         self._orders.put(lambda: self._done.append(self._worker.setup_kv(num_blocks)))
-        self._wait(lambda message: None)
+        self._wait()
         self._is_set_up = True
 
     def submit(self, plan: StepPlan) -> None:
-        self._orders.put(lambda: self._results.append(self._worker.execute(plan)))
+        if self._launch is None:
+            self._orders.put(lambda: self._results.append(self._worker.execute(plan)))
+        else:
+            launch = self._launch
+            self._orders.put(lambda: self._tickets.put(launch(plan)))
 
     def take_results(self) -> list[StepResult]:
         while self._replies:
@@ -82,13 +98,13 @@ class InprocExecutor:
         if not self._thread.is_alive():
             self._waker.close()
 
-    def _wait(self, progress: Callable[[LoadProgress], None]) -> Any:
+    def _wait(self) -> Any:
         while not self._done:
             if self._error is not None:
                 raise self._error
             self._poller.wait(1.0)
             while self._progress:
-                progress(self._progress.popleft())
+                self._on_progress(self._progress.popleft())
         return self._done.popleft()
 
     # ------------------------------------------------------------ the worker's thread
@@ -103,12 +119,29 @@ class InprocExecutor:
                 return
             if self._orders.empty():
                 self._waker.set()
+        if self._launch is not None:
+            self._tickets.put(None)
+            self._waiter.join()
         if self._worker is not None:
             self._worker.close()
+
+    def _wait_for_tickets(self) -> None:
+        """The results' thread: in the order of launches."""
+        while (ticket := self._tickets.get()) is not None:
+            try:
+                self._results.append(ticket.result())
+            except BaseException as error:  # as in _work
+                self._error = error
+                self._waker.set()
+                return
+            self._waker.set()
 
     def _do_load(self) -> None:
         self._worker = importlib.import_module(self._module).Worker(self._init, self._report)
         self._worker.before_forward = self._waker.set
+        self._launch = getattr(self._worker, "launch", None)
+        if self._launch is not None:
+            self._waiter.start()
         self._done.append(self._worker.load())
 
     def _report(self, phase: str, done: int, total: int) -> None:

@@ -38,6 +38,7 @@ from trireme.arena import Arena, create_arena
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, ModelError, TriremeError
 from trireme.mesh import Mesh
+from trireme.packaged import files_of
 
 WORKER_MODULE = "workers.main"
 LAST_WORDS_S = 0.4  # after the first death: other workers may know the cause
@@ -121,7 +122,7 @@ class ProcsExecutor:
         """Shared memory for collectives; fake workers and single workers have none."""
         if self._mesh.num_workers == 1 or self._config.parallel.worker == "fake":
             return None
-        arch = read_arch(self._config.model.model)
+        arch = read_arch(files_of(self._config.model))
         return create_arena(self._mesh, self._config.scheduler.max_num_tokens, arch.hidden, arch.vocab_size)
 
     def _start(self, worker: int) -> None:

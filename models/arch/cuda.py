@@ -19,12 +19,12 @@ from torch import Tensor
 from models import cuda_ops as ops
 from models.arch.stage import NORM_NAMES, attention_scale_of
 from models.cuda_ops import PagedKV
+from models.cuda_weights import DeviceWeights
 from models.layers.cuda_linear import CudaLinear
-from models.layers.rope import cos_sin_table, depends_on_length
-from models.tensors import tensor_from_raw
-from models.weights import RawMatrix, WeightSource
+from models.layers.rope import cos_sin_table
 from trireme.arch import ArchSpec
 from trireme.errors import ModelError
+from trireme.gpu import lacks_on_gpu
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,7 +58,7 @@ class CudaBatch:
 class _Layer:
     """Weights of one layer."""
 
-    def __init__(self, model: CudaModel, source: WeightSource, index: int) -> None:
+    def __init__(self, model: CudaModel, source: DeviceWeights, index: int) -> None:
         arch, at = model.arch, f"model.layers.{index}."
         dim, hidden = arch.head_dim, arch.hidden
         q, kv = arch.num_heads * dim, arch.num_kv_heads * dim
@@ -81,20 +81,8 @@ class _Layer:
 
 def refuse_uncovered(arch: ArchSpec) -> None:
     """Raises ModelError that names what the GPU body lacks for this model."""
-    lacks = {
-        "norms other than RMS": arch.norm_kind != "rms" or arch.norm_bias,
-        f"{arch.norm_placement} norms": arch.norm_placement == "parallel",
-        "norms of whole q and k": arch.qk_norm and arch.qk_norm_kind != "head",
-        "scores with a soft cap": bool(arch.attn_softcap),
-        "two rotary tables": arch.rope_local is not None,
-        "layers without rotation": bool(arch.no_rope_layers),
-        "rotation that depends on the length": depends_on_length(arch.rope),
-    }
-    missing = [name for name, is_so in lacks.items() if is_so]
-    if missing:
-        raise ModelError(
-            f"{arch.family} needs what the GPU body does not have yet: {', '.join(missing)}", hint="--device cpu"
-        )
+    if missing := lacks_on_gpu(arch):
+        raise ModelError(f"{arch.family} needs what the GPU body lacks: {', '.join(missing)}", hint="--device cpu")
 
 
 class CudaModel:
@@ -103,7 +91,7 @@ class CudaModel:
     def __init__(
         self,
         arch: ArchSpec,
-        source: WeightSource,
+        source: DeviceWeights,
         dtype: torch.dtype,
         *,
         max_len: int,
@@ -130,23 +118,22 @@ class CudaModel:
         divisors = source.vector(name, arch.rope.dim // 2) if name in source.names() else None
         self._cos_sin = torch.from_numpy(cos_sin_table(arch.rope, max_len, divisors)).cuda()
         self._scale = attention_scale_of(arch)
-        self._buffers = self._allocate(0)
+        self.buffers = self._allocate(0)
         progress("weights", total, total)
 
-    def vector(self, source: WeightSource, name: str, size: int) -> Tensor:
+    def vector(self, source: DeviceWeights, name: str, size: int) -> Tensor:
         """A norm's or bias's values on the device; norms with their offset added."""
         values = source.vector(name, size)
         if self.arch.norm_offset and "norm" in name:
             values = values + np.float32(self.arch.norm_offset)
         return torch.from_numpy(np.ascontiguousarray(values)).to("cuda", self.dtype)
 
-    def _matrix(self, source: WeightSource, name: str, n: int, k: int) -> Tensor:
-        matrix: RawMatrix = source.matrix(name, n, k)
-        weight = tensor_from_raw(matrix).to("cuda").to(self.dtype)
+    def _matrix(self, source: DeviceWeights, name: str, n: int, k: int) -> Tensor:
+        weight = source.matrix(name, n, k)
         self.weight_bytes += weight.nbytes
         return weight
 
-    def linear(self, source: WeightSource, at: str, parts: list[tuple[str, int]], k: int, *, bias: bool) -> CudaLinear:
+    def linear(self, source: DeviceWeights, at: str, parts: list[tuple[str, int]], k: int, *, bias: bool) -> CudaLinear:
         """Matrices with k inputs, one under the other."""
         weights = [self._matrix(source, f"{at}{name}.weight", n, k) for name, n in parts]
         biases = [self.vector(source, f"{at}{name}.bias", n) for name, n in parts] if bias else []
@@ -192,6 +179,8 @@ class CudaModel:
         x = self._norm_into(normed, self._norm, residual, pending)
         if batch.logits_index is not None:
             x = x.index_select(0, batch.logits_index)
+            if not x.shape[0]:
+                return x.new_empty(0, self.vocab_size)
         logits = self._head(x, torch.empty(x.shape[0], self.vocab_size, dtype=self.dtype, device="cuda"))
         return self._finished(logits)
 
@@ -237,13 +226,13 @@ class CudaModel:
         return logits
 
     def _views(self, num_tokens: int) -> list[Tensor]:
-        if self._buffers[0].shape[0] < num_tokens:
-            self._buffers = self._allocate(num_tokens)
-        return [buffer[:num_tokens] for buffer in self._buffers]
+        if self.buffers[0].shape[0] < num_tokens:
+            self.buffers = self._allocate(num_tokens)
+        return [buffer[:num_tokens] for buffer in self.buffers]
 
     def reserve(self, num_tokens: int) -> None:
         """Makes the activations of the largest step, so that no later one moves them: graphs remember addresses."""
-        self._buffers = self._allocate(num_tokens)
+        self.buffers = self._allocate(num_tokens)
 
     def _allocate(self, num_tokens: int) -> list[Tensor]:
         arch = self.arch

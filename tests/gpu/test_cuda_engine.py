@@ -1,0 +1,129 @@
+"""The whole engine on a GPU: the same greedy tokens as on the CPU up to near ties, steps that launch ahead or wait, and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.tiny import write_byte_tokenizer
+from trireme import LLM, SamplingParams
+from trireme.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(300),
+]
+VOCAB, LENGTH = 512, 24
+PROMPTS = [[(7 * i + 3 * j) % 250 for j in range(4 + 13 * i)] for i in range(9)]
+GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=LENGTH, temperature=0.8, top_k=20, top_p=0.9, seed=5, ignore_eos=True)
+SCORED = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama in bfloat16, whose logits are far apart."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=320,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+    )
+    twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+    twin.save_pretrained(directory)
+    write_byte_tokenizer(directory, size=VOCAB)
+    return directory
+
+
+def engine(model: Path, **settings: Any) -> LLM:
+    return LLM(model, **{"device": "cuda", "max_len": 1024, "max_num_seqs": 8, "gpu_memory": 0.5, **settings})
+
+
+def tokens(outputs: Any) -> list[tuple[int, ...]]:
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def found(model: Path) -> dict[str, Any]:
+    """What the engine says: greedy, seeded, and greedy with log-probabilities (which the host samples)."""
+    with engine(model) as llm:
+        assert llm.config.parallel.device == "cuda"
+        return {
+            "greedy": tokens(llm.generate(PROMPTS, GREEDY)),
+            "again": tokens(llm.generate(PROMPTS, GREEDY)),  # over cached prefixes
+            "seeded": tokens(llm.generate(PROMPTS, SEEDED)),
+            "scored": llm.generate(PROMPTS, SCORED),
+        }
+
+
+def margin_of(model: Path, prompt: list[int], before: tuple[int, ...], pair: tuple[int, int]) -> float:
+    """How far apart two next tokens' logits are, in transformers and float32."""
+    from transformers import AutoModelForCausalLM
+
+    twin = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda()
+    with torch.inference_mode():
+        logits = twin(torch.tensor([[*prompt, *before]], device="cuda")).logits[0, -1]
+    return abs(float(logits[pair[0]] - logits[pair[1]]))
+
+
+def assert_same_up_to_ties(model: Path, mine: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> None:
+    """Where two answers part, the two tokens must have been nearly equal: within what bfloat16 errs by on these logits."""
+    for prompt, a, b in zip(PROMPTS, mine, theirs, strict=True):
+        assert len(a) == len(b) == LENGTH
+        if a != b:
+            at = next(i for i in range(LENGTH) if a[i] != b[i])
+            assert margin_of(model, prompt, a[:at], (a[at], b[at])) < 0.5
+
+
+def test_greedy_tokens_are_those_of_the_cpu(model: Path, found: dict[str, Any]) -> None:
+    with LLM(model, device="cpu", max_len=1024, threads=4) as llm:
+        assert_same_up_to_ties(model, found["greedy"], tokens(llm.generate(PROMPTS, GREEDY)))
+
+
+def test_cached_prefixes_and_host_sampling_change_nothing(model: Path, found: dict[str, Any]) -> None:
+    assert_same_up_to_ties(model, found["again"], found["greedy"])
+    assert_same_up_to_ties(model, tokens(found["scored"]), found["greedy"])
+    assert all(output.outputs[0].logprobs for output in found["scored"])
+
+
+@pytest.mark.parametrize("settings", [{"async_steps": False}, {"max_num_tokens": 32}, {"max_num_seqs": 3}], ids=str)
+def test_other_plans_say_the_same(model: Path, found: dict[str, Any], settings: dict[str, Any]) -> None:
+    with engine(model, **settings) as llm:
+        assert_same_up_to_ties(model, tokens(llm.generate(PROMPTS, GREEDY)), found["greedy"])
+        again = tokens(llm.generate(PROMPTS, SEEDED))
+    same = sum(a == b for a, b in zip(again, found["seeded"], strict=True))
+    assert same >= len(PROMPTS) // 2  # one near tie changes all that follows
+
+
+def test_dummy_weights_need_no_files(model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((model / name).read_text())
+    with engine(tmp_path, load_format="dummy") as llm:
+        assert all(len(ids) == LENGTH for ids in tokens(llm.generate(PROMPTS, GREEDY)))
+
+
+def test_too_little_memory_names_what_would_do(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config |= {"max_position_embeddings": 1 << 24, "num_hidden_layers": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_byte_tokenizer(tmp_path, size=VOCAB)
+    with pytest.raises(ConfigError, match="of KV cache") as caught:
+        engine(tmp_path, load_format="dummy", max_len=1 << 24, gpu_memory=0.1).close()
+    assert "--max-len" in caught.value.hint

@@ -1,0 +1,94 @@
+"""A stand-in for a GPU model and its sampler on the CPU: every logit depends on every token that a row reads back from its cache,
+so a wrong block, slot, position or token shows in what is sampled next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.cuda_ops import JOB, NOT_FINITE, PagedKV
+from workers.noise import NoiseField, noise_key, race_among
+from workers.truncation import survivors
+
+VOCAB = 96
+
+
+class TwinModel:
+    """The interface of models.arch.cuda.CudaModel. Its cache holds token + 1; a NaN read back spoils the row."""
+
+    vocab_size, num_kv_layers, kv_heads, head_dim = VOCAB, 1, 1, 2
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
+        shape = (num_blocks, 1, block_size, 2)
+        return [PagedKV(torch.full(shape, float("nan")), torch.full(shape, float("nan")))]
+
+    def scratch_floats(self, rows: int, splits: int) -> int:
+        return 0
+
+    def run(self, batch: Any, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
+        cache = kv[0].k
+        size = cache.shape[2]
+        flat = cache.transpose(1, 2).reshape(-1, 2).clone()  # written back below
+        written = batch.slots >= 0
+        flat[batch.slots[written].long()] = (batch.token_ids[written] + 1).float()[:, None]
+        cache.copy_(flat.view(cache.shape[0], size, 1, 2).transpose(1, 2))
+        found = [
+            self._logits(flat[_slots(batch.block_table[row], int(context), size), 0])
+            for row, context in enumerate(batch.context_len[: batch.num_decodes].tolist())
+        ]
+        if batch.prompts is not None:
+            found += self._of_prompts(batch, flat)
+        logits = torch.stack(found)
+        return logits if batch.logits_index is None else logits[batch.logits_index]
+
+    def _of_prompts(self, batch: Any, flat: Tensor) -> list[Tensor]:
+        prompts, found = batch.prompts, []
+        for row in range(prompts.query_start.numel() - 1):
+            queries = int(prompts.query_start[row + 1] - prompts.query_start[row])
+            start, stop = prompts.context_start[row : row + 2].tolist()
+            tokens = flat[prompts.context_slots[start:stop], 0]
+            found += [self._logits(tokens[: stop - start - queries + 1 + i]) for i in range(queries)]
+        return found
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """Logits [V] that every token and its position have a say in."""
+        if not tokens.numel():
+            return torch.zeros(VOCAB)
+        mixed = (tokens.double() * (torch.arange(tokens.numel()) * 7 + 3)).sum()
+        if not bool(mixed.isfinite()):
+            return torch.full((VOCAB,), float("nan"))
+        return ((torch.arange(VOCAB) * 31 + int(mixed) * 17) % 101).float() / 25
+
+
+def _slots(blocks: Tensor, context: int, size: int) -> Tensor:
+    at = torch.arange(context)
+    return blocks[at // size].long() * size + at % size
+
+
+def sample_rows(logits: Tensor, jobs: Tensor, positions: Tensor, tokens: Tensor, *, slots: Tensor) -> Tensor:
+    """models.cuda_ops.sample_rows by the definitions of workers.noise and workers.truncation."""
+    table = np.frombuffer(jobs.numpy().tobytes(), JOB)
+    noise = NoiseField(logits.shape[1])
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            tokens[i] = _drawn(logits[i].numpy(), table[slot], int(positions[i]), noise)
+    return tokens
+
+
+def _drawn(row: np.ndarray, job: Any, position: int, noise: NoiseField) -> int:
+    best = int(row.argmax())
+    peak = float(row[best])
+    if not np.isfinite(peak):
+        return NOT_FINITE
+    if job["is_greedy"]:
+        return best
+    key = noise_key(int(job["seed"]), int(job["choice"]), position)
+    temperature = float(job["temperature"])
+    if job["top_k"] == 0 and job["top_p"] >= 1.0:
+        return noise.race(row, peak, temperature, key)
+    ids = survivors(row, peak, (int(job["top_k"]), float(job["top_p"]), 0.0, temperature))
+    return race_among(ids, row[ids], peak, temperature, key)

@@ -1,0 +1,155 @@
+"""The GPU's step loop on the CPU, over a model that every token matters to: any plan gives what the host's runner gives."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models.cuda_batch import HostModel
+from models.forward import HostKV, SoloGroup
+from tests.models.device_twin import VOCAB, TwinModel, sample_rows
+from tests.models.planner import Job, RandomPlanner, job_of, run_alone
+from tests.models.rows import new_row, plan_of, rows_and_tokens
+from trireme.errors import EngineError
+from trireme.mesh import Mesh
+from trireme.params import RowParams
+from workers.batch import Batch
+from workers.gpu_graphs import DecodeGraphs, sizes_up_to
+from workers.gpu_rows import DeviceRows
+from workers.gpu_runner import NOT_FINITE, GpuRunner
+from workers.gpu_steps import Steps, choose_splits
+from workers.inputs import InputBuilder
+from workers.runner import Runner
+from workers.staging import Answer
+
+NUM_BLOCKS, BLOCK, NUM_ROWS, MAX_LEN = 64, 4, 4, 64
+CPU = torch.device("cpu")
+torch.set_num_threads(1)
+
+
+def host_runner(model: Any, kv: list[Any], *, keeps: bool) -> Runner:
+    batch = Batch(NUM_ROWS, MAX_LEN, BLOCK, VOCAB, NUM_BLOCKS)
+    inputs = InputBuilder(128, NUM_ROWS, MAX_LEN // BLOCK)
+    host = cast(Any, HostModel(model, "cpu"))
+    return Runner(host, kv, batch, inputs, Mesh(1, 1, 1), keeper=SoloGroup() if keeps else None)
+
+
+def make_runner(*, keeps: bool = True, num_graphs: int = NUM_ROWS) -> tuple[GpuRunner, list[HostKV]]:
+    """A runner, and its cache as arrays."""
+    model = cast(Any, TwinModel())
+    kv = model.allocate_kv(NUM_BLOCKS, BLOCK)
+    slow = host_runner(model, kv, keeps=keeps)
+    rows = DeviceRows(NUM_ROWS, slow._batch.blocks.shape[1], CPU)
+    steps = Steps(model, kv, rows, sample_rows, block_size=BLOCK, max_tokens=16, device=CPU)
+    graphs = DecodeGraphs(steps, sizes_up_to(num_graphs))
+    graphs.capture(lambda phase, done, total: None)
+    return GpuRunner(steps, graphs, slow._batch, slow), [HostKV(layer.k.numpy(), layer.v.numpy()) for layer in kv]
+
+
+def alone(job: tuple[list[int], RowParams]) -> Job:
+    model = TwinModel()
+    kv = model.allocate_kv(NUM_BLOCKS, BLOCK)
+    return run_alone(host_runner(model, kv, keeps=True), range(9), *job)
+
+
+def is_plain(job: tuple[list[int], RowParams]) -> tuple[list[int], RowParams]:
+    prompt, params = job
+    return prompt, RowParams(params.max_tokens, temperature=params.temperature, top_k=params.top_k, seed=params.seed)
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.one_of(job_of(VOCAB), job_of(VOCAB).map(is_plain)), min_size=1, max_size=5),
+    st.integers(0, 2**32),
+    st.booleans(),
+    st.sampled_from([1, 2, NUM_ROWS]),
+    st.booleans(),
+)
+def test_any_plan_gives_what_the_host_gives(
+    jobs: list[Any], seed: int, keeps: bool, num_graphs: int, are_late: bool
+) -> None:
+    """With graphs for few rows or all, tokens kept or told again, and answers that are seen at once or as late as can be."""
+    with pytest.MonkeyPatch.context() as patch:
+        if are_late:
+            patch.setattr(Answer, "has_come", lambda self: False)
+        runner, kv = make_runner(keeps=keeps, num_graphs=num_graphs)
+        together = [Job(*job) for job in jobs]
+        planner = RandomPlanner(
+            random.Random(seed), together, cast(Any, runner), kv, num_rows=NUM_ROWS, block_size=BLOCK, tolerance=0.0
+        )
+        planner.run()
+    for mine, job in zip(together, jobs, strict=True):
+        theirs = alone(job)
+        assert mine.outputs == theirs.outputs
+        assert mine.scores == theirs.scores
+        assert [a.logprobs.tobytes() for a in mine.logprobs] == [b.logprobs.tobytes() for b in theirs.logprobs]
+
+
+def test_steps_launched_ahead_go_on_with_tokens_nobody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answer, "has_come", lambda self: False)
+    runner, _ = make_runner()
+    params = RowParams(6)
+    expected = alone(([5, 6, 7], params)).outputs
+    tickets = [runner.launch(plan_of(new=[new_row(2, [5, 6, 7], params, blocks=[9, 4, 30])], rows=[2], num_tokens=[3]))]
+    for i in range(5):
+        tickets.append(runner.launch(plan_of(step=2 + i, rows=[2], num_computed=[3 + i], tokens=[-1])))
+    assert [rows_and_tokens(ticket.result()) for ticket in tickets] == [([2], [token]) for token in expected]
+    assert runner.num_slow == 0
+
+
+def test_a_slot_that_changed_hands_does_not_get_the_tokens_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answer, "has_come", lambda self: False)
+    runner, _ = make_runner()
+    runner.launch(plan_of(new=[new_row(0, [5], RowParams(9), blocks=[1])], rows=[0]))
+    penal = RowParams(3, repetition_penalty=1.5)
+    plan = plan_of(step=2, freed=[0], new=[new_row(0, [8, 9], penal, blocks=[2])], rows=[0], num_tokens=[2])
+    assert rows_and_tokens(runner.execute(plan))[1] == alone(([8, 9], penal)).outputs[:1]
+    assert runner.num_slow == 1
+
+
+def test_logits_that_are_not_finite_end_their_row_alone() -> None:
+    runner, kv = make_runner()
+    rows = [new_row(0, [1, 2, 3, 4], RowParams(4), blocks=[3, 5]), new_row(1, [7, 7], RowParams(4), blocks=[6])]
+    runner.execute(plan_of(new=rows, rows=[0, 1], num_tokens=[4, 2]))
+    kv[0].k[3] = np.nan
+    result = runner.execute(plan_of(step=2, rows=[0, 1], num_computed=[4, 2], tokens=[-1, -1]))
+    assert [(fault.row, fault.error) for fault in result.faults] == [(0, NOT_FINITE)]
+    assert rows_and_tokens(result)[0] == [1]
+
+
+def test_a_row_that_cannot_be_placed_fails_alone() -> None:
+    runner, _ = make_runner()
+    rows = [new_row(0, [VOCAB], RowParams(4), blocks=[3]), new_row(1, [7], RowParams(4), blocks=[6])]
+    result = runner.execute(plan_of(new=rows, rows=[0, 1]))
+    assert [fault.row for fault in result.faults] == [0]
+    assert rows_and_tokens(result)[0] == [1]
+
+
+def test_a_plan_beyond_a_rows_blocks_is_refused() -> None:
+    runner, _ = make_runner()
+    runner.execute(plan_of(new=[new_row(0, [1, 2, 3, 4], RowParams(4), blocks=[3])], rows=[0], num_tokens=[4]))
+    with pytest.raises(EngineError, match="blocks for 4"):
+        runner.execute(plan_of(step=2, rows=[0], num_computed=[4], tokens=[-1]))
+
+
+def test_graph_sizes_end_with_the_batch() -> None:
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(3) == [1, 2, 3]
+    assert sizes_up_to(64)[-3:] == [48, 56, 64]
+    assert sizes_up_to(256)[-1] == 256
+    assert len(sizes_up_to(256)) == 23
+    assert sizes_up_to(4096)[-1] == 512
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "expected"),
+    [(1, 100, 4), (1, 4096, 32), (8, 4096, 8), (16, 100, 4), (64, 4096, 1), (256, 1, 1)],
+)
+def test_contexts_are_cut_to_fill_the_card(rows: int, longest: int, expected: int) -> None:
+    assert choose_splits(rows, 8, longest) == expected

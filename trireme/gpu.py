@@ -1,0 +1,95 @@
+"""Whether an NVIDIA GPU computes a model, and why not. Pure and torch-free.
+
+Asked by resolve before anything starts and by the GPU body when it is built; what the kernels of csrc/cuda lack is listed here
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trireme.arch_spec import ArchSpec
+from trireme.config import Decision, EngineConfig
+from trireme.device import DeviceFacts
+from trireme.errors import ConfigError
+
+CACHE_DTYPES = ("auto", "bfloat16", "float16")
+HEAD_DIMS = range(8, 257, 8)
+
+
+class Obstacle(NamedTuple):
+    """Something that keeps a deployment off the GPU, and what the operator can do about it."""
+
+    why: str
+    cure: str
+
+
+def lacks_on_gpu(arch: ArchSpec) -> list[str]:
+    """What a model needs that the GPU body does not have; empty when it computes it."""
+    lacks = {
+        f"the layers of {arch.family}": arch.body is not None or arch.family == "stub",
+        "norms other than RMS": arch.norm_kind != "rms" or arch.norm_bias,
+        f"{arch.norm_placement} norms": arch.norm_placement == "parallel",
+        "norms of whole q and k": arch.qk_norm and arch.qk_norm_kind != "head",
+        "scores with a soft cap": bool(arch.attn_softcap),
+        "two rotary tables": arch.rope_local is not None,
+        "layers without rotation": bool(arch.no_rope_layers),
+        "rotation that depends on the length": arch.rope.kind in ("dynamic", "longrope"),
+        "a head of unit rows": arch.unit_head,
+        f"heads of {arch.head_dim}": arch.head_dim not in HEAD_DIMS,
+    }
+    return [name for name, is_so in lacks.items() if is_so]
+
+
+def obstacles(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> list[Obstacle]:
+    """All that keeps this deployment off the GPUs of this machine."""
+    parallel, found = config.parallel, []
+    if device.num_gpus == 0:
+        found.append(Obstacle("this machine shows no NVIDIA GPU (/dev/nvidia0)", "--device cpu"))
+    elif parallel.dp > device.num_gpus:
+        why = f"{parallel.dp} engines need a GPU each; there are {device.num_gpus}"
+        found.append(Obstacle(why, f"--dp {device.num_gpus}"))
+    if not device.has_cuda_kernels:
+        cure = "make native (with nvcc and a torch for CUDA), or --device cpu"
+        found.append(Obstacle("the extension models._cuda is not built", cure))
+    if parallel.tp * parallel.pp > 1:
+        why = f"a model is not spread over several GPUs yet: tp is {parallel.tp}, pp is {parallel.pp}"
+        found.append(Obstacle(why, "--tp 1 --pp 1, or --device cpu"))
+    if missing := lacks_on_gpu(arch):
+        found.append(Obstacle(f"the GPU body lacks {', '.join(missing)}", "--device cpu"))
+    if config.model.quantize is not None:
+        why = f"--quantize {config.model.quantize} rounds for the CPU's kernels"
+        found.append(Obstacle(why, "without --quantize, or --device cpu"))
+    if config.model.dtype == "float32":
+        found.append(Obstacle("the GPU's kernels compute in 16 bits", "--dtype bfloat16, or --device cpu"))
+    if config.cache.kv_dtype not in CACHE_DTYPES:
+        why = f"the GPU's cache does not hold {config.cache.kv_dtype}"
+        found.append(Obstacle(why, "--kv-dtype auto, or --device cpu"))
+    elif config.model.dtype != "auto" and config.cache.kv_dtype not in ("auto", config.model.dtype):
+        why = f"on the GPU keys and values are as the weights: {config.model.dtype}, not {config.cache.kv_dtype}"
+        found.append(Obstacle(why, "--kv-dtype auto"))
+    return found
+
+
+def choose_device(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> Decision:
+    """cpu or cuda for what was asked. Raises ConfigError for a `--device cuda` that cannot be."""
+    asked = config.parallel.device
+    if asked == "cpu":
+        return Decision("device", "cpu", "--device cpu")
+    if config.parallel.worker == "fake":
+        return Decision("device", "cpu", "fake workers compute nothing")
+    found = obstacles(config, arch, device)
+    if asked == "cuda" and found:
+        raise ConfigError(f"--device cuda: {found[0].why}", hint=found[0].cure)
+    if found:
+        return Decision("device", "cpu", found[0].why)
+    return Decision("device", "cuda", "--device cuda" if asked == "cuda" else "an NVIDIA GPU and its kernels are here")
+
+
+def compute_dtype(config: EngineConfig, arch: ArchSpec) -> str:
+    """Type of weights, activations and cache on the GPU: what was asked, else as stored where that has 16 bits."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    if config.cache.kv_dtype != "auto":
+        return config.cache.kv_dtype
+    return arch.weights_dtype if arch.weights_dtype in ("bfloat16", "float16") else "bfloat16"

@@ -1,0 +1,191 @@
+"""Worker: one NVIDIA GPU's share of an engine. The same calls as workers.worker.Worker, and `launch`, which does not wait.
+
+Used like that one, by module name. All calls but those of a Ticket come from one thread. One card holds the whole model.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from models import cuda_ops
+from models.arch.cuda import DTYPES, CudaModel
+from models.cuda_batch import HostModel
+from models.cuda_weights import device_weights
+from models.forward import HostKV, Model, SoloGroup
+from models.load import open_checked
+from models.native import find_native
+from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
+from trireme.arch import ArchSpec, read_arch
+from trireme.budget import num_params
+from trireme.config import EngineConfig
+from trireme.errors import ConfigError, EngineError
+from trireme.gpu import compute_dtype
+from trireme.mesh import Mesh
+from trireme.packaged import files_of
+from workers.batch import Batch
+from workers.gpu_graphs import DecodeGraphs, sizes_up_to
+from workers.gpu_memory import GpuMemory, check_weights, largest_step, measure_step
+from workers.gpu_rows import DeviceRows
+from workers.gpu_runner import GpuRunner, Ticket
+from workers.gpu_steps import Steps
+from workers.inputs import InputBuilder
+from workers.memory import read_memory, usable_cores
+from workers.runner import Runner
+
+HOST_THREADS = 8  # of the sampler for rows whose logits the host must see
+
+
+class Worker:
+    """One worker of one engine. Order of calls: load, setup_kv, then launch or execute any number of times, close."""
+
+    def __init__(self, init: WorkerInit, progress: Callable[[str, int, int], None]) -> None:
+        self.config = msgspec.msgpack.decode(init.config, type=EngineConfig)
+        parallel = self.config.parallel
+        self.mesh = Mesh(parallel.dp, parallel.pp, parallel.tp, init.dp_rank).at_worker(init.worker)
+        self._progress = progress
+        self._loaded: tuple[ArchSpec, CudaModel] | None = None
+        self._runner: GpuRunner | None = None
+        self._kv: list[Any] = []
+        self.before_forward: Callable[[], object] = lambda: None  # nobody needs to be told: launching takes no time
+
+    def load(self) -> WorkerLoaded:
+        """Loads the weights onto the device and measures the largest step. Raises ModelError or ConfigError with the cause."""
+        started = time.perf_counter()
+        device = self._open_device()
+        config = self.config
+        files = files_of(config.model)
+        arch = read_arch(files)
+        name = compute_dtype(config, arch)
+        share, block_size = config.cache.gpu_memory, config.cache.block_size
+        free, total = torch.cuda.mem_get_info()
+        check_weights(_name_of(device), 2 * num_params(arch), free)
+        opened = time.perf_counter()
+        source = open_checked(files, arch, dummy=config.model.load_format == "dummy")
+        max_len = config.model.max_len or arch.max_position
+        weights = device_weights(source, DTYPES[name], device)
+        model = CudaModel(arch, weights, DTYPES[name], max_len=max_len, progress=self._progress)
+        torch.cuda.synchronize()
+        loaded = time.perf_counter()
+        scheduler = config.scheduler
+        step = largest_step(scheduler.max_num_tokens, max_len, scheduler.max_num_seqs, block_size)
+        activations = measure_step(model, step, block_size)
+        held = torch.cuda.memory_reserved()
+        in_use = total - torch.cuda.mem_get_info()[0]
+        kept = sum(buffer.nbytes for buffer in model.buffers)  # of the activations, counted in `held` already
+        memory = GpuMemory(_name_of(device), total, in_use - held, held - kept, activations, share)
+        token_bytes = 2 * model.num_kv_layers * model.kv_heads * model.head_dim * model.dtype.itemsize
+        if config.cache.kv_memory is None and config.cache.num_blocks is None:
+            memory.check(max_len, token_bytes)
+        self._loaded = arch, model
+        return WorkerLoaded(
+            worker=self.mesh.worker,
+            vocab_size=model.vocab_size,
+            block_bytes=token_bytes * block_size,
+            free_bytes=memory.left,
+            weight_bytes=model.weight_bytes,
+            phases={
+                "device": opened - started,
+                "weights": loaded - opened,
+                "first step": time.perf_counter() - loaded,
+            },
+            decisions=[
+                ("kernels", _name_of(device), "CUDA " + ".".join(map(str, torch.cuda.get_device_capability(device)))),
+                ("attention", "own paged kernel, torch flash", "single tokens by the one, prompts by the other"),
+            ],
+        )
+
+    def setup_kv(self, num_blocks: int) -> None:
+        """Allocates `num_blocks` blocks and the batch, and captures the graphs; the worker can run steps afterwards."""
+        if self._loaded is None:
+            raise EngineError("setup_kv was called before load")
+        arch, model = self._loaded
+        config = self.config
+        block_size, max_rows = config.cache.block_size, config.scheduler.max_num_seqs
+        max_tokens, max_len = config.scheduler.max_num_tokens, config.model.max_len or arch.max_position
+        with torch.inference_mode():
+            self._kv = model.allocate_kv(num_blocks, block_size)
+            model.reserve(max(max_tokens, max_rows))
+            batch = Batch(max_rows, max_len, block_size, model.vocab_size, num_blocks)
+            device = torch.device("cuda", torch.cuda.current_device())
+            rows = DeviceRows(max_rows, batch.blocks.shape[1], device)
+            sample = cuda_ops.sample_rows
+            steps = Steps(model, self._kv, rows, sample, block_size=block_size, max_tokens=max_tokens, device=device)
+            graphs = DecodeGraphs(steps, sizes_up_to(max_rows))
+            graphs.capture(self._progress)
+        inputs = InputBuilder(max_tokens, max_rows, -(-max_len // block_size))
+        keeper = SoloGroup() if config.runs_ahead else None
+        host_model, host_kv = cast(Model, HostModel(model)), cast(list[HostKV], self._kv)
+        slow = Runner(host_model, host_kv, batch, inputs, self.mesh, keeper=keeper)
+        self._runner = GpuRunner(steps, graphs, batch, slow)
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Starts one step behind those under way; its Ticket waits for the result, in any thread."""
+        with torch.inference_mode():
+            return self._need_runner().launch(plan)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step to its end."""
+        return self.launch(plan).result()
+
+    def call(self, method: str, args: dict[str, Any]) -> Any:
+        """Rare requests, by name: `info`, and `poison` (fills KV blocks with NaN; tests). Others raise EngineError."""
+        if method == "info":
+            return self._info()
+        if method == "poison":
+            for layer in self._kv:
+                layer.k[args["blocks"]] = layer.v[args["blocks"]] = float("nan")
+            return None
+        raise EngineError(f"a worker has no method {method!r}; it has info, poison")
+
+    def close(self) -> None:
+        """Forgets model and KV and gives their memory back."""
+        self._runner = None
+        self._loaded = None
+        self._kv = []
+        torch.cuda.empty_cache()
+
+    def _open_device(self) -> torch.device:
+        """The card of this engine. Raises ConfigError where torch sees none, or the kernels are not built."""
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"--device cuda: torch {torch.__version__} sees no NVIDIA GPU (built for CUDA {torch.version.cuda})",
+                hint="check nvidia-smi and that torch is built for CUDA, or --device cpu",
+            )
+        count, index = torch.cuda.device_count(), self.mesh.dp_rank
+        if index >= count:
+            raise ConfigError(f"engine {index} needs a GPU of its own; torch sees {count}", hint=f"--dp {count}")
+        cuda_ops.load()
+        torch.cuda.set_device(index)
+        torch.set_num_threads(1)
+        native = find_native()
+        if native is not None:
+            native.set_num_threads(min(HOST_THREADS, usable_cores()))
+        return torch.device("cuda", index)
+
+    def _need_runner(self) -> GpuRunner:
+        if self._runner is None:
+            raise EngineError("a step arrived before setup_kv")
+        return self._runner
+
+    def _info(self) -> dict[str, Any]:
+        runner = self._runner
+        return {
+            "worker": self.mesh.worker,
+            "steps": runner.num_steps if runner else 0,
+            "slow_steps": runner.num_slow if runner else 0,
+            "rows": runner.num_rows if runner else 0,
+            "pid": os.getpid(),
+            "own_bytes": read_memory().own,
+            "gpu_bytes": torch.cuda.memory_reserved(),
+            "torch": True,
+        }
+
+
+def _name_of(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})"

@@ -1,0 +1,98 @@
+"""What a GPU remembers of the batch between steps: block tables, the newest token and the sampling job of every row.
+
+Owned by workers.gpu_runner. The host's batch (workers.batch) is the truth; the device gets the differences. One row more than
+the batch has is padding: it holds no request, and whatever steps of a fixed size write for nobody goes there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.cuda_ops import JOB
+from transport.messages import StepPlan
+from transport.packed import unpack
+from trireme.params import RowParams
+from workers.batch import Batch
+
+Ints = NDArray[np.int32]
+Indices = NDArray[np.int64]
+
+
+class DeviceRows:
+    """Tables of num_rows + 1 rows on `device`."""
+
+    def __init__(self, num_rows: int, max_blocks: int, device: torch.device) -> None:
+        self.padding = num_rows
+        self.blocks = torch.zeros(num_rows + 1, max_blocks, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        greedy = np.zeros((), JOB)
+        greedy["is_greedy"] = 1
+        job = torch.from_numpy(np.frombuffer(greedy.tobytes(), np.uint8).copy())
+        self.jobs = job.repeat(num_rows + 1, 1).to(device)
+
+    @property
+    def nowhere(self) -> int:
+        """A place in the flat block table that nobody reads."""
+        return self.padding * self.blocks.shape[1]
+
+    def write_blocks(self, at: Tensor, blocks: Tensor) -> None:
+        """blocks[i] at place at[i] (row * max_blocks + index) of the flat table."""
+        self.blocks.view(-1).index_copy_(0, at.long(), blocks)
+
+    def newest(self, rows: Tensor, known: Tensor) -> Tensor:
+        """The tokens that `rows` compute: those known to the host, and for the others (< 0) what was sampled here."""
+        return torch.where(known < 0, self.last_token.index_select(0, rows), known)
+
+    def keep(self, rows: Tensor, tokens: Tensor) -> None:
+        """Newly sampled tokens of `rows`."""
+        self.last_token.index_copy_(0, rows.long(), tokens)
+
+
+def block_changes(plan: StepPlan, batch: Batch) -> tuple[Indices, Ints]:
+    """Where the device's block table (flat) differs after `plan`, which the batch has applied already, and what is there now."""
+    width = batch.blocks.shape[1]
+    parts = [_span(batch, new.row, 0) for new in plan.new]
+    grown = unpack(plan.grown_rows).astype(np.int64)
+    if grown.size:
+        counts = dict.fromkeys(grown.tolist(), 0)
+        if len(counts) == grown.size:
+            at = batch.num_blocks[grown].astype(np.int64) - 1
+            sound = at >= 0  # a row that could not be placed has none
+            grown, at = grown[sound], at[sound]
+            parts.append((grown * width + at, batch.blocks[grown, at]))
+        else:
+            for row in grown.tolist():
+                counts[row] += 1
+            parts += [_span(batch, row, int(batch.num_blocks[row]) - count) for row, count in counts.items()]
+    if not parts:
+        return np.zeros(0, np.int64), np.zeros(0, np.int32)
+    return np.concatenate([at for at, _ in parts]), np.concatenate([blocks for _, blocks in parts])
+
+
+def _span(batch: Batch, row: int, start: int) -> tuple[Indices, Ints]:
+    stop = int(batch.num_blocks[row])
+    return row * batch.blocks.shape[1] + np.arange(max(start, 0), stop), batch.blocks[row, max(start, 0) : stop]
+
+
+def is_for_device(params: RowParams, *, has_rules: bool) -> bool:
+    """Whether the device can draw a row's tokens: no rules over its logits, no log-probabilities."""
+    return not has_rules and params.logprobs < 0
+
+
+def job_of(params: RowParams, vocab_size: int) -> NDArray[Any]:
+    """A row's parameters as the device's sampler takes them."""
+    job = np.zeros((), JOB)
+    job["seed"] = params.seed & (2**64 - 1)
+    job["choice"] = params.choice
+    job["temperature"] = params.temperature if not params.is_greedy else 1.0
+    job["top_p"] = params.top_p
+    job["min_depth"] = params.temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
+    job["top_k"] = params.top_k if 0 < params.top_k < vocab_size else 0
+    job["is_greedy"] = params.is_greedy
+    return job

@@ -1,0 +1,164 @@
+"""Carries out StepPlans on a GPU: launches a step, and gives a Ticket that waits for its tokens. Owned by workers.gpu.
+
+While a step runs the next one may be launched: the tokens in between stay on the device. Steps with a row whose logits the host
+must see (rules, log-probabilities) take the way of workers.runner, which waits. One thread launches; any thread may wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.cuda_ops import JOB
+from transport.messages import NewRow, RowFault, StepPlan, StepResult
+from transport.packed import pack, unpack, unpack_flags
+from workers.batch import Batch
+from workers.gpu_graphs import DecodeGraphs
+from workers.gpu_rows import block_changes, is_for_device, job_of
+from workers.gpu_steps import Steps, mix
+from workers.inputs import StepRows
+from workers.rules import LogitRules
+from workers.runner import Runner
+from workers.staging import Answer
+
+NOT_FINITE = "sampling failed: the model gave logits that are not finite"
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A launched step. `rows` sample, in plan order; `at` are the positions of their new tokens."""
+
+    step: int
+    started: float
+    rows: NDArray[np.int64]
+    at: NDArray[np.int32]
+    answer: Answer | None  # None: the result is there
+    faults: list[RowFault]
+    found: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Waits for the step."""
+        if self.found is not None:
+            return self.found
+        tokens = self.answer.read() if self.answer is not None else np.zeros(0, np.int32)
+        rows, faults = self.rows, self.faults
+        bad = tokens < 0
+        if bad.any():
+            faults = [*faults, *(RowFault(row, NOT_FINITE) for row in rows[bad].tolist())]
+            rows, tokens = rows[~bad], tokens[~bad]
+        elapsed = time.perf_counter() - self.started
+        return StepResult(self.step, pack(rows), pack(tokens), [], [], faults, elapsed)
+
+
+class GpuRunner:
+    """The step loop body of one device. `slow` is the runner over the same batch and cache whose logits come to the host."""
+
+    def __init__(self, steps: Steps, graphs: DecodeGraphs, batch: Batch, slow: Runner) -> None:
+        self._steps, self._graphs, self._batch, self._slow = steps, graphs, batch, slow
+        num_rows = len(batch.params)
+        self._needs_host = np.zeros(num_rows, np.bool_)
+        self._placed = np.zeros(num_rows, np.int64)  # launches before the row got its request
+        self._unseen: deque[tuple[int, Ticket]] = deque()  # launches whose tokens the host's batch lacks
+        self.num_launched = 0
+        self.max_logits = slow.max_logits
+        self.num_slow = 0
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether sampled tokens stay here, so that plans must not bring them."""
+        return self._slow.keeps_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the persistent batch."""
+        return self._batch.num_rows()
+
+    @property
+    def num_steps(self) -> int:
+        return self.num_launched
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Launches a step and waits for it."""
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Starts a step behind those under way. Raises EngineError for a plan that does not fit the batch."""
+        started = time.perf_counter()
+        for new in plan.new:
+            params = new.params
+            is_easy = is_for_device(params, has_rules=LogitRules.needed(params)) and params.prompt_logprobs < 0
+            self._needs_host[new.row] = not is_easy
+        is_slow = bool(plan.copies) or bool(self._needs_host[self._batch.rows_of(plan)].any())
+        self._catch_up(wait=is_slow)
+        self.num_launched += 1
+        return self._wait_out(plan) if is_slow else self._launch(plan, started)
+
+    def _launch(self, plan: StepPlan, started: float) -> Ticket:
+        batch = self._batch
+        batch.apply(plan)
+        self._place(plan.new)
+        step = StepRows(
+            batch.rows_of(plan), unpack(plan.num_tokens), unpack(plan.num_computed), unpack_flags(plan.sample)
+        )
+        faults = batch.row_faults(step.rows)
+        if faults:
+            step = step.where(~np.isin(step.rows, list(batch.faults)))
+        changes = block_changes(plan, batch)
+        asking = step.rows[step.sample]
+        ticket = Ticket(plan.step, started, asking, (step.num_computed + step.num_tokens)[step.sample], None, faults)
+        if not step.rows.size:
+            self._steps.change_blocks(changes)
+            return ticket
+        is_uniform = asking.size == step.rows.size and bool((step.num_tokens == 1).all())
+        if is_uniform and self._graphs.fits(step.rows.size):
+            tokens = self._graphs.run(batch, step, changes, self._steps.rows)
+        else:
+            tokens = self._steps.mixed(mix(batch, step, changes))
+        if asking.size:
+            ticket.answer = Answer(tokens)
+            if self.keeps_tokens:
+                batch.expect_sampled(asking)
+                self._unseen.append((self.num_launched, ticket))
+        return ticket
+
+    def _wait_out(self, plan: StepPlan) -> Ticket:
+        """The whole step with the host in between; then the device is told what it would know by itself."""
+        self.num_slow += 1
+        started = time.perf_counter()
+        result = self._slow.execute(plan)
+        assert result is not None
+        self._place(plan.new)
+        self._steps.change_blocks(block_changes(plan, self._batch))
+        rows = unpack(result.rows)
+        self._steps.tell_tokens(rows, unpack(result.tokens))
+        return Ticket(plan.step, started, rows.astype(np.int64), np.zeros(0, np.int32), None, [], result)
+
+    def _place(self, new: list[NewRow]) -> None:
+        """The jobs of new rows, and since when they are here."""
+        if not new:
+            return
+        rows = np.array([row.row for row in new], np.int32)
+        self._placed[rows] = self.num_launched
+        jobs = np.zeros(rows.size, JOB)
+        for i, row in enumerate(new):
+            jobs[i] = job_of(row.params, self._batch.vocab_size)
+        self._steps.write_jobs(rows, jobs)
+
+    def _catch_up(self, *, wait: bool) -> None:
+        """Gives the host's batch the tokens that have come; with `wait` all of them."""
+        while self._unseen:
+            launch, ticket = self._unseen[0]
+            assert ticket.answer is not None
+            if not wait and not ticket.answer.has_come():
+                return
+            self._unseen.popleft()
+            tokens = ticket.answer.read()
+            same = self._placed[ticket.rows] <= launch
+            for row in ticket.rows[same & (tokens < 0)].tolist():
+                self._batch.faults[row] = "this row got no token in an earlier step"
+            sound = same & (tokens >= 0)
+            self._batch.fill_in(ticket.rows[sound], ticket.at[sound], tokens[sound])

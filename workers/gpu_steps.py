@@ -1,0 +1,230 @@
+"""The two kinds of steps on a GPU, from the host's columns to sampled tokens that never leave the device: one token for every
+row (`decode`, fit for a CUDA graph), and anything else (`mixed`). Used by workers.gpu_runner and workers.gpu_graphs.
+
+Nothing here waits for the device. Legend: P rows with padding, R rows, T tokens, S rows that sample, K changed block entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.arch.cuda import CudaBatch, Prompts
+from workers.batch import Batch
+from workers.gpu_rows import DeviceRows, Indices, Ints
+from workers.inputs import StepRows, check_rows, slot_values
+from workers.staging import Upload
+
+COLUMNS = ("rows", "ids", "positions", "slots", "context", "jobs", "at", "blocks")  # of a decode step, each [P]
+MOST_BLOCKS = 528  # thread blocks of decode attention that a card runs side by side
+SHORT = 512  # tokens; contexts up to here are cut in FEW_SPLITS parts at most
+FEW_SPLITS, MANY_SPLITS = 4, 32
+Sample = Callable[..., Tensor]
+"""models.cuda_ops.sample_rows."""
+
+
+class DeviceModel(Protocol):
+    """What a step needs of models.arch.cuda.CudaModel."""
+
+    vocab_size: int
+    kv_heads: int
+
+    def run(self, batch: CudaBatch, kv: list[Any], scratch: Tensor | None = None) -> Tensor: ...
+
+    def scratch_floats(self, rows: int, splits: int) -> int: ...
+
+
+def choose_splits(rows: int, kv_heads: int, longest: int) -> int:
+    """Into how many parts decode attention cuts each context: enough to fill the card, a power of two."""
+    most = min(FEW_SPLITS if longest <= SHORT else MANY_SPLITS, MOST_BLOCKS // max(rows * kv_heads, 1))
+    return 1 << max(most, 1).bit_length() - 1
+
+
+def fill_decode(out: Ints, batch: Batch, step: StepRows, changes: tuple[Indices, Ints], device: DeviceRows) -> None:
+    """Writes COLUMNS of a step that computes one token of each row into `out` [8, P]; P may be more than there are rows.
+
+    Raises EngineError when a row lacks the token or block that the plan counts on.
+    """
+    rows, positions, count = step.rows, step.num_computed, step.rows.size
+    at, blocks = changes
+    context = positions + np.int32(1)
+    check_rows(batch, step, context)
+    out[:, count:] = 0
+    columns = dict(zip(COLUMNS, out, strict=True))
+    columns["rows"][:count], columns["rows"][count:] = rows, device.padding
+    columns["ids"][:count] = batch.tokens[rows, positions]
+    columns["positions"][:count] = positions
+    columns["slots"][:count], columns["slots"][count:] = slot_values(batch, rows, positions), -1
+    columns["context"][:count] = context
+    columns["jobs"][:count], columns["jobs"][count:] = rows, -1
+    columns["at"][: at.size], columns["at"][at.size :] = at, device.nowhere
+    columns["blocks"][: at.size] = blocks
+
+
+@dataclass(slots=True)
+class Mixed:
+    """Numbers of a step of any kind. On the device rows with one token come first; those that sample are in plan order."""
+
+    num_decodes: int
+    longest: int  # context of a decoding row
+    longest_query: int
+    longest_context: int
+    columns: list[NDArray[Any]]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [column.size for column in self.columns]
+
+
+def mix(batch: Batch, step: StepRows, changes: tuple[Indices, Ints]) -> Mixed:
+    """The columns of `step` in the order that Steps.mixed unpacks. Raises EngineError like fill_decode."""
+    context = step.num_computed + step.num_tokens
+    check_rows(batch, step, context)
+    is_decode = step.num_tokens == 1
+    order = np.concatenate((np.flatnonzero(is_decode), np.flatnonzero(~is_decode)))
+    decodes = int(is_decode.sum())
+    counts, contexts, rows = step.num_tokens[order], context[order], step.rows[order]
+    ends = np.cumsum(counts)
+    owner = np.repeat(rows, counts)
+    positions = (np.arange(int(ends[-1])) + np.repeat(step.num_computed[order] - (ends - counts), counts)).astype(
+        np.int32
+    )
+    last = np.empty_like(ends)
+    last[order] = ends - 1
+    queries, reach = counts[decodes:], contexts[decodes:]
+    columns = [
+        batch.tokens[owner, positions],
+        positions,
+        slot_values(batch, owner, positions),
+        rows,
+        contexts,
+        last[step.sample],
+        step.rows[step.sample],
+        context[step.sample],
+        _from_zero(queries),
+        _from_zero(reach),
+        *changes,
+    ]
+    longest = int(contexts[:decodes].max(initial=0))
+    return Mixed(decodes, longest, int(queries.max(initial=0)), int(reach.max(initial=0)), columns)
+
+
+def _from_zero(sizes: Ints) -> NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(sizes)))
+
+
+class Steps:
+    """A model, its cache and the rows' tables on one device, and how a step is launched over them."""
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        kv: list[Any],
+        rows: DeviceRows,
+        sample: Sample,
+        *,
+        block_size: int,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.rows = rows
+        self._model, self._kv, self._sample = model, kv, sample
+        self._block_size = block_size
+        self._upload = Upload(4 * max_tokens, device)
+        most = max(model.scratch_floats(count, self.splits(count, SHORT + 1)) for count in range(1, rows.padding + 1))
+        self._scratch = torch.empty(max(most, 1), dtype=torch.float32, device=device)
+
+    def splits(self, rows: int, longest: int) -> int:
+        return choose_splits(rows, self._model.kv_heads, longest)
+
+    def decode(self, inputs: Tensor, tokens: Tensor, splits: int) -> None:
+        """One token for each row of `inputs` [8, P]; what they sample goes to `tokens` [P]. Allocates only what a graph may."""
+        rows, known, positions, slots, context, jobs, at, blocks = inputs
+        table = self.rows
+        table.write_blocks(at, blocks)
+        batch = CudaBatch(
+            token_ids=table.newest(rows, known),
+            positions=positions,
+            slots=slots,
+            context_len=context,
+            block_table=table.blocks.index_select(0, rows),
+            logits_index=None,
+            num_decodes=rows.shape[0],
+            splits=splits,
+        )
+        logits = self._model.run(batch, self._kv, self._scratch)
+        self._sample(logits, table.jobs, context, tokens, slots=jobs)
+        table.keep(rows, tokens)
+
+    def mixed(self, step: Mixed) -> Tensor:
+        """Launches any step; returns the tokens [S] of the rows that sample, in plan order."""
+        host = self._upload.take(sum(step.sizes))
+        np.concatenate(step.columns, out=host, casting="same_kind")
+        parts = self._upload.send(host.size).split(step.sizes)
+        ids, positions, slots, rows, contexts, last, asking, asking_at, query_start, context_start, at, blocks = parts
+        table, decodes = self.rows, step.num_decodes
+        if at.numel():
+            table.write_blocks(at, blocks)
+        if decodes:
+            ids[:decodes] = table.newest(rows[:decodes], ids[:decodes])
+        prompts = None
+        if decodes < rows.numel():
+            context_slots = self._context_slots(rows[decodes:], contexts[decodes:], context_start, step)
+            prompts = Prompts(query_start, context_start, context_slots, step.longest_query, step.longest_context)
+        batch = CudaBatch(
+            token_ids=ids,
+            positions=positions,
+            slots=slots,
+            context_len=contexts,
+            block_table=table.blocks.index_select(0, rows[:decodes]),
+            logits_index=last.long(),
+            num_decodes=decodes,
+            splits=self.splits(decodes, step.longest),
+            prompts=prompts,
+        )
+        logits = self._model.run(batch, self._kv, self._scratch)
+        tokens = torch.empty(asking.numel(), dtype=torch.int32, device=self.device)
+        if asking.numel():
+            self._sample(logits, table.jobs, asking_at, tokens, slots=asking)
+            table.keep(asking, tokens)
+        return tokens
+
+    def change_blocks(self, changes: tuple[Indices, Ints]) -> None:
+        """Block-table differences by themselves."""
+        at, blocks = changes
+        if at.size:
+            self.rows.write_blocks(*self._send(at, blocks))
+
+    def tell_tokens(self, rows: NDArray[Any], tokens: NDArray[Any]) -> None:
+        """Newest tokens that the host has sampled."""
+        if rows.size:
+            self.rows.keep(*self._send(rows, tokens))
+
+    def write_jobs(self, rows: NDArray[Any], jobs: NDArray[Any]) -> None:
+        """Sampling jobs of rows that are new."""
+        words = jobs.view(np.int32)
+        at, values = self._send(rows, words)
+        self.rows.jobs.view(torch.int32).index_copy_(0, at.long(), values.view(rows.size, -1))
+
+    def _send(self, first: NDArray[Any], second: NDArray[Any]) -> tuple[Tensor, Tensor]:
+        host = self._upload.take(first.size + second.size)
+        host[: first.size], host[first.size :] = first, second.reshape(-1)
+        sent = self._upload.send(host.size)
+        return sent[: first.size], sent[first.size :]
+
+    def _context_slots(self, rows: Tensor, contexts: Tensor, starts: Tensor, step: Mixed) -> Tensor:
+        """Where each token of the prompts' contexts lies in the cache, from the resident block table."""
+        total = int(step.columns[9][-1])
+        owner = torch.repeat_interleave(rows.long(), contexts.long(), output_size=total)
+        begin = torch.repeat_interleave(starts[:-1].long(), contexts.long(), output_size=total)
+        position = torch.arange(total, device=self.device) - begin
+        table, size = self.rows.blocks, self._block_size
+        block = table.view(-1)[owner * table.shape[1] + position // size]
+        return block.long() * size + position % size

@@ -1,0 +1,85 @@
+"""Pinned host memory through which a step's numbers go to the device and its tokens come back, without anybody waiting.
+
+Owned by workers.gpu_runner. Buffers are used in turn; one is filled again only when the device has read it. On the CPU (tests)
+the same copies happen at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int32]
+TURNS = 4  # more than steps can be under way
+
+
+class Event:
+    """A point in the device's work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until the device has come here; at once where it never was recorded."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def has_passed(self) -> bool:
+        return self._event is None or self._event.query()
+
+
+class Upload:
+    """int32 numbers on their way to the device, `size` at most at a time."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [_pinned(size, device) for _ in range(TURNS)]
+        self._events = [Event(device) for _ in range(TURNS)]
+        self._turn = 0
+
+    def take(self, size: int) -> Ints:
+        """Host memory for `size` numbers, to be filled and sent."""
+        self._turn = (self._turn + 1) % TURNS
+        self._events[self._turn].wait()
+        if self._buffers[self._turn].numel() < size:
+            self._buffers[self._turn] = _pinned(2 * size, self._device)
+        found: Ints = self._buffers[self._turn].numpy()[:size]
+        return found
+
+    def send(self, size: int, out: Tensor | None = None) -> Tensor:
+        """What was filled in, on the device: in `out` or in memory of its own."""
+        held = self._buffers[self._turn][:size]
+        sent = (
+            held.to(self._device, non_blocking=True, copy=True) if out is None else out.copy_(held, non_blocking=True)
+        )
+        self._events[self._turn].record()
+        return sent
+
+
+def _pinned(size: int, device: torch.device) -> Tensor:
+    return torch.empty(max(size, 1), dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+class Answer:
+    """Tokens [n] of one step on their way back."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._found = _pinned(tokens.numel(), tokens.device)[: tokens.numel()]
+        self._found.copy_(tokens, non_blocking=True)
+        self._event = Event(tokens.device)
+        self._event.record()
+
+    def has_come(self) -> bool:
+        return self._event.has_passed()
+
+    def read(self) -> Ints:
+        """The tokens; waits for them. Any thread may, any number of times."""
+        self._event.wait()
+        found: Ints = self._found.numpy()
+        return found
