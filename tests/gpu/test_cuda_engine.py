@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(model: Path, **settings: Any) -> LLM:
-    return LLM(model, **{"device": "cuda", "max_len": 1024, "max_num_seqs": 8, "gpu_memory": 0.5, **settings})
+    return LLM(model, **{"device": "cuda", "max_len": 1024, "max_num_seqs": 8, "kv_memory": "256MiB", **settings})
 
 
 def tokens(outputs: Any) -> list[tuple[int, ...]]:
@@ -125,5 +125,5 @@ def test_too_little_memory_names_what_would_do(model: Path, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(config))
     write_byte_tokenizer(tmp_path, size=VOCAB)
     with pytest.raises(ConfigError, match="of KV cache") as caught:
-        engine(tmp_path, load_format="dummy", max_len=1 << 24, gpu_memory=0.1).close()
+        engine(tmp_path, load_format="dummy", max_len=1 << 24, gpu_memory=0.1, kv_memory=None).close()
     assert "--max-len" in caught.value.hint
