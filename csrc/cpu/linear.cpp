@@ -91,37 +91,48 @@ const LinearKernels& kernels() {
   return linear_kernels_portable();
 }
 
+constexpr int round_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
+
 QuantizedRows rows_from(const QuantizedRows& rows, int row, int k) {
   const size_t blocks = static_cast<size_t>(blocks_in(k));
-  const bool grouped = rows.step != 1;
-  const size_t q = grouped ? row / kTileRows * blocks * kGroupedBlock + row % kTileRows * kBlock : row * blocks * kBlock;
-  const size_t at = grouped ? row / kTileRows * blocks * (kGroupedBlock / 4) + row % kTileRows : row * blocks;
-  int16_t* wide = rows.wide == nullptr ? nullptr : rows.wide + q;
-  return {rows.q + q, rows.scale + at, rows.sum + at, rows.minus_sum + at, rows.minus_halves + at, rows.q_step, rows.step, wide};
+  const size_t group = row / rows.group * blocks, inside = row % rows.group;  // in blocks, in rows
+  const size_t at = group * rows.step + inside;
+  QuantizedRows from = rows;
+  from.q += group * rows.q_step + inside * kBlock;
+  from.scale += at;
+  from.sum += at;
+  from.minus_sum += at;
+  from.minus_halves += at;
+  if (rows.wide != nullptr) from.wide += group * rows.q_step / 2 + inside * kBlock;
+  return from;
 }
 
 QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, const PackedWeight& weight, Scratch* scratch) {
   const int k = weight.k;
   const bool is_whole = weight.kind == WeightKind::int8;
-  const bool grouped = !is_whole && args.m >= kernels.grouped_from;
-  const int padded = grouped ? (args.m + kTileRows - 1) / kTileRows * kTileRows : args.m;
-  const size_t blocks = static_cast<size_t>(padded) * blocks_in(k);
-  const bool wide = !is_whole && block_form(weight.kind).max_code == 0 && args.m >= kernels.wide_from;
-  uint8_t* memory = scratch->reserve(blocks * (kBlock * (wide ? 3 : 1) + 16) + 64);
+  const BlockForm form = block_form(weight.kind);
+  const bool is_dear = form.second_bits != 0 || form.first_bits == 2;
+  const bool is_many = args.m >= kernels.grouped_from || (is_dear && args.m >= kernels.dear_grouped_from);
+  const bool grouped = !is_whole && is_many;
+  const bool wide = grouped && kernels.wide && form.max_code == 0;
   QuantizedRows rows{};
-  const size_t between = grouped ? kTileRows : blocks;  // from one array to the next
-  rows.scale = reinterpret_cast<float*>(grouped ? memory + kTileRows * kBlock : memory);
+  rows.group = grouped ? kernels.group : 1;
+  rows.sum_factor = kernels.scaled_sums && form.offset != 0 ? form.offset : 1;
+  const size_t blocks = static_cast<size_t>(round_up(args.m, rows.group)) * blocks_in(k);
+  uint8_t* memory = scratch->reserve(blocks * grouped_block_bytes(1, wide) + 64);
+  const size_t between = grouped ? rows.group : blocks;  // from one array to the next
+  rows.q = reinterpret_cast<int8_t*>(memory);
+  rows.scale = reinterpret_cast<float*>(memory + between * kBlock * (wide ? 2 : 1));
   rows.sum = rows.scale + between;
   rows.minus_sum = reinterpret_cast<int32_t*>(rows.sum + between);
   rows.minus_halves = rows.minus_sum + between;
-  rows.q = reinterpret_cast<int8_t*>(grouped ? memory : reinterpret_cast<uint8_t*>(rows.minus_halves + between));
-  if (wide) rows.wide = reinterpret_cast<int16_t*>(rows.q + blocks * kBlock);
+  if (wide) rows.wide = reinterpret_cast<int16_t*>(memory);
   if (grouped) {
-    rows.q_step = kGroupedBlock;
-    rows.step = kGroupedBlock / 4;
+    rows.q_step = grouped_block_bytes(rows.group, wide);
+    rows.step = rows.q_step / 4;
   }
   const int small = std::max(args.m / (2 * num_threads()), 4096 / k);
-  const int per_task = grouped ? kTileRows : std::max(1, std::min(16384 / k, small));
+  const int per_task = round_up(std::max(1, std::min(16384 / k, small)), rows.group);
   const int num_tasks = (args.m + per_task - 1) / per_task;
   const QuantizeRowFn quantize_row = is_whole ? kernels.quantize_whole_row : kernels.quantize_row;
   parallel(num_tasks, [&](int task, int) {
@@ -175,7 +186,7 @@ void linear(const PackedWeight& weight, const LinearArgs& args) {
   const int most_rows = rounds ? std::clamp(fitting, 48, kMaxTaskRows) : kMaxTaskRows;
   const int row_chunks = (args.m + most_rows - 1) / most_rows;
   const int even_chunk = (args.m + row_chunks - 1) / row_chunks;
-  const int rows_per_chunk = rows.step == 1 ? even_chunk : (even_chunk + kTileRows - 1) / kTileRows * kTileRows;
+  const int rows_per_chunk = round_up(even_chunk, rows.group);
   const int64_t work = static_cast<int64_t>(weight.n) * weight.k * args.m;
   const int threads = work < kSerialWork ? 1 : num_threads();
   const int64_t num_tasks = threads == 1 ? 1 : std::max<int64_t>(threads * 4, work / kTaskWork);

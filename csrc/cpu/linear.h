@@ -180,21 +180,25 @@ void round_int8_row(const float* values, int k, uint8_t* raw);
 
 // ---- what a kernel file (linear_portable.cpp, linear_avx2.cpp, linear_avxvnni.cpp, linear_avx512.cpp, linear_amx.cpp) provides
 
-// int8 form of activations: x = q * scale per block of 32. Either row by row, or "grouped": for each 16 rows, for each block,
-// q of the 16 rows and then what else belongs to the block (kGroupedBlock bytes in all), so that a kernel that takes many rows
-// finds them side by side. For int8 weights: row by row, k as far as whole blocks go, the row's only scale in the place of its
-// first block's, and of the rest nothing; q in the form that the kernels want.
+// int8 form of activations: x = q * scale per block of 32. Either row by row, or "grouped": for each `group` rows, for each block,
+// q of these rows and then what else belongs to the block (grouped_block_bytes in all), so that a kernel that takes many rows
+// finds them side by side. Of the last group's rows that do not exist, nothing is written.
+// For int8 weights: row by row, k as far as whole blocks go, the row's only scale in the place of its first block's, and of
+// the rest nothing; q in the form that the kernels want.
 struct QuantizedRows {
   int8_t* q;        // [m][k]
   float* scale;     // [m][k / 32]; NaN where x has a value that is not finite
   float* sum;       // [m][k / 32], scale * sum of q
-  int32_t* minus_sum;  // [m][k / 32], minus the sum of q
+  int32_t* minus_sum;  // [m][k / 32], minus the sum of q, times sum_factor
   int32_t* minus_halves;  // [m][k / 32], the same of the first and the second 16 as two int16, first one low
   ptrdiff_t q_step = kBlock;  // bytes between the blocks of a row
   ptrdiff_t step = 1;         // elements of the other arrays between them
-  int16_t* wide = nullptr;    // [m][k], q as int16 for kernels that ask for it (not grouped)
+  int16_t* wide = nullptr;    // in place of q: int16, for kernels that ask for it; always grouped
+  int group = 1;              // 1: row by row
+  int sum_factor = 1;
 };
-constexpr ptrdiff_t kGroupedBlock = kTileRows * (kBlock + 16);
+constexpr ptrdiff_t grouped_block_bytes(int group, bool wide) { return group * (kBlock * (wide ? 2 : 1) + 16); }
+constexpr ptrdiff_t kGroupedBlock = grouped_block_bytes(kTileRows, false);
 
 // Most rows that a task has.
 constexpr int kMaxTaskRows = 96;
@@ -230,7 +234,10 @@ struct LinearKernels {
   TileFn tiles[kNumWeightKinds];
   QuantizeRowFn quantize_whole_row;  // for int8 weights
   int grouped_from = 1 << 30;  // calls of so many rows get them grouped; quantize_row then minds the steps
-  int wide_from = 1 << 30;     // calls of so many rows with a kind of signed codes get QuantizedRows::wide
+  int dear_grouped_from = 1 << 30;  // the same for kinds that are dear to unpack, if that is less
+  int group = kTileRows;       // a divisor of kMaxTaskRows
+  bool wide = false;           // grouped rows for kinds of signed codes are QuantizedRows::wide
+  bool scaled_sums = false;    // QuantizedRows::sum_factor is the kind's offset
 };
 
 const LinearKernels& linear_kernels_portable();

@@ -4,9 +4,13 @@
 
 #include "halfs.h"
 #include "linear.h"
+#include "linear_store_avx2.h"
 
 namespace trireme {
 namespace {
+
+// Rows from which unpacking a tile pays: the sooner the dearer the codes are to unpack.
+constexpr int kGroupedFrom = 12, kDearGroupedFrom = 8;
 
 // ---------------------------------------------------------------- activations
 
@@ -25,25 +29,24 @@ inline uint32_t max_lanes(__m256i v) {
 }
 
 void quantize_row(const float* x, int k, const QuantizedRows& row) {
-  int8_t* q = row.q;
-  int16_t* wide = row.wide;
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  for (int block = 0; block < k / kBlock; ++block, x += kBlock, q += kBlock) {
+  for (int block = 0; block < k / kBlock; ++block, x += kBlock) {
+    const ptrdiff_t at = block * row.step;
+    int8_t* q = row.q + block * row.q_step;
+    int16_t* wide = row.wide == nullptr ? nullptr : row.wide + block * row.q_step / 2;
     __m256 v[4];
     for (int i = 0; i < 4; ++i) v[i] = _mm256_loadu_ps(x + 8 * i);
     __m256i largest = _mm256_and_si256(_mm256_castps_si256(v[0]), magnitude);  // as integers, so that NaN wins
     for (int i = 1; i < 4; ++i) {
       largest = _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude));
     }
-    if (wide != nullptr) wide += kBlock;
     const uint32_t bits = max_lanes(largest);
     const float amax = float_from_bits(bits);
     if (bits >= 0x7f800000u || amax < 1e-30f) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm256_setzero_si256());
-      row.scale[block] = row.sum[block] = bits >= 0x7f800000u ? __builtin_nanf("") : 0.0f;
-      row.minus_sum[block] = row.minus_halves[block] = 0;
-      if (wide != nullptr) __builtin_memset(wide - kBlock, 0, 2 * kBlock);
+      __builtin_memset(wide == nullptr ? static_cast<void*>(q) : wide, 0, wide == nullptr ? kBlock : 2 * kBlock);
+      row.scale[at] = row.sum[at] = bits >= 0x7f800000u ? __builtin_nanf("") : 0.0f;
+      row.minus_sum[at] = row.minus_halves[at] = 0;
       continue;
     }
     const __m256 inverse = _mm256_set1_ps(127.0f / amax);
@@ -52,15 +55,16 @@ void quantize_row(const float* x, int k, const QuantizedRows& row) {
     const int32_t first = sum_lanes(_mm256_add_epi32(w[0], w[1])), second = sum_lanes(_mm256_add_epi32(w[2], w[3]));
     const __m256i low = _mm256_packs_epi32(w[0], w[1]), high = _mm256_packs_epi32(w[2], w[3]);
     const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), bytes);
     if (wide != nullptr) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide - kBlock), _mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes)));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide - kBlock / 2), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes, 1)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide), _mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide + kBlock / 2), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes, 1)));
+    } else {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), bytes);
     }
-    row.scale[block] = amax / 127.0f;
-    row.sum[block] = row.scale[block] * static_cast<float>(first + second);
-    row.minus_sum[block] = -first - second;
-    row.minus_halves[block] = static_cast<int32_t>((static_cast<uint32_t>(-first) & 0xffffu) | static_cast<uint32_t>(-second) << 16);
+    row.scale[at] = amax / 127.0f;
+    row.sum[at] = row.scale[at] * static_cast<float>(first + second);
+    row.minus_sum[at] = (-first - second) * row.sum_factor;
+    row.minus_halves[at] = static_cast<int32_t>((static_cast<uint32_t>(-first) & 0xffffu) | static_cast<uint32_t>(-second) << 16);
   }
 }
 
@@ -70,7 +74,10 @@ const LinearKernels& linear_kernels_avx2() {
   static const LinearKernels kernels = [] {
     LinearKernels set{};
     set.quantize_row = quantize_row;
-    set.wide_from = 12;
+    set.grouped_from = kGroupedFrom;
+    set.dear_grouped_from = kDearGroupedFrom;
+    set.group = kGroupRows;
+    set.wide = set.scaled_sums = true;
     for (int kind = 0; kind < static_cast<int>(WeightKind::int8); ++kind) {
       const auto of = static_cast<WeightKind>(kind);
       const bool is_plain = block_form(of).raw_values == kBlock;

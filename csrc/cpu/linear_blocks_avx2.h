@@ -1,8 +1,8 @@
 // What linear_*_avx2.cpp share: products of block kinds for AVX2 + FMA + F16C. All in an anonymous namespace: the linker must
 // never share AVX2 code with other files.
 //
-// Few rows of x stream through a tile as it lies in memory; many rows first have it unpacked into a panel that stays in
-// the first-level cache. Both do the same operations in the same order.
+// Few rows of x stream through a tile as it lies in memory; many rows, which come grouped by kGroupRows, first have it unpacked
+// into a panel that stays in the first-level cache. Both do the same operations in the same order.
 #pragma once
 
 #include <immintrin.h>
@@ -213,36 +213,47 @@ INLINE void dot_wide(const uint8_t* codes, const int16_t* x, ptrdiff_t x_stride,
   }
 }
 
+// What a block of a row of activations has beside its integers; see QuantizedRows.
+struct RowBlock {
+  const float* scale;
+  const float* sum;
+  const int32_t* minus_sum;
+  const int32_t* minus_halves;
+};
+
+// For all lanes. Written so that it is one load.
+INLINE __m256i repeat(const int32_t* value) { return broadcast4(reinterpret_cast<const int8_t*>(value)); }
+
 template <ProductForm form>
-INLINE __m256i take_offset(__m256i dot, const Scales& s, const QuantizedRows& rows, size_t at) {
+INLINE __m256i take_offset(__m256i dot, const Scales& s, const RowBlock& x) {
   if constexpr (form.offset == 0) return dot;
-  if constexpr (form.pairs) {
-    return _mm256_add_epi32(dot, _mm256_madd_epi16(s.pairs, _mm256_set1_epi32(rows.minus_halves[at])));
-  }
-  return _mm256_add_epi32(dot, _mm256_set1_epi32(rows.minus_sum[at] * form.offset));
+  if constexpr (form.pairs) return _mm256_add_epi32(dot, _mm256_madd_epi16(s.pairs, repeat(x.minus_halves)));
+  return _mm256_add_epi32(dot, repeat(x.minus_sum));
 }
 
 // What a block adds to the 8 lanes of one row.
 template <ProductForm form>
-INLINE __m256 add_block(__m256 acc, __m256i dot, const Scales& s, const QuantizedRows& rows, size_t at) {
-  const __m256 x_scale = _mm256_broadcast_ss(rows.scale + at);
-  dot = take_offset<form>(dot, s, rows, at);
+INLINE __m256 add_block(__m256 acc, __m256i dot, const Scales& s, const RowBlock& x) {
+  const __m256 x_scale = _mm256_broadcast_ss(x.scale);
+  dot = take_offset<form>(dot, s, x);
   acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(s.scale, x_scale), acc);
-  if constexpr (form.mins) acc = _mm256_fmadd_ps(s.min, _mm256_broadcast_ss(rows.sum + at), acc);
+  if constexpr (form.mins) acc = _mm256_fmadd_ps(s.min, _mm256_broadcast_ss(x.sum), acc);
   if constexpr (form.min_pairs) {
-    const __m256i sums = _mm256_madd_epi16(s.min_pairs, _mm256_set1_epi32(rows.minus_halves[at]));
+    const __m256i sums = _mm256_madd_epi16(s.min_pairs, repeat(x.minus_halves));
     acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), _mm256_mul_ps(s.min, x_scale), acc);
   }
   return acc;
 }
 
+// Of R rows, `stride` apart.
 template <ProductForm form, int R>
-INLINE void add_blocks(const __m256i (*dot)[2], const Scales (&s)[2], const QuantizedRows& rows, size_t at, size_t num_blocks,
-                       __m256 (*acc)[2]) {
+INLINE void add_blocks(const __m256i (*dot)[2], const Scales (&s)[2], const RowBlock& first, size_t stride, __m256 (*acc)[2]) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    acc[r][0] = add_block<form>(acc[r][0], dot[r][0], s[0], rows, at + r * num_blocks);
-    acc[r][1] = add_block<form>(acc[r][1], dot[r][1], s[1], rows, at + r * num_blocks);
+    const size_t at = r * stride;
+    const RowBlock x{first.scale + at, first.sum + at, first.minus_sum + at, first.minus_halves + at};
+    acc[r][0] = add_block<form>(acc[r][0], dot[r][0], s[0], x);
+    acc[r][1] = add_block<form>(acc[r][1], dot[r][1], s[1], x);
   }
 }
 
@@ -278,7 +289,9 @@ __attribute__((noinline)) void stream_rows(const TileArgs& args, int tile, int f
       } else {
         dot_unsigned<product, R>(codes, s, q, args.k, dot);
       }
-      add_blocks<product, R>(dot, s, args.rows, at, num_blocks, acc);
+      const QuantizedRows& rows = args.rows;
+      const RowBlock x{rows.scale + at, rows.sum + at, rows.minus_sum + at, rows.minus_halves + at};
+      add_blocks<product, R>(dot, s, x, num_blocks, acc);
     }
   }
 #pragma GCC unroll 8
@@ -303,9 +316,6 @@ void stream_tile(const TileArgs& args, int tile) {
 // A block in a panel: its Scales, then the 8 quads of codes, each of 16 lanes; or, for signed kinds, 16 pairs as int16.
 constexpr size_t kVector = 4 * kTileRows;  // 16 lanes of 4 bytes
 constexpr size_t kPanelBytes = 20u << 10;  // leaves the rest of a first-level cache to the rows of x
-
-// From so many rows on a panel pays (at least 6, see panel_all_rows): the sooner the dearer the codes are to unpack.
-constexpr int panel_rows_from(BlockForm form) { return form.second_bits != 0 || form.first_bits == 2 ? 8 : 12; }
 
 constexpr size_t panel_scale_bytes(ProductForm form) {
   return kVector * (1 + (form.mins || form.min_pairs ? 1 : 0) + (form.pairs ? 3 : 0) + (form.min_pairs ? 1 : 0));
@@ -396,12 +406,13 @@ struct Panel {
   size_t fetch_step;
 };
 
-// R rows with a panel; `partial` [R][16] carries sums from panel to panel of a tile.
+// The first R rows of a group with a panel, of which `count` exist; `partial` [R][16] carries sums from panel to panel of a tile.
 template <ProductForm form, int R>
-__attribute__((noinline)) void panel_rows(const TileArgs& args, Panel& panel, int first_row, float* partial) {
+__attribute__((noinline)) void panel_rows(const TileArgs& args, Panel& panel, int first_row, int count, float* partial) {
+  constexpr bool is_wide = form.chain == 0;
+  constexpr size_t code_bytes = is_wide ? 2 * kBlock : kBlock, step = grouped_block_bytes(kGroupRows, is_wide);
   const size_t num_blocks = static_cast<size_t>(args.k) / kBlock;
-  const size_t start = first_row * num_blocks + panel.first;
-  const QuantizedRows& rows = args.rows;
+  const int8_t* x = args.rows.q + (first_row / kGroupRows * num_blocks + panel.first) * step;
   const uint8_t* block = panel.blocks;
   const bool is_first = panel.first == 0, is_last = static_cast<size_t>(panel.first + panel.count) == num_blocks;
   __m256 acc[R][2];
@@ -419,7 +430,7 @@ __attribute__((noinline)) void panel_rows(const TileArgs& args, Panel& panel, in
   }
   const char* fetch = panel.fetch;
   const size_t fetch_step = fetch < panel.fetch_end ? panel.fetch_step : 0;
-  for (size_t at = start; at < start + panel.count; ++at, block += panel_step(form)) {
+  for (int i = 0; i < panel.count; ++i, block += panel_step(form), x += step) {
     for (size_t line = 0; line < fetch_step; line += 64, fetch += 64) _mm_prefetch(fetch, _MM_HINT_T1);
     __m256i dot[R][2];
     Scales s[2];
@@ -427,20 +438,22 @@ __attribute__((noinline)) void panel_rows(const TileArgs& args, Panel& panel, in
       s[0] = load_panel_scales<form>(block, 0);
       s[1] = load_panel_scales<form>(block, 1);
     }
-    if constexpr (form.chain == 0) {
-      dot_wide<R>(block + panel_scale_bytes(form), rows.wide + at * kBlock, args.k, dot);
+    if constexpr (is_wide) {
+      dot_wide<R>(block + panel_scale_bytes(form), reinterpret_cast<const int16_t*>(x), kBlock, dot);
     } else {
-      dot_unsigned<form, R>(PanelCodes{block + panel_scale_bytes(form)}, s, rows.q + at * kBlock, args.k, dot);
+      dot_unsigned<form, R>(PanelCodes{block + panel_scale_bytes(form)}, s, x, kBlock, dot);
     }
     s[0] = load_panel_scales<form>(block, 0);
     s[1] = load_panel_scales<form>(block, 1);
-    add_blocks<form, R>(dot, s, rows, at, num_blocks, acc);
+    const float* scale = reinterpret_cast<const float*>(x + kGroupRows * code_bytes);
+    const int32_t* minus_sum = reinterpret_cast<const int32_t*>(scale + 2 * kGroupRows);
+    add_blocks<form, R>(dot, s, RowBlock{scale, scale + kGroupRows, minus_sum, minus_sum + kGroupRows}, 1, acc);
   }
   panel.fetch = fetch;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     if (is_last) {
-      store(args, first_row + r, panel.tile, acc[r][0], acc[r][1]);
+      if (r < count) store(args, first_row + r, panel.tile, acc[r][0], acc[r][1]);
     } else {
       _mm256_store_ps(partial + r * kTileRows, acc[r][0]);
       _mm256_store_ps(partial + r * kTileRows + 8, acc[r][1]);
@@ -448,16 +461,15 @@ __attribute__((noinline)) void panel_rows(const TileArgs& args, Panel& panel, in
   }
 }
 
-// All rows (at least 6) with a panel, by sixes as far as fours and threes can take what is left.
+// All rows with a panel, group by group.
 template <ProductForm form>
 void panel_all_rows(const TileArgs& args, Panel& panel, float* partial) {
-  constexpr int fours[6] = {0, 1, 2, 0, 1, 2}, threes[6] = {0, 1, 0, 1, 0, 1};
-  const int rest = args.m % 6;
-  const int end4 = args.m - 3 * threes[rest], end6 = end4 - 4 * fours[rest];
-  int row = 0;
-  for (; row < end6; row += 6) panel_rows<form, 6>(args, panel, row, partial + row * kTileRows);
-  for (; row < end4; row += 4) panel_rows<form, 4>(args, panel, row, partial + row * kTileRows);
-  for (; row < args.m; row += 3) panel_rows<form, 3>(args, panel, row, partial + row * kTileRows);
+  for (int row = 0; row < args.m; row += kGroupRows, partial += kGroupRows * kTileRows) {
+    const int count = args.m - row;
+    if (count > 4) panel_rows<form, 6>(args, panel, row, count, partial);
+    else if (count > 2) panel_rows<form, 4>(args, panel, row, count, partial);
+    else panel_rows<form, 2>(args, panel, row, count, partial);
+  }
 }
 
 template <WeightKind kind>
@@ -474,7 +486,8 @@ void panel_tile(const TileArgs& args, int tile) {
   panel.tile = tile;
   panel.fetch = reinterpret_cast<const char*>(packed + args.tile_bytes);
   panel.fetch_end = panel.fetch + args.tile_bytes;
-  panel.fetch_step = (args.tile_bytes / (static_cast<size_t>(num_blocks) * (args.m / 6)) + 64) / 64 * 64;
+  const int num_groups = (args.m + kGroupRows - 1) / kGroupRows;
+  panel.fetch_step = (args.tile_bytes / (static_cast<size_t>(num_blocks) * num_groups) + 64) / 64 * 64;
   for (; panel.first < num_blocks; panel.first += per_panel) {
     panel.count = num_blocks - panel.first < per_panel ? num_blocks - panel.first : per_panel;
     write_panel<kind>(packed, panel.first, panel.count, blocks);
@@ -484,10 +497,8 @@ void panel_tile(const TileArgs& args, int tile) {
 
 template <WeightKind kind>
 void block_tiles(const TileArgs& args) {
-  constexpr bool is_wide = product_form(kind).chain == 0;
-  const bool use_panel = args.m >= panel_rows_from(block_form(kind)) && (!is_wide || args.rows.wide != nullptr);
   for (int tile = 0; tile < args.num_tiles; ++tile) {
-    if (use_panel) {
+    if (args.rows.group == kGroupRows) {
       panel_tile<kind>(args, tile);
     } else {
       stream_tile<kind>(args, tile);
