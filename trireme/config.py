@@ -28,7 +28,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     quantize: Annotated[
         Literal["q8_0", "q4_0", "int8"] | None,
-        _text("round dense weights to blocks while loading (int8: one scale per output); default: as dtype says"),
+        _text(
+            "round dense weights while loading (int8: a scale per output, inputs rounded per token); default: as dtype says"
+        ),
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy"], _text("dummy: random weights in place of the files', to measure speed without them")
