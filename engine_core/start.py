@@ -20,18 +20,18 @@ def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int
     """Numbers for the scheduler; whatever a resolved config leaves open gets its documented default."""
     scheduler, cache = config.scheduler, config.cache
     max_len = min(config.model.max_len or num_blocks * cache.block_size, num_blocks * cache.block_size)
-    max_waiting = 4 * scheduler.max_num_seqs if scheduler.max_waiting is None else scheduler.max_waiting
+    max_waiting = 4 * scheduler.num_rows if scheduler.max_waiting is None else scheduler.max_waiting
     most_tokens = scheduler.max_waiting_tokens
     return Limits(
         max_len=max_len,
         vocab_size=vocab_size,
         num_blocks=num_blocks,
         block_size=cache.block_size,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_tokens=scheduler.max_num_tokens,
-        chunk=scheduler.max_num_tokens if scheduler.chunk is None else scheduler.chunk,
+        max_num_seqs=scheduler.num_rows,
+        max_num_tokens=scheduler.num_tokens,
+        chunk=scheduler.num_tokens if scheduler.chunk is None else scheduler.chunk,
         max_waiting=max_waiting,
-        max_waiting_tokens=8 * max(scheduler.max_num_tokens, max_len) if most_tokens is None else most_tokens,
+        max_waiting_tokens=8 * max(scheduler.num_tokens, max_len) if most_tokens is None else most_tokens,
         queue_timeout=scheduler.queue_timeout,
         prefix_cache=cache.prefix_cache,
     )

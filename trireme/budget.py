@@ -71,8 +71,8 @@ def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
     """Upper estimate of what one step needs besides weights and KV: activations of every token, and the logits."""
     heads = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
     per_token = 4 * (4 * arch.hidden + 3 * arch.ffn + 2 * heads)
-    logits = max(LOGITS_BYTES, scheduler.max_num_seqs * arch.vocab_size * 4)
-    return scheduler.max_num_tokens * per_token + 2 * logits
+    logits = max(LOGITS_BYTES, scheduler.num_rows * arch.vocab_size * 4)
+    return scheduler.num_tokens * per_token + 2 * logits
 
 
 class Share(NamedTuple):

@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+CPU_ROWS, CPU_TOKENS = 64, 2048  # of one step
+GPU_ROWS, GPU_TOKENS = 256, 8192
+
 
 def _text(description: str) -> Meta:
     return Meta(description=description)
@@ -81,8 +84,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    max_num_seqs: Annotated[int, _count("most rows in one step", 1, le=8192)] = 64
-    max_num_tokens: Annotated[int, _count("token budget of one step", 1)] = 2048
+    max_num_seqs: Annotated[int, _count("most rows in one step; default: 64, and 256 on a GPU", 1, le=8192)] | None = (
+        None
+    )
+    max_num_tokens: Annotated[int, _count("token budget of one step; default: 2048, and 8192 on a GPU", 1)] | None = (
+        None
+    )
     chunk: (
         Annotated[
             int, _count("most prompt tokens of one row per step; 0: prompts are not cut; default: the token budget", 0)
@@ -100,6 +107,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, _text("plan a step while the one before it runs; without pipeline stages only (pp 1)")
     ] = True
     check: Annotated[bool, _text("check every conservation law after every event (tests; slow)")] = False
+
+    @property
+    def num_rows(self) -> int:
+        """max_num_seqs; before it is resolved, what a CPU gets."""
+        return self.max_num_seqs or CPU_ROWS
+
+    @property
+    def num_tokens(self) -> int:
+        """max_num_tokens, likewise."""
+        return self.max_num_tokens or CPU_TOKENS
 
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import msgspec
 
 from trireme.arch import ArchSpec, read_arch
 from trireme.budget import DTYPE_BYTES, kv_token_bytes, num_params, too_little_kv
-from trireme.config import Decision, EngineConfig
+from trireme.config import CPU_ROWS, CPU_TOKENS, GPU_ROWS, GPU_TOKENS, Decision, EngineConfig
 from trireme.device import DeviceFacts, read_device
 from trireme.errors import ConfigError
 from trireme.gpu import choose_device, compute_dtype
@@ -68,6 +68,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> tup
     """The resolved configuration and its Decisions. Raises ConfigError with the numbers that would have worked."""
     work = _Resolver(config, model, device)
     work.computes_on()
+    work.step_size()
     work.mesh()
     work.types()
     work.memory()
@@ -104,6 +105,14 @@ class _Resolver:
         choice = choose_device(self.config, self.arch, self.device)
         if self.config.parallel.device == "auto":
             self.decide("parallel", choice.because, device=choice.value)
+
+    def step_size(self) -> None:
+        """How much one step may hold: a GPU computes many rows in the time of one."""
+        scheduler, where = self.config.scheduler, "a GPU" if self.is_on_gpu else "a CPU"
+        if scheduler.max_num_seqs is None:
+            self.decide("scheduler", f"{where} computes", max_num_seqs=GPU_ROWS if self.is_on_gpu else CPU_ROWS)
+        if scheduler.max_num_tokens is None:
+            self.decide("scheduler", f"{where} computes", max_num_tokens=GPU_TOKENS if self.is_on_gpu else CPU_TOKENS)
 
     @property
     def is_on_gpu(self) -> bool:
@@ -179,14 +188,14 @@ class _Resolver:
         if cache.kv_memory is not None or cache.num_blocks is not None:
             return
         if not self.has_layers:
-            rows = self.wanted_len() * self.config.scheduler.max_num_seqs
+            rows = self.wanted_len() * self.config.scheduler.num_rows
             blocks = min(-(-rows // cache.block_size), MOST_FREE_BLOCKS)
             self.decide("cache", "blocks of a model without layers cost nothing", num_blocks=blocks)
             return
         left = max(self.device.memory_free - self.weight_bytes * self.shape.dp, 0)
         share = int(left * KV_SHARE) // self.num_workers
         row = self.token_bytes() * _in_units(self.wanted_len(), cache.block_size)
-        useful = _in_units(row * self.config.scheduler.max_num_seqs, MIB)
+        useful = _in_units(row * self.config.scheduler.num_rows, MIB)
         needed = 0 if self.config.model.max_len is None else _in_units(row, MIB)
         size = max(min(share, KV_LARGEST // self.shape.num_workers, useful), min(needed, left // self.num_workers))
         size = max(size // MIB, 1) * MIB
@@ -222,13 +231,13 @@ class _Resolver:
 
     def queue(self) -> None:
         scheduler, max_len = self.config.scheduler, self.config.model.max_len or 1
-        if scheduler.chunk == 0 and scheduler.max_num_tokens < max_len:
+        if scheduler.chunk == 0 and scheduler.num_tokens < max_len:
             self.decide("scheduler", "prompts are not cut, so one step must hold the longest", max_num_tokens=max_len)
             scheduler = self.config.scheduler
         if scheduler.max_waiting is None:
-            self.decide("scheduler", "4 x max-num-seqs", max_waiting=4 * scheduler.max_num_seqs)
+            self.decide("scheduler", "4 x max-num-seqs", max_waiting=4 * scheduler.num_rows)
         if scheduler.max_waiting_tokens is None:
-            most = 8 * max(scheduler.max_num_tokens, max_len)
+            most = 8 * max(scheduler.num_tokens, max_len)
             self.decide("scheduler", "8 x the larger of max-num-tokens and max-len", max_waiting_tokens=most)
 
     def places(self) -> None:

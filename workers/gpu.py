@@ -73,7 +73,7 @@ class Worker:
         torch.cuda.synchronize()
         loaded = time.perf_counter()
         scheduler = config.scheduler
-        step = largest_step(scheduler.max_num_tokens, max_len, scheduler.max_num_seqs, block_size)
+        step = largest_step(scheduler.num_tokens, max_len, scheduler.num_rows, block_size)
         activations = measure_step(model, step, block_size)
         held = torch.cuda.memory_reserved()
         in_use = total - torch.cuda.mem_get_info()[0]
@@ -106,8 +106,8 @@ class Worker:
             raise EngineError("setup_kv was called before load")
         arch, model = self._loaded
         config = self.config
-        block_size, max_rows = config.cache.block_size, config.scheduler.max_num_seqs
-        max_tokens, max_len = config.scheduler.max_num_tokens, config.model.max_len or arch.max_position
+        block_size, max_rows = config.cache.block_size, config.scheduler.num_rows
+        max_tokens, max_len = config.scheduler.num_tokens, config.model.max_len or arch.max_position
         with torch.inference_mode():
             self._kv = model.allocate_kv(num_blocks, block_size)
             model.reserve(max(max_tokens, max_rows))

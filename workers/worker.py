@@ -97,11 +97,11 @@ class Worker:
         """Allocates `num_blocks` blocks and the persistent batch; the worker can run steps afterwards."""
         arch, model, kv_dtype = self._need_model()
         config = self.config
-        block_size, max_rows = config.cache.block_size, config.scheduler.max_num_seqs
+        block_size, max_rows = config.cache.block_size, config.scheduler.num_rows
         max_len = config.model.max_len or arch.max_position
         self._kv = allocate_kv(model, num_blocks, block_size, kv_dtype)
         batch = Batch(max_rows, max_len, block_size, model.vocab_size, num_blocks)
-        inputs = InputBuilder(config.scheduler.max_num_tokens, max_rows, -(-max_len // block_size))
+        inputs = InputBuilder(config.scheduler.num_tokens, max_rows, -(-max_len // block_size))
         self._runner = Runner(
             model, self._kv, batch, inputs, self.mesh, keeper=self._group if config.runs_ahead else None
         )

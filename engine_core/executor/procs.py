@@ -123,7 +123,7 @@ class ProcsExecutor:
         if self._mesh.num_workers == 1 or self._config.parallel.worker == "fake":
             return None
         arch = read_arch(files_of(self._config.model))
-        return create_arena(self._mesh, self._config.scheduler.max_num_tokens, arch.hidden, arch.vocab_size)
+        return create_arena(self._mesh, self._config.scheduler.num_tokens, arch.hidden, arch.vocab_size)
 
     def _start(self, worker: int) -> None:
         name = f"{self._boot.name}.worker-{worker}"

@@ -29,6 +29,7 @@ def test_a_gpu_is_chosen_where_there_is_one_that_can():
     assert config.parallel.device == "cuda"
     assert config.parallel.worker_kind == "cuda"
     assert (config.model.dtype, config.cache.kv_dtype) == ("bfloat16", "bfloat16")
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_tokens) == (256, 8192)
     assert config.cache.kv_memory is None  # the worker measures what is left
     assert {"device", "dtype", "kv-dtype"} <= set(reasons(decisions))
     again, _ = resolve(config, ModelFacts(SMOL, "m", 98 << 20), BOX)
@@ -48,6 +49,7 @@ def test_the_cpu_is_chosen_with_the_reason_against_the_gpu():
         config, decisions = resolved(device=device)
         assert config.parallel.worker_kind == "torch"
         assert why in reasons(decisions)["device"][1]
+        assert (config.scheduler.max_num_seqs, config.scheduler.max_num_tokens) == (64, 2048)
     assert resolved(tp=2)[0].parallel.device == "cpu"
     asked = load({"device": "cpu"}, environ={}).config
     assert resolve(asked, ModelFacts(SMOL, "m", 1), BOX)[0].parallel.worker_kind == "torch"

@@ -147,7 +147,7 @@ def values_of(setting: Setting):
         case "whole":
             values = st.integers(int(setting.low or 0), int(setting.high or 2**62))
         case "real":
-            values = st.floats((setting.low or 0) + 0.5, 1e9)
+            values = st.floats((setting.low or 0) + 0.5, setting.high or 1e9)
         case "list":
             values = st.just(())
         case _:
