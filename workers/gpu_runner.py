@@ -1,7 +1,8 @@
 """Carries out StepPlans on a GPU: launches a step, and gives a Ticket that waits for its tokens. Owned by workers.gpu.
 
-While a step runs the next one may be launched: the tokens in between stay on the device. Steps with a row whose logits the host
-must see (rules, log-probabilities) take the way of workers.runner, which waits. One thread launches; any thread may wait.
+While a step runs the next one may be launched: the tokens in between stay on the device. A step with rows that the host must
+sample (rules, log-probabilities) is waited for, and their logits alone come over; one that scores a prompt takes the way of
+workers.runner. One thread launches; any thread may wait.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from models.cuda_ops import JOB
-from transport.messages import NewRow, RowFault, StepPlan, StepResult
+from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
 from transport.packed import pack, unpack, unpack_flags
 from workers.batch import Batch
 from workers.gpu_graphs import DecodeGraphs
 from workers.gpu_rows import block_changes, is_for_device, job_of
-from workers.gpu_steps import Steps, mix
+from workers.gpu_steps import Mixed, Steps, mix
 from workers.inputs import StepRows
 from workers.rules import LogitRules
 from workers.runner import Runner
+from workers.sampler import Sampler
 from workers.staging import Answer
 
 NOT_FINITE = "sampling failed: the model gave logits that are not finite"
@@ -45,13 +48,18 @@ class Ticket:
         if self.found is not None:
             return self.found
         tokens = self.answer.read() if self.answer is not None else np.zeros(0, np.int32)
+        return self.filled(tokens, [])
+
+    def filled(self, tokens: NDArray[np.int32], logprobs: list[LogprobRow]) -> StepResult:
+        """The result, from the tokens of `rows`; those below 0 are faults, of the model where nobody has said so yet."""
         rows, faults = self.rows, self.faults
         bad = tokens < 0
         if bad.any():
-            faults = [*faults, *(RowFault(row, NOT_FINITE) for row in rows[bad].tolist())]
+            told = {fault.row for fault in faults}
+            faults = [*faults, *(RowFault(row, NOT_FINITE) for row in rows[bad].tolist() if row not in told)]
             rows, tokens = rows[~bad], tokens[~bad]
         elapsed = time.perf_counter() - self.started
-        return StepResult(self.step, pack(rows), pack(tokens), [], [], faults, elapsed)
+        return StepResult(self.step, pack(rows), pack(tokens), logprobs, [], faults, elapsed)
 
 
 class GpuRunner:
@@ -60,7 +68,9 @@ class GpuRunner:
     def __init__(self, steps: Steps, graphs: DecodeGraphs, batch: Batch, slow: Runner) -> None:
         self._steps, self._graphs, self._batch, self._slow = steps, graphs, batch, slow
         num_rows = len(batch.params)
+        self._sampler = Sampler(batch.vocab_size)
         self._needs_host = np.zeros(num_rows, np.bool_)
+        self._scores = np.zeros(num_rows, np.bool_)  # rows that want log-probabilities of their prompt
         self._placed = np.zeros(num_rows, np.int64)  # launches before the row got its request
         self._unseen: deque[tuple[int, Ticket]] = deque()  # launches whose tokens the host's batch lacks
         self.num_launched = 0
@@ -90,10 +100,11 @@ class GpuRunner:
         started = time.perf_counter()
         for new in plan.new:
             params = new.params
-            is_easy = is_for_device(params, has_rules=LogitRules.needed(params)) and params.prompt_logprobs < 0
-            self._needs_host[new.row] = not is_easy
-        is_slow = bool(plan.copies) or bool(self._needs_host[self._batch.rows_of(plan)].any())
-        self._catch_up(wait=is_slow)
+            self._needs_host[new.row] = not is_for_device(params, has_rules=LogitRules.needed(params))
+            self._scores[new.row] = params.prompt_logprobs >= 0
+        rows = self._batch.rows_of(plan)
+        is_slow = bool(plan.copies) or bool(self._scores[rows].any())
+        self._catch_up(wait=is_slow or bool(self._needs_host[rows].any()))
         self.num_launched += 1
         return self._wait_out(plan) if is_slow else self._launch(plan, started)
 
@@ -113,16 +124,36 @@ class GpuRunner:
         if not step.rows.size:
             self._steps.change_blocks(changes)
             return ticket
+        at_host = self._needs_host[asking]
+        if at_host.any():
+            return self._launch_and_sample(ticket, mix(batch, step, changes, at_host), at_host)
         is_uniform = asking.size == step.rows.size and bool((step.num_tokens == 1).all())
         if is_uniform and self._graphs.fits(step.rows.size):
             tokens = self._graphs.run(batch, step, changes, self._steps.rows)
         else:
-            tokens = self._steps.mixed(mix(batch, step, changes))
+            tokens, _ = self._steps.mixed(mix(batch, step, changes))
         if asking.size:
             ticket.answer = Answer(tokens)
             if self.keeps_tokens:
                 batch.expect_sampled(asking)
                 self._unseen.append((self.num_launched, ticket))
+        return ticket
+
+    def _launch_and_sample(self, ticket: Ticket, step: Mixed, at_host: NDArray[np.bool_]) -> Ticket:
+        """A step of which the host samples the rows `at_host`, as soon as their logits are there."""
+        on_device, logits = self._steps.mixed(step)
+        wanted = torch.from_numpy(np.flatnonzero(at_host)).to(logits.device)
+        values = logits.index_select(0, wanted).float().cpu().numpy()
+        tokens = on_device.cpu().numpy().copy()
+        rows = ticket.rows[at_host]
+        sampled = self._sampler.sample(values, rows, self._batch)
+        token_of = dict(zip(sampled.rows, sampled.tokens, strict=True))
+        tokens[at_host] = [token_of.get(row, -1) for row in rows.tolist()]
+        ticket.faults += sampled.faults
+        if self.keeps_tokens:
+            self._batch.keep_sampled(ticket.rows, tokens)
+        self._steps.tell_tokens(np.array(sampled.rows, np.int64), np.array(sampled.tokens, np.int32))
+        ticket.found = ticket.filled(tokens, sampled.logprobs)
         return ticket
 
     def _wait_out(self, plan: StepPlan) -> Ticket:

@@ -75,6 +75,7 @@ class Mixed:
     longest: int  # context of a decoding row
     longest_query: int
     longest_context: int
+    total_context: int  # tokens that the prompts look back on
     columns: list[NDArray[Any]]
 
     @property
@@ -82,8 +83,9 @@ class Mixed:
         return [column.size for column in self.columns]
 
 
-def mix(batch: Batch, step: StepRows, changes: tuple[Indices, Ints]) -> Mixed:
-    """The columns of `step` in the order that Steps.mixed unpacks. Raises EngineError like fill_decode."""
+def mix(batch: Batch, step: StepRows, changes: tuple[Indices, Ints], at_host: NDArray[np.bool_] | None = None) -> Mixed:
+    """The columns of `step` in the order that Steps.mixed unpacks. Of the rows that sample, those of `at_host` get no token
+    there. Raises EngineError like fill_decode."""
     context = step.num_computed + step.num_tokens
     check_rows(batch, step, context)
     is_decode = step.num_tokens == 1
@@ -97,6 +99,7 @@ def mix(batch: Batch, step: StepRows, changes: tuple[Indices, Ints]) -> Mixed:
     )
     last = np.empty_like(ends)
     last[order] = ends - 1
+    asking = step.rows[step.sample]
     queries, reach = counts[decodes:], contexts[decodes:]
     columns = [
         batch.tokens[owner, positions],
@@ -105,14 +108,15 @@ def mix(batch: Batch, step: StepRows, changes: tuple[Indices, Ints]) -> Mixed:
         rows,
         contexts,
         last[step.sample],
-        step.rows[step.sample],
+        asking,
+        asking if at_host is None else np.where(at_host, -1, asking),
         context[step.sample],
         _from_zero(queries),
         _from_zero(reach),
         *changes,
     ]
     longest = int(contexts[:decodes].max(initial=0))
-    return Mixed(decodes, longest, int(queries.max(initial=0)), int(reach.max(initial=0)), columns)
+    return Mixed(decodes, longest, int(queries.max(initial=0)), int(reach.max(initial=0)), int(reach.sum()), columns)
 
 
 def _from_zero(sizes: Ints) -> NDArray[np.int64]:
@@ -163,12 +167,13 @@ class Steps:
         self._sample(logits, table.jobs, context, tokens, slots=jobs)
         table.keep(rows, tokens)
 
-    def mixed(self, step: Mixed) -> Tensor:
-        """Launches any step; returns the tokens [S] of the rows that sample, in plan order."""
+    def mixed(self, step: Mixed) -> tuple[Tensor, Tensor]:
+        """Launches any step; returns tokens [S] and logits [S, V] of the rows that sample, in plan order."""
         host = self._upload.take(sum(step.sizes))
         np.concatenate(step.columns, out=host, casting="same_kind")
         parts = self._upload.send(host.size).split(step.sizes)
-        ids, positions, slots, rows, contexts, last, asking, asking_at, query_start, context_start, at, blocks = parts
+        ids, positions, slots, rows, contexts, last, asking, jobs, asking_at, *rest = parts
+        query_start, context_start, at, blocks = rest
         table, decodes = self.rows, step.num_decodes
         if at.numel():
             table.write_blocks(at, blocks)
@@ -176,7 +181,7 @@ class Steps:
             ids[:decodes] = table.newest(rows[:decodes], ids[:decodes])
         prompts = None
         if decodes < rows.numel():
-            context_slots = self._context_slots(rows[decodes:], contexts[decodes:], context_start, step)
+            context_slots = self._context_slots(rows[decodes:], contexts[decodes:], context_start, step.total_context)
             prompts = Prompts(query_start, context_start, context_slots, step.longest_query, step.longest_context)
         batch = CudaBatch(
             token_ids=ids,
@@ -192,9 +197,9 @@ class Steps:
         logits = self._model.run(batch, self._kv, self._scratch)
         tokens = torch.empty(asking.numel(), dtype=torch.int32, device=self.device)
         if asking.numel():
-            self._sample(logits, table.jobs, asking_at, tokens, slots=asking)
+            self._sample(logits, table.jobs, asking_at, tokens, slots=jobs)
             table.keep(asking, tokens)
-        return tokens
+        return tokens, logits
 
     def change_blocks(self, changes: tuple[Indices, Ints]) -> None:
         """Block-table differences by themselves."""
@@ -219,9 +224,8 @@ class Steps:
         sent = self._upload.send(host.size)
         return sent[: first.size], sent[first.size :]
 
-    def _context_slots(self, rows: Tensor, contexts: Tensor, starts: Tensor, step: Mixed) -> Tensor:
+    def _context_slots(self, rows: Tensor, contexts: Tensor, starts: Tensor, total: int) -> Tensor:
         """Where each token of the prompts' contexts lies in the cache, from the resident block table."""
-        total = int(step.columns[9][-1])
         owner = torch.repeat_interleave(rows.long(), contexts.long(), output_size=total)
         begin = torch.repeat_interleave(starts[:-1].long(), contexts.long(), output_size=total)
         position = torch.arange(total, device=self.device) - begin

@@ -110,6 +110,33 @@ def test_a_slot_that_changed_hands_does_not_get_the_tokens_of_before(monkeypatch
     penal = RowParams(3, repetition_penalty=1.5)
     plan = plan_of(step=2, freed=[0], new=[new_row(0, [8, 9], penal, blocks=[2])], rows=[0], num_tokens=[2])
     assert rows_and_tokens(runner.execute(plan))[1] == alone(([8, 9], penal)).outputs[:1]
+    assert runner.num_slow == 0
+
+
+def test_only_rows_that_ask_for_it_are_sampled_by_the_host() -> None:
+    """Beside them the device goes on by itself, and all go on together."""
+    runner, _ = make_runner()
+    jobs = [
+        ([5, 6], RowParams(4, temperature=1.0, seed=3)),
+        ([7, 8, 9], RowParams(4, repetition_penalty=1.4, logprobs=1)),
+    ]
+    expected = [alone(job) for job in jobs]
+    blocks = ([3, 9], [5, 2])
+    new = [new_row(row, prompt, params, blocks=blocks[row]) for row, (prompt, params) in enumerate(jobs)]
+    found = [runner.execute(plan_of(new=new, rows=[0, 1], num_tokens=[2, 3]))]
+    found += [
+        runner.execute(plan_of(step=2 + i, rows=[0, 1], num_computed=[2 + i, 3 + i], tokens=[-1, -1])) for i in range(3)
+    ]
+    for row, job in enumerate(expected):
+        assert [rows_and_tokens(result)[1][row] for result in found] == job.outputs
+    assert [[entry.rid for entry in result.logprobs] for result in found] == [[1]] * 4
+    assert runner.num_slow == 0
+
+
+def test_a_prompt_is_scored_the_slow_way() -> None:
+    runner, _ = make_runner()
+    params = RowParams(1, prompt_logprobs=0)
+    runner.execute(plan_of(new=[new_row(0, [5, 6], params, blocks=[3])], rows=[0], num_tokens=[2]))
     assert runner.num_slow == 1
 
 
