@@ -21,7 +21,6 @@ def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int
     scheduler, cache = config.scheduler, config.cache
     max_len = min(config.model.max_len or num_blocks * cache.block_size, num_blocks * cache.block_size)
     max_waiting = 4 * scheduler.num_rows if scheduler.max_waiting is None else scheduler.max_waiting
-    most_tokens = scheduler.max_waiting_tokens
     return Limits(
         max_len=max_len,
         vocab_size=vocab_size,
@@ -31,7 +30,7 @@ def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int
         max_num_tokens=scheduler.num_tokens,
         chunk=scheduler.num_tokens if scheduler.chunk is None else scheduler.chunk,
         max_waiting=max_waiting,
-        max_waiting_tokens=8 * max(scheduler.num_tokens, max_len) if most_tokens is None else most_tokens,
+        max_waiting_tokens=scheduler.queue_tokens(max_len),
         queue_timeout=scheduler.queue_timeout,
         prefix_cache=cache.prefix_cache,
     )

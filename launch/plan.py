@@ -121,8 +121,8 @@ def _cures_of_size(config: EngineConfig, kv_bytes: int, over: int, num_workers: 
         cures.append("--kv-dtype int8   half the memory per token, less exact")
     if config.model.quantize is None and config.model.dtype in DTYPE_BYTES:
         cures.append("--quantize q8_0   dense weights in 8 bits")
-    if config.scheduler.num_tokens > 512:
-        cures.append("--max-num-tokens 512   smaller steps need less memory")
+    if config.scheduler.num_tokens > 256:
+        cures.append("--max-num-tokens 256   smaller steps need less memory")
     return cures or ["a smaller or more strongly quantized model"]
 
 

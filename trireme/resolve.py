@@ -112,7 +112,8 @@ class _Resolver:
         if scheduler.max_num_seqs is None:
             self.decide("scheduler", f"{where} computes", max_num_seqs=GPU_ROWS if self.is_on_gpu else CPU_ROWS)
         if scheduler.max_num_tokens is None:
-            self.decide("scheduler", f"{where} computes", max_num_tokens=GPU_TOKENS if self.is_on_gpu else CPU_TOKENS)
+            most = max(GPU_TOKENS if self.is_on_gpu else CPU_TOKENS, 2 * self.config.scheduler.num_rows)
+            self.decide("scheduler", f"{where} computes", max_num_tokens=most)
 
     @property
     def is_on_gpu(self) -> bool:
@@ -237,8 +238,8 @@ class _Resolver:
         if scheduler.max_waiting is None:
             self.decide("scheduler", "4 x max-num-seqs", max_waiting=4 * scheduler.num_rows)
         if scheduler.max_waiting_tokens is None:
-            most = 8 * max(scheduler.num_tokens, max_len)
-            self.decide("scheduler", "8 x the larger of max-num-tokens and max-len", max_waiting_tokens=most)
+            because = "8 x the larger of max-num-tokens and max-len, at least 16384"
+            self.decide("scheduler", because, max_waiting_tokens=scheduler.queue_tokens(max_len))
 
     def places(self) -> None:
         """Where workers run and with how many threads."""

@@ -170,9 +170,17 @@ def test_weights_larger_than_the_machine():
     assert "24 GiB" in str(error)
 
 
+def test_steps_are_small_but_hold_all_decoding_rows():
+    assert resolved()[0].scheduler.max_num_tokens == 256
+    assert resolved(max_num_seqs=200)[0].scheduler.max_num_tokens == 400
+    assert resolved(max_num_seqs=200, max_num_tokens=64)[0].scheduler.max_num_tokens == 64
+    assert resolved(max_len=100)[0].scheduler.max_waiting_tokens == 16384
+    assert resolved(max_len=4096)[0].scheduler.max_waiting_tokens == 8 * 4096
+
+
 def test_uncut_prompts_need_a_budget_of_the_longest():
     assert resolved(chunk=0, max_len=4096)[0].scheduler.max_num_tokens == 4096
-    assert resolved(chunk=0, max_len=100)[0].scheduler.max_num_tokens == 2048
+    assert resolved(chunk=0, max_len=100)[0].scheduler.max_num_tokens == 256
 
 
 def test_a_model_on_disk(tmp_path):
