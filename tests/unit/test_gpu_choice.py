@@ -49,7 +49,7 @@ def test_the_cpu_is_chosen_with_the_reason_against_the_gpu():
         config, decisions = resolved(device=device)
         assert config.parallel.worker_kind == "torch"
         assert why in reasons(decisions)["device"][1]
-        assert (config.scheduler.max_num_seqs, config.scheduler.max_num_tokens) == (64, 2048)
+        assert (config.scheduler.max_num_seqs, config.scheduler.max_num_tokens) == (64, 256)
     assert resolved(tp=2)[0].parallel.device == "cpu"
     asked = load({"device": "cpu"}, environ={}).config
     assert resolve(asked, ModelFacts(SMOL, "m", 1), BOX)[0].parallel.worker_kind == "torch"
