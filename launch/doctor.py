@@ -75,7 +75,7 @@ def _machine(device: DeviceFacts) -> list[Finding]:
             "ok" if device.memory_free > GIB else "warn",
             f"{format_bytes(device.memory_free)} free of {format_bytes(device.memory_total)}",
         ),
-        Finding("GPUs", "ok", str(device.num_gpus) if device.num_gpus else "none: models run on the processor"),
+        _gpus(device),
         Finding(
             "open files",
             "ok" if files >= MIN_FILES else "warn",
@@ -89,6 +89,15 @@ def _machine(device: DeviceFacts) -> list[Finding]:
             "" if shm > 64 * MIB else "docker run --shm-size 1g, or mount -o remount,size=1g /dev/shm",
         ),
     ]
+
+
+def _gpus(device: DeviceFacts) -> Finding:
+    if not device.num_gpus:
+        return Finding("GPUs", "ok", "none: models run on the processor")
+    if not device.has_cuda_kernels:
+        why = f"{device.num_gpus}, and no kernels for them: models run on the processor"
+        return Finding("GPUs", "warn", why, "make native, with nvcc and a torch for CUDA")
+    return Finding("GPUs", "ok", str(device.num_gpus))
 
 
 def _libraries() -> list[Finding]:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from launch.options import Invocation
-from trireme.budget import DTYPE_BYTES, Share, kv_token_bytes, memory_shares
+from trireme.budget import DTYPE_BYTES, Share, gpu_shares, kv_token_bytes, memory_shares, too_little_kv
 from trireme.config import Decision, EngineConfig
-from trireme.device import DeviceFacts, read_device
+from trireme.device import DeviceFacts, GpuFacts, read_device, read_gpu
 from trireme.errors import ConfigError
 from trireme.loaded import loaded_bytes
 from trireme.mesh import Mesh
@@ -57,7 +57,10 @@ def run(invocation: Invocation) -> int:
     """Prints the plan; 0 when it fits, 1 when it does not."""
     config = invocation.loaded.config
     model, device = read_model(config), read_device()
-    plan = make_plan(config, model, device)
+    gpu = read_gpu() if device.num_gpus else None
+    plan = make_plan(config, model, device, gpu)
+    if gpu is not None and plan.config.parallel.worker_kind == "cuda":
+        device = _with_memory_of(device, gpu)
     if invocation.options["json"]:
         print(json.dumps(_document(plan, model, device), indent=1))
     else:
@@ -65,22 +68,35 @@ def run(invocation: Invocation) -> int:
     return 1 if plan.refusal else 0
 
 
-def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> Plan:
-    """Resolves as a start would and adds up. Raises ConfigError only for what no length and no KV memory can cure."""
+def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, gpu: GpuFacts | None = None) -> Plan:
+    """Resolves as a start would and adds up, on the card `gpu` where that computes. Raises ConfigError only for what no length
+    and no KV memory can cure, and for a card that says nothing of its memory."""
     refusal, cures = "", list[str]()
     try:
         resolved, decisions = resolve(config, model, device)
     except ConfigError as error:
         refusal, cures = error.message, [line for line in error.hint.split("\n") if line]
         resolved, decisions = resolve(_without_sizes(config), model, device)
+    is_on_gpu = resolved.parallel.worker_kind == "cuda"
+    if is_on_gpu:
+        if gpu is None:
+            raise ConfigError("nvidia-smi says nothing of the GPU's memory", hint="--device cpu")
+        device, resolved = _with_memory_of(device, gpu), _sized_for(resolved, model, gpu)
     mesh = Mesh(config.parallel.dp, config.parallel.pp, config.parallel.tp)
     has_kv = model.arch.family != "stub" and config.parallel.worker != "fake"
     token_bytes = kv_token_bytes(model.arch, resolved.cache.kv_dtype, mesh) if has_kv else 0
     held = _kv_tokens(resolved, token_bytes)
     weights = loaded_bytes(resolved.model, model.arch, model.weight_bytes)
-    shares = memory_shares(resolved, model.arch, weights, held * token_bytes)
+    shares = (
+        gpu_shares(resolved, model.arch, held * token_bytes)
+        if is_on_gpu
+        else memory_shares(resolved, model.arch, weights, held * token_bytes)
+    )
     over = sum(share.total for share in shares) - device.memory_free
-    workers = mesh.dp * mesh.num_workers
+    workers = 1 if is_on_gpu else mesh.dp * mesh.num_workers
+    if is_on_gpu and not refusal and held < (resolved.model.max_len or 1):
+        shortage = too_little_kv(resolved.model.max_len or 1, held, token_bytes)
+        refusal, cures = shortage.message, shortage.hint.split("\n")[:1]
     if over > 0 and not refusal:
         refusal = f"it needs {format_bytes(over)} more than is free"
         cures = _cures_of_size(resolved, held * token_bytes, over, workers)
@@ -92,6 +108,20 @@ def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> P
         contexts.append(Context(positions, positions * token_bytes, mesh.dp * (held // positions)))
     largest, possible = min(held, positions), min(possible, positions)
     return Plan(config, resolved, decisions, shares, contexts, largest, possible, refusal, cures)
+
+
+def _with_memory_of(device: DeviceFacts, gpu: GpuFacts) -> DeviceFacts:
+    return msgspec.structs.replace(device, memory_free=gpu.memory_free, memory_total=gpu.memory_total)
+
+
+def _sized_for(config: EngineConfig, model: ModelFacts, gpu: GpuFacts) -> EngineConfig:
+    """With the KV memory that a worker on the card will find, where none was asked for."""
+    cache = config.cache
+    if cache.kv_memory is not None or cache.num_blocks is not None:
+        return config
+    taken = gpu.memory_total - gpu.memory_free + sum(share.total for share in gpu_shares(config, model.arch, 0))
+    left = max(int(gpu.memory_total * cache.gpu_memory) - taken, 0)
+    return msgspec.structs.replace(config, cache=msgspec.structs.replace(cache, kv_memory=f"{left // MIB}MiB"))
 
 
 def _without_sizes(config: EngineConfig) -> EngineConfig:
@@ -115,6 +145,8 @@ def _cures_of_size(config: EngineConfig, kv_bytes: int, over: int, num_workers: 
     smaller = (kv_bytes - -(-over // num_workers)) // MIB
     if smaller > 0:
         cures.append(f"--kv-memory {smaller}MiB   fits")
+    if config.parallel.worker_kind == "cuda":
+        return [*cures, "--max-num-tokens 2048   smaller steps need less memory"]
     if config.cache.kv_dtype == "float32":
         cures.append("--kv-dtype float16   half the memory per token")
     elif config.cache.kv_dtype != "int8":

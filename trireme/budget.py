@@ -21,6 +21,7 @@ LOGITS_BYTES = 64 * MIB  # most bytes of logits that one forward may give
 # What the programs themselves hold, measured after a start: libraries, tokenizer, buffers.
 WORKER_PROGRAM, FRONT_PROGRAM, LAUNCH_PROGRAM = 48 * MIB, 80 * MIB, 40 * MIB
 TORCH_LIBRARY = 180 * MIB  # more in a worker that computes in torch
+GPU_GRAPHS = 640 * MIB  # CUDA graphs of decode steps, and what the GPU's libraries allocate later
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INTEGER_BYTES = {"int16": 2, "int8": 1}  # of keys and values only
 
@@ -75,6 +76,13 @@ def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
     return scheduler.num_tokens * per_token + 2 * logits
 
 
+def gpu_activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
+    """Upper estimate of what a step on a GPU needs beside weights and KV; the worker measures it when it starts."""
+    heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+    per_token = 2 * (3 * arch.hidden + 3 * arch.ffn + 2 * heads)
+    return scheduler.num_tokens * per_token + 6 * scheduler.num_rows * arch.vocab_size
+
+
 class Share(NamedTuple):
     """One line of a memory table: so many holders of `each` bytes."""
 
@@ -101,6 +109,16 @@ def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_by
         Share("worker program", workers, WORKER_PROGRAM + (TORCH_LIBRARY if with_torch else 0)),
         Share("front end", config.serving.api_servers, FRONT_PROGRAM),
         Share("launcher", 1, LAUNCH_PROGRAM),
+    ]
+
+
+def gpu_shares(config: EngineConfig, arch: ArchSpec, kv_bytes: int) -> list[Share]:
+    """Where the memory of one card goes."""
+    return [
+        Share("weights", 1, 2 * num_params(arch)),
+        Share("KV cache", 1, kv_bytes),
+        Share("activations", 1, gpu_activation_bytes(arch, config.scheduler)),
+        Share("graphs", 1, GPU_GRAPHS),
     ]
 
 

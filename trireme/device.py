@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,33 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     isa: tuple[str, ...] = ()
     num_gpus: int = 0
     has_cuda_kernels: bool = False  # the extension models._cuda is built
+
+
+class GpuFacts(msgspec.Struct, frozen=True):
+    """One NVIDIA card; memory in bytes."""
+
+    name: str
+    memory_free: int
+    memory_total: int
+
+
+def read_gpu() -> GpuFacts | None:
+    """The first card, as the driver's own tool tells (it takes a second on some machines); None without one."""
+    fields = "--query-gpu=name,memory.free,memory.total"
+    try:
+        command = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return gpu_from_text(found.stdout) if found.returncode == 0 else None
+
+
+def gpu_from_text(text: str) -> GpuFacts | None:
+    """The first line of the tool's table: `name, free, total`, in MiB."""
+    words = [word.strip() for word in text.strip().split("\n")[0].rsplit(",", 2)]
+    if len(words) != 3 or not (words[1].isdecimal() and words[2].isdecimal()):
+        return None
+    return GpuFacts(words[0], int(words[1]) << 20, int(words[2]) << 20)
 
 
 def read_device(root: Path = Path("/")) -> DeviceFacts:

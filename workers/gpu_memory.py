@@ -13,10 +13,10 @@ import torch
 from models.arch.cuda import CudaModel
 from models.cuda_batch import upload
 from models.forward import HostBatch
+from trireme.budget import GPU_GRAPHS as GRAPHS
 from trireme.errors import ConfigError
-from trireme.sizes import GIB, MIB, format_bytes
+from trireme.sizes import GIB, format_bytes
 
-GRAPHS = 640 * MIB  # of CUDA graphs and what their libraries allocate later
 MAX_SHARE = 0.97  # what can be suggested
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from launch.doctor import examine
+from launch.plan import make_plan
 from tests.unit.test_resolve import LAPTOP, SMOL, reasons
-from trireme.device import DeviceFacts
+from trireme.device import DeviceFacts, GpuFacts, gpu_from_text
 from trireme.errors import ConfigError
 from trireme.gpu import lacks_on_gpu
 from trireme.resolve import ModelFacts, resolve
@@ -81,3 +83,51 @@ def test_what_the_gpu_body_lacks_is_named():
     assert lacks_on_gpu(SMOL) == []
     assert lacks_on_gpu(changed(norm_kind="layer", head_dim=260)) == ["norms other than RMS", "heads of 260"]
     assert lacks_on_gpu(changed(norm_placement="parallel")) == ["parallel norms"]
+
+
+def llama_8b():
+    shape = {"num_layers": 32, "hidden": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "ffn": 14336}
+    return changed(**shape, vocab_size=128256, max_position=131072, weights_dtype="bfloat16", tie_embeddings=False)
+
+
+def plan_for(card, **flags):
+    facts = ModelFacts(llama_8b(), "8b", 16 * GIB)
+    return make_plan(load(flags, environ={}).config, facts, BOX, card)
+
+
+def test_a_plan_for_a_gpu_counts_the_cards_memory():
+    plan = plan_for(GpuFacts("H100", 79 * GIB, 80 * GIB))
+    assert not plan.refusal
+    assert [share.what for share in plan.shares] == ["weights", "KV cache", "activations", "graphs"]
+    assert plan.shares[0].total == pytest.approx(16.06e9, rel=0.01)
+    assert plan.largest_len == 131072
+    # what was left for KV when such a card was measured: 53.7 GiB
+    assert plan.shares[1].total == pytest.approx(53.7 * GIB, rel=0.03)
+
+
+def test_a_plan_for_a_small_gpu_names_the_length_that_fits():
+    card = GpuFacts("L4", 23 * GIB, 24 * GIB)
+    plan = plan_for(card)
+    assert "131072 tokens needs 16 GiB of KV cache" in plan.refusal
+    (cure,) = plan.cures
+    flag, value, *_ = cure.split()
+    assert flag == "--max-len"
+    assert not plan_for(card, max_len=int(value)).refusal
+
+
+def test_a_plan_without_a_word_from_the_card_is_refused():
+    with pytest.raises(ConfigError, match="nvidia-smi"):
+        plan_for(None)
+
+
+def test_the_drivers_table_is_read():
+    text = "NVIDIA H100 80GB HBM3, 80994, 81559\nNVIDIA H100 80GB HBM3, 1, 2\n"
+    assert gpu_from_text(text) == GpuFacts("NVIDIA H100 80GB HBM3", 80994 << 20, 81559 << 20)
+    assert gpu_from_text("No devices were found") is None
+    assert gpu_from_text("") is None
+    assert gpu_from_text("NVIDIA GB10, [N/A], [N/A]") is None
+
+
+def test_the_doctor_sees_a_card_without_kernels():
+    found = {finding.what: finding for finding in examine(msgspec.structs.replace(BOX, has_cuda_kernels=False))}
+    assert (found["GPUs"].state, "make native" in found["GPUs"].cure) == ("warn", True)
