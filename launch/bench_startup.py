@@ -84,11 +84,13 @@ def phases_of(launched: float, stamps: dict[str, float], served: float) -> dict[
     load, kv = stamps.get("engine.load", 0.0), stamps.get("engine.kv", 0.0)
     weights = min(stamps.get("engine.weights", load), load)
     ready = max(engines, fronts)
+    on_gpu = {f"{name}_s": stamps[f"engine.{name}"] for name in ("device", "measure") if f"engine.{name}" in stamps}
     return {
         "launcher_s": stamps["spawned"] - launched,
         "engine_boot_s": engines - stamps["spawned"] - load - kv,
-        "libraries_s": load - weights,
+        "libraries_s": load - weights - sum(on_gpu.values()),
         "weights_s": weights,
+        **on_gpu,
         "kv_s": kv,
         "front_wait_s": ready - engines,
         "first_token_s": served - ready,

@@ -92,7 +92,7 @@ class Worker:
             phases={
                 "device": opened - started,
                 "weights": loaded - opened,
-                "first step": time.perf_counter() - loaded,
+                "measure": time.perf_counter() - loaded,
             },
             decisions=[
                 ("kernels", _name_of(device), "CUDA " + ".".join(map(str, torch.cuda.get_device_capability(device)))),
