@@ -34,6 +34,8 @@ PLOTTED = {
     "total_s": True,
     "weights_s": True,
     "libraries_s": True,
+    "device_s": True,
+    "measure_s": True,
     "first_token_s": True,
     "resident_mib": True,
     "own_mib": True,
