@@ -30,6 +30,18 @@ PYBIND11_MODULE(_cuda, m) {
         rms_norm({at(x), x_stride, at(residual), residual_stride, at(weight), at(out), out_stride, tokens, hidden, eps, weight_offset,
                   static_cast<Type>(type), reinterpret_cast<float*>(scale)}, at(stream));
       });
+  m.def("quantize_rows", [](Address x, int64_t x_stride, Address out, int64_t out_stride, int tokens, int hidden, int type, Address scale, Address stream) {
+    NormArgs args{};
+    args.x = at(x);
+    args.x_stride = x_stride;
+    args.out = at(out);
+    args.out_stride = out_stride;
+    args.tokens = tokens;
+    args.hidden = hidden;
+    args.type = static_cast<Type>(type);
+    args.scale = reinterpret_cast<float*>(scale);
+    quantize_rows(args, at(stream));
+  });
   m.def(
       "rotary_and_cache",
       [](Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride, int type, Address cos_sin, int rotary,
@@ -51,8 +63,10 @@ PYBIND11_MODULE(_cuda, m) {
         });
   m.def("decode_scratch_floats", &decode_scratch_floats);
   m.def("skinny_linear",
-        [](Address x, int64_t x_stride, Address w, Address out, int64_t out_stride, Address bias, int rows, int n, int k, int type, Address stream) {
-          skinny_linear({at(x), x_stride, at(w), at(out), out_stride, at(bias), rows, n, k, static_cast<Type>(type)}, at(stream));
+        [](Address x, int64_t x_stride, Address w, int weight, Address scale, int scale_step, Address out, int64_t out_stride, Address bias, int rows,
+           int n, int k, int type, Address stream) {
+          skinny_linear({at(x), x_stride, at(w), at(out), out_stride, at(bias), floats(scale), scale_step, rows, n, k, static_cast<Type>(type),
+                         static_cast<Weight>(weight)}, at(stream));
         });
   m.def("skinny_max_rows", &skinny_max_rows);
   m.def("gather_rows",

@@ -1,7 +1,7 @@
 """The CUDA kernels (csrc/cuda) as functions of tensors. Called by models/arch and workers for tensors on a GPU.
 
-Every function checks dtypes and layout, launches on the current stream and returns without waiting; nothing allocates where
-`out` is given, so all can be captured in a graph. `<op>_reference` are plain torch with the same signature.
+Every function launches on the current stream and returns without waiting, and nothing allocates, so all can be captured in a
+graph. The kernels refuse types and shapes that they do not have (ValueError). models/cuda_reference.py has each in plain torch.
 
 Legend: T tokens, H hidden, Hq query heads, Hk KV heads, D head dim, R rows, M rows of x, F ffn width, V vocabulary.
 """
@@ -20,6 +20,9 @@ from trireme.errors import ConfigError
 
 TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+DENSE, FP8, Q4_K = 0, 1, 2  # what the weights of skinny_linear are made of
+Q4_K_VALUES, Q4_K_BYTES = 256, 144  # of one super-block
+FP8_MAX = 448.0
 JOB = np.dtype(
     [
         ("seed", np.uint64),
@@ -101,15 +104,6 @@ def rms_norm(
     return out
 
 
-def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, *, residual: Tensor | None = None, offset: float = 0.0
-) -> Tensor:
-    if residual is not None:
-        x = residual.copy_((x.float() + residual.float()).to(x.dtype))
-    wide = x.float()
-    return out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset))
-
-
 def rms_norm_fp8(
     x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor, *, residual: Tensor | None = None
 ) -> Tensor:
@@ -125,6 +119,21 @@ def rms_norm_fp8(
         *x.shape,
         eps,
         0.0,
+        TYPE_CODES[x.dtype],
+        scale.data_ptr(),
+        _stream(),
+    )
+    return out
+
+
+def quantize_rows(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
+    """x [T, H] as float8: out [T, H] e4m3 times scale [T] float32, which is the row's largest magnitude / 448."""
+    load().quantize_rows(
+        x.data_ptr(),
+        x.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        *x.shape,
         TYPE_CODES[x.dtype],
         scale.data_ptr(),
         _stream(),
@@ -178,38 +187,6 @@ def rotary_and_cache(
     )
 
 
-def rotary_and_cache_reference(
-    qkv: Tensor,
-    q_heads: int,
-    kv: PagedKV,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> None:
-    _, kv_heads, block_size, dim = kv.k.shape
-    q, k, v = qkv.unflatten(1, (-1, dim)).split([q_heads, kv_heads, kv_heads], dim=1)
-    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-
-    def turned(x: Tensor, norm: Tensor | None) -> Tensor:
-        wide = x.float()
-        if norm is not None:
-            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()
-            wide = wide.to(x.dtype).float()
-        half = cos.shape[-1]
-        a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
-
-    written = slots >= 0
-    block, offset = slots[written].long() // block_size, slots[written].long() % block_size
-    kv.k[block, :, offset] = (turned(k, k_norm)[written] / kv.k_scale).to(kv.k.dtype)
-    kv.v[block, :, offset] = (v[written].float() / kv.v_scale).to(kv.v.dtype)
-    q.copy_(turned(q, q_norm))
-
-
 # ---------------------------------------------------------------- attention of one query per row
 
 
@@ -230,7 +207,8 @@ def decode_attention(
 ) -> Tensor:
     """Attention of row r's one query over the first context_len[r] tokens of its blocks. q [R, >= Hq * D], out [R, Hq * D].
 
-    context_len 0 marks padding: its output is zero. `splits` parts of a context run side by side; more than one needs
+    The cache is of q's type or float8; head dims are 64, 96, 128, 256, and 80 in q's type. context_len 0 marks padding: its
+    output is zero. `splits` parts of a context run side by side; more than one needs
     `scratch`, float32 of decode_scratch(...) values. sinks [Hq] float32 are logits that take weight and give nothing.
     """
     load().decode_attention(
@@ -261,58 +239,31 @@ def decode_scratch(rows: int, q_heads: int, dim: int, splits: int) -> int:
     return int(load().decode_scratch_floats(rows, q_heads, dim, splits))
 
 
-def decode_attention_reference(
-    q: Tensor,
-    q_heads: int,
-    kv: PagedKV,
-    block_table: Tensor,
-    context_len: Tensor,
-    scale: float,
-    out: Tensor,
-    *,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    splits: int = 1,
-    scratch: Tensor | None = None,
-) -> Tensor:
-    _, kv_heads, _, dim = kv.k.shape
-    for row, context in enumerate(context_len.tolist()):
-        if context == 0:
-            out[row] = 0
-            continue
-        blocks = block_table[row].long()
-        keys, values = (x[blocks].transpose(1, 2).flatten(0, 1)[:context].double() for x in (kv.k, kv.v))
-        keys, values = keys * kv.k_scale, values * kv.v_scale
-        query = q[row, : q_heads * dim].view(kv_heads, -1, dim).double()
-        scores = torch.einsum("hgd,thd->hgt", query, keys) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        if window:
-            scores[..., : max(0, context - window)] = float("-inf")
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)), -1)
-        weights = scores.softmax(-1)[..., :context]
-        out[row] = torch.einsum("hgt,thd->hgd", weights, values).flatten().to(out.dtype)
-    return out
-
-
 # ---------------------------------------------------------------- products and the rest
 
 
-def skinny_linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """out [M, N] = x [M, K] weight [N, K]^T + bias, for M up to skinny_max_rows() and a K that 64 divides."""
-    n, k = weight.shape
+def skinny_linear(
+    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, scale: Tensor | None = None
+) -> Tensor:
+    """out [M, N] = x [M, K] W^T * scale + bias, for M up to skinny_max_rows().
+
+    `weight` is [N, K] of x's type or of float8 (64 divides K), or uint8 [N, K / 256 * 144]: rows of GGUF's Q4_K super-blocks.
+    scale [N] or [1] float32 multiplies the outputs.
+    """
+    kind = {torch.uint8: Q4_K, torch.float8_e4m3fn: FP8}.get(weight.dtype, DENSE)
     load().skinny_linear(
         x.data_ptr(),
         x.stride(0),
         weight.data_ptr(),
+        kind,
+        _address(scale),
+        int(scale is not None and scale.numel() > 1),
         out.data_ptr(),
         out.stride(0),
         _address(bias),
         x.shape[0],
-        n,
-        k,
+        weight.shape[0],
+        weight.shape[1] // Q4_K_BYTES * Q4_K_VALUES if kind == Q4_K else weight.shape[1],
         TYPE_CODES[x.dtype],
         _stream(),
     )

@@ -39,11 +39,12 @@ void run(const void* gate_up, int64_t stride, void* out, int64_t out_stride, int
 
 }  // namespace
 
-void gated_activation(const void* gate_up, int64_t stride, void* out, int64_t out_stride, int tokens, int width, Gate gate, Type type, Stream stream) {
+void gated_activation(const void* gate_up, int64_t stride, void* out, int64_t out_stride, int tokens, int width, Gate gate, Type type,
+                      Stream stream) {
   if (tokens < 1) return;
   with_type(type, [&](auto zero) {
     using T = decltype(zero);
-    if (width % Pack<T>::size != 0) throw std::invalid_argument("gated_activation takes widths that " + std::to_string(Pack<T>::size) + " divides; got " + std::to_string(width));
+    need_packs<T>("gated_activation", width);
     switch (gate) {
       case Gate::silu: return run<T, Gate::silu>(gate_up, stride, out, out_stride, tokens, width, stream);
       case Gate::gelu_tanh: return run<T, Gate::gelu_tanh>(gate_up, stride, out, out_stride, tokens, width, stream);

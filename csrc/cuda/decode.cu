@@ -4,7 +4,7 @@
 // four warps take turns over pieces of 16 tokens, each with its own online softmax (Milakov and Gimelshein 2018), cp.async
 // fetching the next pieces meanwhile; they are folded at the end in order. Long contexts are cut in `splits` parts that run side
 // by side and are folded by a second kernel (Flash-Decoding, Dao et al. 2023).
-#include "cuda/device.cuh"
+#include "cuda/products.cuh"
 
 namespace trireme::cuda {
 namespace {
@@ -26,46 +26,27 @@ template <int N>
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* p) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(p)));
 }
 __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const void* p) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(p)));
 }
 
-template <class T>
-struct Math;
-template <>
-struct Math<bf16> {
-  static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-  static __device__ __forceinline__ uint32_t pair(float low, float high) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&v);
-  }
-};
-template <>
-struct Math<f16> {
-  static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-  static __device__ __forceinline__ uint32_t pair(float low, float high) {
-    const __half2 v = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&v);
-  }
-};
-
 // Rows of 16-byte chunks in shared memory, permuted so that eight rows of one column lie in different banks.
-template <int D>
+template <class C, int D>
 struct Layout {
-  static constexpr int chunks = D / 8;
+  static constexpr int per_chunk = 16 / sizeof(C);  // values
+  static constexpr int chunks = D / per_chunk;
   static constexpr int stride = (chunks + 7) / 8 * 8;  // chunks of a row
   static constexpr int piece_bytes = kPiece * stride * 16;
   static constexpr int stage_bytes = 2 * piece_bytes;  // keys, values
   static constexpr int warp_bytes = kStages * stage_bytes;
-  static constexpr int bytes = kWarps * warp_bytes > kWarps * kGroup * (D + 2) * 4 ? kWarps * warp_bytes : kWarps * kGroup * (D + 2) * 4;
+  static constexpr int result_bytes = kWarps * kGroup * (D + 2) * 4;
+  static constexpr int bytes = kWarps * warp_bytes > result_bytes ? kWarps * warp_bytes : result_bytes;
   static __device__ __forceinline__ int at(int token, int chunk) { return (token * stride + (chunk ^ (token & 7))) * 16; }
 };
 
@@ -80,9 +61,9 @@ __device__ __forceinline__ Span pieces_of(int context, int window, int splits, i
   return {first, min(first + each, end)};
 }
 
-template <class T, int D>
+template <class C, int D>
 __device__ __forceinline__ void fetch_piece(const DecodeArgs& args, const int32_t* table, int kv_head, int piece, int context, char* stage) {
-  using L = Layout<D>;
+  using L = Layout<C, D>;
   const int lane = threadIdx.x % 32;
   const int64_t token_stride = D, block_stride = static_cast<int64_t>(args.cache.heads) * args.cache.block_size * D;
 #pragma unroll
@@ -92,9 +73,9 @@ __device__ __forceinline__ void fetch_piece(const DecodeArgs& args, const int32_
     const bool is_valid = position < context;
     const int safe = is_valid ? position : context - 1;
     const int64_t block = table[safe / args.cache.block_size];
-    const int64_t offset = block * block_stride + (static_cast<int64_t>(kv_head) * args.cache.block_size + safe % args.cache.block_size) * token_stride + chunk * 8;
-    copy_async(stage + L::at(token, chunk), static_cast<const T*>(args.cache.k) + offset, is_valid);
-    copy_async(stage + L::piece_bytes + L::at(token, chunk), static_cast<const T*>(args.cache.v) + offset, is_valid);
+    const int64_t offset = block * block_stride + (static_cast<int64_t>(kv_head) * args.cache.block_size + safe % args.cache.block_size) * token_stride + chunk * L::per_chunk;
+    copy_async(stage + L::at(token, chunk), static_cast<const C*>(args.cache.k) + offset, is_valid);
+    copy_async(stage + L::piece_bytes + L::at(token, chunk), static_cast<const C*>(args.cache.v) + offset, is_valid);
   }
 }
 
@@ -105,18 +86,90 @@ struct State {
   float top[2], sum[2];
 };
 
-template <class T, int D>
-__device__ __forceinline__ void attend_piece(const DecodeArgs& args, const uint32_t (&q)[D / 16][4], const char* stage, int piece, int context, State<D>& s) {
-  using L = Layout<D>;
-  const int lane = threadIdx.x % 32, t = lane % 4, matrix = lane / 8, row = lane % 8;
-  float scores[2][4] = {};
+// How a piece of the cache becomes tensor-core fragments of `Element`, kUnit times the values stored. A tile's 16 steps of a dot
+// product may be taken in any order that queries share; outputs land where out_dim says.
+template <class C, int D>
+struct Tiles {
+  using Element = C;
+  using L = Layout<C, D>;
+  static constexpr float kUnit = 1.0f;
+
+  static __device__ __forceinline__ int query_dim(int step, int i, int t, int which) { return step * 16 + i / 2 * 8 + t * 2 + which; }
+  static __device__ __forceinline__ int out_dim(int n, int column) { return n * 8 + column; }
+
+  static __device__ __forceinline__ void dot(float (&scores)[2][4], const uint32_t (&q)[D / 16][4], const char* keys) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
 #pragma unroll
-  for (int step = 0; step < D / 16; ++step) {
-    uint32_t b[4];
-    load_matrices(b, stage + L::at(matrix / 2 * 8 + row, step * 2 + matrix % 2));
-    Math<T>::multiply(scores[0], q[step], b[0], b[1]);
-    Math<T>::multiply(scores[1], q[step], b[2], b[3]);
+    for (int step = 0; step < D / 16; ++step) {
+      uint32_t b[4];
+      load_matrices(b, keys + L::at(matrix / 2 * 8 + row, step * 2 + matrix % 2));
+      multiply<C>(scores[0], q[step][0], q[step][1], q[step][2], q[step][3], b[0], b[1]);
+      multiply<C>(scores[1], q[step][0], q[step][1], q[step][2], q[step][3], b[2], b[3]);
+    }
   }
+
+  static __device__ __forceinline__ void blend(float (&out)[D / 8][4], const uint32_t (&w)[4], const char* values) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+#pragma unroll
+    for (int n = 0; n < D / 16; ++n) {
+      uint32_t b[4];
+      load_transposed(b, values + L::at(matrix % 2 * 8 + row, n * 2 + matrix / 2));
+      multiply<C>(out[2 * n], w[0], w[1], w[2], w[3], b[0], b[1]);
+      multiply<C>(out[2 * n + 1], w[0], w[1], w[2], w[3], b[2], b[3]);
+    }
+  }
+};
+
+// float8: a 16-byte chunk holds the 16 dims of a step, four to a thread, and unpacks to those at even and at odd places. Of
+// values, a transposed word has two neighbouring dims of two tokens, so even and odd dims become two tiles.
+template <int D>
+struct Tiles<fp8, D> {
+  using Element = f16;
+  using L = Layout<fp8, D>;
+  static constexpr float kUnit = kFp8Unit<f16>;
+  static_assert(D % 32 == 0, "chunks come in pairs");
+
+  static __device__ __forceinline__ int query_dim(int step, int i, int t, int which) { return step * 16 + t * 4 + i / 2 + which * 2; }
+  static __device__ __forceinline__ int out_dim(int n, int column) { return n / 2 * 16 + column * 2 + n % 2; }
+
+  static __device__ __forceinline__ void dot(float (&scores)[2][4], const uint32_t (&q)[D / 16][4], const char* keys) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+#pragma unroll
+    for (int both = 0; both < D / 32; ++both) {
+      uint32_t words[4];
+      load_matrices(words, keys + L::at(matrix / 2 * 8 + row, both * 2 + matrix % 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Fp8Pairs b = unpack_fp8<f16>(words[i]);
+        const uint32_t(&a)[4] = q[both * 2 + i % 2];
+        multiply<f16>(scores[i / 2], a[0], a[1], a[2], a[3], b.even, b.odd);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void blend(float (&out)[D / 8][4], const uint32_t (&w)[4], const char* values) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+#pragma unroll
+    for (int both = 0; both < D / 32; ++both) {
+      uint32_t words[4];
+      load_transposed(words, values + L::at(matrix % 2 * 8 + row, both * 2 + matrix / 2));
+#pragma unroll
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        const Fp8Pairs first = unpack_fp8<f16>(words[2 * chunk]), second = unpack_fp8<f16>(words[2 * chunk + 1]);
+        multiply<f16>(out[both * 4 + chunk * 2], w[0], w[1], w[2], w[3], first.even, second.even);
+        multiply<f16>(out[both * 4 + chunk * 2 + 1], w[0], w[1], w[2], w[3], first.odd, second.odd);
+      }
+    }
+  }
+};
+
+template <class C, int D>
+__device__ __forceinline__ void attend_piece(const DecodeArgs& args, const uint32_t (&q)[D / 16][4], const char* stage, int piece, int context,
+                                             State<D>& s) {
+  using Element = typename Tiles<C, D>::Element;
+  const int t = threadIdx.x % 4;
+  float scores[2][4] = {};
+  Tiles<C, D>::dot(scores, q, stage);
   const int start = piece * kPiece, first_seen = args.window > 0 ? context - args.window : 0;
   float top[2] = {s.top[0], s.top[1]};
 #pragma unroll
@@ -153,20 +206,22 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& args, const uint3
       s.sum[i / 2] += weight;
     }
   }
-  const uint32_t weights[4] = {Math<T>::pair(scores[0][0], scores[0][1]), Math<T>::pair(scores[0][2], scores[0][3]),
-                               Math<T>::pair(scores[1][0], scores[1][1]), Math<T>::pair(scores[1][2], scores[1][3])};
-#pragma unroll
-  for (int n = 0; n < D / 16; ++n) {
-    uint32_t b[4];
-    load_transposed(b, stage + L::piece_bytes + L::at(matrix % 2 * 8 + row, n * 2 + matrix / 2));
-    Math<T>::multiply(s.out[2 * n], weights, b[0], b[1]);
-    Math<T>::multiply(s.out[2 * n + 1], weights, b[2], b[3]);
-  }
+  const uint32_t weights[4] = {pair_of<Element>(scores[0][0], scores[0][1]), pair_of<Element>(scores[0][2], scores[0][3]),
+                               pair_of<Element>(scores[1][0], scores[1][1]), pair_of<Element>(scores[1][2], scores[1][3])};
+  Tiles<C, D>::blend(s.out, weights, stage + Layout<C, D>::piece_bytes);
 }
 
-template <class T, int D>
+// A pair of one head's query values, as the tiles take them.
+template <class T, class C, int D>
+__device__ __forceinline__ uint32_t query_pair(const T* query, int step, int i, int t) {
+  using Q = Tiles<C, D>;
+  if constexpr (sizeof(C) == sizeof(T)) return *reinterpret_cast<const uint32_t*>(query + Q::query_dim(step, i, t, 0));
+  return pair_of<typename Q::Element>(to_float(query[Q::query_dim(step, i, t, 0)]), to_float(query[Q::query_dim(step, i, t, 1)]));
+}
+
+template <class T, class C, int D>
 __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args) {
-  using L = Layout<D>;
+  using L = Layout<C, D>;
   extern __shared__ __align__(128) char shared[];
   const int row = blockIdx.x, group = args.q_heads / args.cache.heads, tiles = (group + kGroup - 1) / kGroup;
   const int kv_head = blockIdx.y / tiles, first_head = kv_head * group + blockIdx.y % tiles * kGroup;
@@ -182,7 +237,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args) {
   int ahead = span.first + warp;
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i, ahead += kWarps) {
-    if (ahead < span.last) fetch_piece<T, D>(args, table, kv_head, ahead, context, own + i * L::stage_bytes);
+    if (ahead < span.last) fetch_piece<C, D>(args, table, kv_head, ahead, context, own + i * L::stage_bytes);
     commit();
   }
   uint32_t q[D / 16][4];
@@ -191,8 +246,8 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args) {
   for (int step = 0; step < D / 16; ++step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int head = g + i % 2 * 8, dim = step * 16 + i / 2 * 8 + t * 2;
-      q[step][i] = head < num_heads ? *reinterpret_cast<const uint32_t*>(query + head * D + dim) : 0u;
+      const int head = g + i % 2 * 8;
+      q[step][i] = head < num_heads ? query_pair<T, C, D>(query + head * D, step, i, t) : 0u;
     }
   }
   State<D> s;
@@ -207,11 +262,11 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args) {
   for (int piece = span.first + warp; piece < span.last; piece += kWarps, ahead += kWarps) {
     const int next = stage == 0 ? kStages - 1 : stage - 1;
     __syncwarp();  // all lanes are done with the stage that is filled now
-    if (ahead < span.last) fetch_piece<T, D>(args, table, kv_head, ahead, context, own + next * L::stage_bytes);
+    if (ahead < span.last) fetch_piece<C, D>(args, table, kv_head, ahead, context, own + next * L::stage_bytes);
     commit();
     wait_for_copies<kStages - 1>();
     __syncwarp();
-    attend_piece<T, D>(args, q, own + stage * L::stage_bytes, piece, context, s);
+    attend_piece<C, D>(args, q, own + stage * L::stage_bytes, piece, context, s);
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
 #pragma unroll
@@ -225,7 +280,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args) {
 #pragma unroll
   for (int n = 0; n < D / 8; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) results[(warp * kGroup + g + i / 2 * 8) * (D + 2) + n * 8 + t * 2 + i % 2] = s.out[n][i];
+    for (int i = 0; i < 4; ++i) results[(warp * kGroup + g + i / 2 * 8) * (D + 2) + Tiles<C, D>::out_dim(n, t * 2 + i % 2)] = s.out[n][i];
   }
   if (t == 0) {
 #pragma unroll
@@ -257,7 +312,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args) {
       }
     } else {
       if (args.sinks != nullptr && sum > 0.0f) sum += exp2f(args.sinks[q_head] * kLog2e - top);
-      static_cast<T*>(args.out)[row * args.out_stride + static_cast<int64_t>(q_head) * D + dim] = from_float<T>(sum > 0.0f ? total / sum : 0.0f);
+      static_cast<T*>(args.out)[row * args.out_stride + static_cast<int64_t>(q_head) * D + dim] = from_float<T>(sum > 0.0f ? total / sum * args.cache.v_scale : 0.0f);
     }
   }
 }
@@ -279,15 +334,18 @@ __global__ void fold_kernel(DecodeArgs args) {
     total += r[dim] * factor;
   }
   if (args.sinks != nullptr && sum > 0.0f) sum += exp2f(args.sinks[head] * kLog2e - top);
-  static_cast<T*>(args.out)[row * args.out_stride + static_cast<int64_t>(head) * D + dim] = from_float<T>(sum > 0.0f ? total / sum : 0.0f);
+  static_cast<T*>(args.out)[row * args.out_stride + static_cast<int64_t>(head) * D + dim] = from_float<T>(sum > 0.0f ? total / sum * args.cache.v_scale : 0.0f);
 }
 
-template <class T, int D>
-void run(const DecodeArgs& args, Stream stream) {
-  static const cudaError_t allowed = cudaFuncSetAttribute(decode_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<D>::bytes);
+template <class T, class C, int D>
+void run(DecodeArgs args, Stream stream) {
+  constexpr int shared = Layout<C, D>::bytes;
+  static const cudaError_t allowed = cudaFuncSetAttribute(decode_kernel<T, C, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   check(allowed, "shared memory of decode_attention");
+  args.scale *= args.cache.k_scale / Tiles<C, D>::kUnit;
+  args.cache.v_scale /= Tiles<C, D>::kUnit;
   const int tiles = (args.q_heads / args.cache.heads + kGroup - 1) / kGroup;
-  launch(decode_kernel<T, D>, dim3(args.rows, args.cache.heads * tiles, args.splits), dim3(kWarps * 32), Layout<D>::bytes, stream, args);
+  launch(decode_kernel<T, C, D>, dim3(args.rows, args.cache.heads * tiles, args.splits), dim3(kWarps * 32), shared, stream, args);
   if (args.splits > 1) launch(fold_kernel<T>, dim3(args.rows, args.q_heads), dim3(D), 0, stream, args);
 }
 
@@ -299,17 +357,21 @@ int64_t decode_scratch_floats(int rows, int q_heads, int dim, int splits) {
 
 void decode_attention(const DecodeArgs& args, Stream stream) {
   if (args.rows < 1) return;
-  if (args.cache.type != args.type) throw std::invalid_argument("decode_attention takes a cache of the type of the queries");
   with_half_type(args.type, [&](auto zero) {
     using T = decltype(zero);
+    const bool is_fp8 = args.cache.type == Type::fp8;
+    if (!is_fp8 && args.cache.type != args.type) throw std::invalid_argument("decode_attention takes a cache of the queries' type, or fp8");
     switch (args.cache.dim) {
-      case 64: return run<T, 64>(args, stream);
-      case 80: return run<T, 80>(args, stream);
-      case 96: return run<T, 96>(args, stream);
-      case 128: return run<T, 128>(args, stream);
-      case 256: return run<T, 256>(args, stream);
-      default: throw std::invalid_argument("decode_attention has head dims 64, 80, 96, 128, 256; got " + std::to_string(args.cache.dim));
+      case 64: return is_fp8 ? run<T, fp8, 64>(args, stream) : run<T, T, 64>(args, stream);
+      case 96: return is_fp8 ? run<T, fp8, 96>(args, stream) : run<T, T, 96>(args, stream);
+      case 128: return is_fp8 ? run<T, fp8, 128>(args, stream) : run<T, T, 128>(args, stream);
+      case 256: return is_fp8 ? run<T, fp8, 256>(args, stream) : run<T, T, 256>(args, stream);
+      case 80:
+        if (!is_fp8) return run<T, T, 80>(args, stream);
+        break;
+      default: break;
     }
+    throw std::invalid_argument("decode_attention has head dims 64, 96, 128, 256, and 80 without fp8; got " + std::to_string(args.cache.dim));
   });
 }
 

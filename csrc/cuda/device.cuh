@@ -101,6 +101,13 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared, Str
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), "kernel launch");
 }
 
+// Refuses rows that are no whole number of 16-byte packs.
+template <class T>
+void need_packs(const char* op, int width) {
+  if (width % Pack<T>::size == 0) return;
+  throw std::invalid_argument(std::string(op) + " takes widths that " + std::to_string(Pack<T>::size) + " divides; got " + std::to_string(width));
+}
+
 // Calls f with a value of the type that `type` names.
 template <class F>
 void with_type(Type type, F&& f) {

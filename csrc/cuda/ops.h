@@ -27,9 +27,11 @@ struct NormArgs {
   float eps;
   float weight_offset;  // 1 for families that store the weight less one
   Type type;            // of x, residual, weight, out
-  float* scale;         // not null: out is fp8, one scale per token is written here (amax / 448)
+  float* scale;         // not null: out is fp8, one scale per token is written here (largest magnitude / 448)
 };
 void rms_norm(const NormArgs& args, Stream stream);
+// x [T, H] as fp8 values and a scale per token, without a norm; of args only x, out, scale, sizes and type count.
+void quantize_rows(const NormArgs& args, Stream stream);
 
 // ---- rotary.cu: rotates q in place, writes rotated k, and v, into the cache
 
@@ -87,17 +89,26 @@ struct DecodeArgs {
 void decode_attention(const DecodeArgs& args, Stream stream);
 int64_t decode_scratch_floats(int rows, int q_heads, int dim, int splits);
 
-// ---- skinny.cu: out [M, N] = x [M, K] * w [N, K]^T for few rows, at the speed of reading w
+// ---- skinny.cu, skinny_fp8.cu, skinny_q4k.cu: out [M, N] = x [M, K] * w [N, K]^T for few rows, at the speed of reading w
+
+enum class Weight {
+  dense = 0,  // of the type of x
+  fp8 = 1,    // e4m3, times `scale`
+  q4_k = 2,   // rows of GGUF's Q4_K super-blocks
+};
 
 struct SkinnyArgs {
-  const void* x;
+  const void* x;  // [M, K], rows x_stride apart
   int64_t x_stride;
-  const void* w;  // row-major, K a multiple of 64
+  const void* w;  // row-major, 16-byte aligned; K a multiple of 64, of 256 for q4_k
   void* out;
   int64_t out_stride;
-  const void* bias;  // [N] or null
-  int m, n, k;       // m up to 64
-  Type type;         // f16 or bf16, of all
+  const void* bias;    // [N] or null
+  const float* scale;  // of the outputs, scale_step apart (0: one for all); or null
+  int scale_step;
+  int m, n, k;  // m up to skinny_max_rows()
+  Type type;    // f16 or bf16, of x, out and bias
+  Weight weight;
 };
 void skinny_linear(const SkinnyArgs& args, Stream stream);
 int skinny_max_rows();
@@ -106,7 +117,7 @@ int skinny_max_rows();
 
 // out [T, H] = table[ids], rows outside [first, first + count) become zero (vocabulary-parallel ranks)
 void gather_rows(const void* table, const int32_t* ids, void* out, int tokens, int hidden, int first, int count, float scale, Type type, Stream stream);
-// Copies whole blocks of one layer: pairs [count][2] of (source, destination), all sources read before any destination is written must hold by construction.
+// Copies whole blocks of one layer: pairs [count][2] of (source, destination); no destination may be a source.
 void copy_blocks(void* cache, const int32_t* pairs, int count, int64_t block_bytes, Stream stream);
 
 // ---- sampling.cu

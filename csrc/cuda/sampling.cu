@@ -64,10 +64,9 @@ struct Shared {
   double doubles[32];
   unsigned long long longs[32];
   int ints[32];
-  unsigned long long total;
-  uint32_t low, shift;
+  uint32_t low;
   unsigned long long before;
-  unsigned long long size;
+  int tie;  // id of the first tie that is out
 };
 
 template <class T, class F>
@@ -94,7 +93,7 @@ template <class Keys>
 __device__ Cut find_cut(int vocab, unsigned long long goal, Shared& s, Keys keys) {
   uint32_t low = 0;
   int shift = 32;
-  unsigned long long before = 0, mass = 1, size = 0;
+  unsigned long long before = 0;
   while (shift > 0) {
     const int next = shift > kBinBits ? shift - kBinBits : 0;
     for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
@@ -126,13 +125,11 @@ __device__ Cut find_cut(int vocab, unsigned long long goal, Shared& s, Keys keys
         while (bin + 1 < (lane + 1) * each && sum + s.bins[bin] < goal) sum += s.bins[bin++];
         s.before = sum;
         s.low = static_cast<uint32_t>(bin);
-        s.size = s.bins[bin];
       }
     }
     __syncthreads();
     low += s.low << next;
     before = s.before;
-    size = s.size;
     shift = next;
     __syncthreads();
   }
@@ -144,9 +141,8 @@ __device__ Cut find_cut(int vocab, unsigned long long goal, Shared& s, Keys keys
     if (keys(i, &key, &m) && key == low) own_mass = static_cast<unsigned long long>(m) + 1;
   }
   own_mass = reduce(own_mass, s.longs, [](unsigned long long a, unsigned long long b) { return a > b ? a : b; });
-  mass = own_mass > 0 ? own_mass - 1 : 0;
+  const unsigned long long mass = own_mass > 0 ? own_mass - 1 : 0;
   if (mass < 1) return {low, static_cast<long long>(vocab)};
-  (void)size;
   const long long ties = static_cast<long long>((goal - before + mass - 1) / mass);
   return {low, ties < 1 ? 1 : ties};
 }
@@ -171,11 +167,11 @@ __device__ int end_of_ties(int vocab, Cut cut, Shared& s, Keys keys) {
       all += s.ints[w];
     }
     const long long rank = seen + ahead + __popc(votes & ((1u << lane) - 1u));
-    if (is_tie && rank == cut.ties) s.size = static_cast<unsigned long long>(i);
+    if (is_tie && rank == cut.ties) s.tie = i;
     const bool is_found = seen + all > cut.ties;
     seen += all;
     __syncthreads();
-    if (is_found) return static_cast<int>(s.size);
+    if (is_found) return s.tie;
   }
   return vocab;
 }

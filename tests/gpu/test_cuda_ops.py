@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from models import cuda_ops as ops
+from models import cuda_reference as reference
+from models.layers.cuda_linear import Fp8Linear
 from trireme.params import RowParams
 from workers.noise import noise_key, race_among
 from workers.truncation import survivors
@@ -50,11 +52,11 @@ def test_rms_norm(dtype: torch.dtype, tokens: int, hidden: int) -> None:
     for offset in (0.0, 1.0):
         out, expected = poisoned(tokens, hidden, dtype=dtype), torch.empty(tokens, hidden, device="cuda")
         ops.rms_norm(x, weight[0], 1e-5, out, offset=offset)
-        ops.rms_norm_reference(x, weight[0], 1e-5, expected, offset=offset)
+        reference.rms_norm_reference(x, weight[0], 1e-5, expected, offset=offset)
         assert error(out, expected) < ERROR[dtype]
     again = residual.clone()
     ops.rms_norm(x, weight[0], 1e-5, out, residual=residual)
-    ops.rms_norm_reference(x, weight[0], 1e-5, expected, residual=again)
+    reference.rms_norm_reference(x, weight[0], 1e-5, expected, residual=again)
     assert torch.equal(residual, again)
     assert error(out, expected) < ERROR[dtype]
 
@@ -63,7 +65,7 @@ def test_rms_norm(dtype: torch.dtype, tokens: int, hidden: int) -> None:
 def test_rms_norm_to_fp8(dtype: torch.dtype) -> None:
     x, weight, residual = random(33, 4096, dtype=dtype), random(4096, dtype=dtype), random(33, 4096, dtype=dtype)
     expected = torch.empty(33, 4096, device="cuda")
-    ops.rms_norm_reference(x, weight, 1e-5, expected, residual=residual.clone())
+    reference.rms_norm_reference(x, weight, 1e-5, expected, residual=residual.clone())
     out = torch.empty(33, 4096, device="cuda", dtype=torch.float8_e4m3fn)
     scale = poisoned(33, dtype=torch.float32)
     ops.rms_norm_fp8(x, weight, 1e-5, out, scale, residual=residual)
@@ -77,10 +79,13 @@ def test_rms_norm_to_fp8(dtype: torch.dtype) -> None:
 def test_gated_activation(dtype: torch.dtype, gate: str, tokens: int, width: int) -> None:
     gate_up = random(tokens, 2 * width, dtype=dtype)
     out = ops.gated_activation(gate_up, poisoned(tokens, width, dtype=dtype), gate)
-    a, b = gate_up.double().chunk(2, -1)
-    act = torch.nn.functional
-    acted = act.silu(a) if gate == "silu" else act.gelu(a, approximate="tanh" if gate == "gelu_tanh" else "none")
-    assert error(out, acted * b) < ERROR[dtype]
+    expected = torch.empty(tokens, width, device="cuda", dtype=torch.float64)
+    assert error(out, reference.gated_activation_reference(gate_up, expected, gate)) < ERROR[dtype]
+
+
+def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    out = torch.empty(x.shape[0], weight.shape[0], device="cuda", dtype=torch.float64)
+    return reference.skinny_linear_reference(x, weight, out, bias, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -90,7 +95,63 @@ def test_skinny_linear(dtype: torch.dtype, n: int, k: int) -> None:
     for rows in (1, 2, 3, 5, 8, 9, 13, 16, 17, 25, 32):
         x = random(rows, k + 64, dtype=dtype)[:, :k]  # strided
         out = ops.skinny_linear(x, weight, poisoned(rows, n, dtype=dtype), bias)
-        assert error(out, x.double() @ weight.double().T + bias.double()) < ERROR[dtype]
+        assert error(out, exact_product(x, weight, bias)) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (100, 576), (4096, 4096), (33, 14336), (1, 128)])
+def test_skinny_linear_of_fp8(dtype: torch.dtype, n: int, k: int) -> None:
+    every = torch.arange(
+        256, device="cuda", dtype=torch.uint8
+    )  # all of e4m3, subnormal and negative ones, but its two NaN
+    every = every[(every & 127) != 127].view(torch.float8_e4m3fn)
+    weight = random(n, k).to(torch.float8_e4m3fn)
+    weight.view(torch.uint8).view(-1)[: min(every.numel(), n * k)] = every.view(torch.uint8)[: n * k]
+    bias = random(n, dtype=dtype)
+    for scale in (torch.rand(n, device="cuda") + 0.5, torch.full((1,), 0.02, device="cuda")):
+        for rows in (1, 3, 8, 9, 16, 17, 32):
+            x = random(rows, k + 64, dtype=dtype)[:, :k] * 0.1
+            out = ops.skinny_linear(x, weight, poisoned(rows, n, dtype=dtype), bias, scale=scale)
+            assert error(out, exact_product(x, weight, bias, scale)) < ERROR[dtype]
+
+
+def random_q4_k(n: int, k: int) -> Tensor:
+    """Rows of super-blocks with every nibble, scale and minimum, and sound factors."""
+    blocks = torch.randint(0, 256, (n * k // ops.Q4_K_VALUES, ops.Q4_K_BYTES), device="cuda", dtype=torch.uint8)
+    blocks[:, :4] = (torch.rand(blocks.shape[0], 2, device="cuda") * 1e-3 + 1e-4).half().view(torch.uint8)
+    return blocks.view(n, -1)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("n", "k"), [(16, 256), (100, 512), (4096, 4096), (33, 14336), (1, 2304)])
+def test_skinny_linear_of_q4_k(dtype: torch.dtype, n: int, k: int) -> None:
+    weight, bias = random_q4_k(n, k), random(n, dtype=dtype)
+    for rows in (1, 3, 8, 9, 16, 17, 32):
+        x = random(rows, k + 64, dtype=dtype)[:, :k]
+        out = ops.skinny_linear(x, weight, poisoned(rows, n, dtype=dtype), bias)
+        assert error(out, exact_product(x, weight, bias)) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (33, 4096), (700, 14336)])
+def test_quantize_rows(dtype: torch.dtype, tokens: int, width: int) -> None:
+    x = random(tokens, width, dtype=dtype)
+    x[0, :] = 0  # no scale of zero
+    out, expected = (torch.empty(tokens, width, device="cuda", dtype=torch.float8_e4m3fn) for _ in range(2))
+    scale, expected_scale = (poisoned(tokens, dtype=torch.float32) for _ in range(2))
+    ops.quantize_rows(x, out, scale)
+    reference.quantize_rows_reference(x, expected, expected_scale)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(out.float(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("rows", [1, 32, 33, 200])
+def test_fp8_linear_is_near_the_dense_one(dtype: torch.dtype, rows: int) -> None:
+    weight, bias, x = random(512, 1024, dtype=dtype) * 0.03, random(512, dtype=dtype), random(rows, 1024, dtype=dtype)
+    linear = Fp8Linear(*Fp8Linear.quantize(weight), bias)
+    out = linear(x, poisoned(rows, 512, dtype=dtype))
+    assert error(out, exact_product(x, weight, bias)) < 0.05  # e4m3 keeps 4 bits: about 0.026 each of x and the weight
 
 
 def test_skinny_linear_refuses_what_it_has_not() -> None:
@@ -111,18 +172,14 @@ class Paged:
     def __init__(self, heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
         self.width = -(-1024 // block_size)
         num_blocks = len(CONTEXTS) * self.width
-        self.kv = ops.PagedKV(*(random(num_blocks, heads, block_size, dim, dtype=dtype) for _ in range(2)))
+        values = (random(num_blocks, heads, block_size, dim).to(dtype) for _ in range(2))
+        scales = (0.5, 0.25) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
+        self.kv = ops.PagedKV(*values, *scales)
         self.table = torch.randperm(num_blocks, device="cuda").view(len(CONTEXTS), self.width).int()
         self.context = torch.tensor(CONTEXTS, device="cuda", dtype=torch.int32)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "block_size"), SHAPES)
-@pytest.mark.parametrize("splits", [1, 3, 8])
-def test_decode_attention(
-    dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, block_size: int, splits: int
-) -> None:
-    paged = Paged(kv_heads, dim, block_size, dtype)
+def check_decode(paged: Paged, q_heads: int, dim: int, dtype: torch.dtype, splits: int) -> None:
     rows = len(CONTEXTS)
     q = random(rows, q_heads * dim + 32, dtype=dtype)
     scratch = poisoned(max(1, ops.decode_scratch(rows, q_heads, dim, splits)), dtype=torch.float32)
@@ -132,10 +189,30 @@ def test_decode_attention(
         out = ops.decode_attention(
             *arguments, poisoned(rows, q_heads * dim, dtype=dtype), splits=splits, scratch=scratch, **more
         )
-        expected = ops.decode_attention_reference(*arguments, torch.empty(rows, q_heads * dim, device="cuda"), **more)
+        exact = torch.empty(rows, q_heads * dim, device="cuda")
+        expected = reference.decode_attention_reference(*arguments, exact, **more)
         for row in range(rows - 1):
             assert error(out[row], expected[row]) < ERROR[dtype], (row, more)
         assert (out[-1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "block_size"), SHAPES)
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_decode_attention(
+    dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, block_size: int, splits: int
+) -> None:
+    check_decode(Paged(kv_heads, dim, block_size, dtype), q_heads, dim, dtype, splits)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "block_size"), [s for s in SHAPES if s[2] != 80])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_attention_over_fp8(
+    dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, block_size: int, splits: int
+) -> None:
+    """The values stored are the same on both sides, so the bounds are those of 16 bits."""
+    check_decode(Paged(kv_heads, dim, block_size, torch.float8_e4m3fn), q_heads, dim, dtype, splits)
 
 
 @pytest.mark.parametrize("dtype", ALL)
@@ -158,7 +235,7 @@ def test_rotary_and_cache(
     for rotary in (dim, dim // 2):
         table = random(500, rotary)
         ops.rotary_and_cache(qkv, q_heads, caches[0], table, positions, slots, **norms)
-        ops.rotary_and_cache_reference(same, q_heads, caches[1], table, positions, slots, **norms)
+        reference.rotary_and_cache_reference(same, q_heads, caches[1], table, positions, slots, **norms)
         width = q_heads * dim
         assert error(qkv[:, :width], same[:, :width]) < ERROR[dtype]
         assert torch.equal(qkv[:, width:], same[:, width:])
@@ -241,6 +318,10 @@ def test_sampling_draws_what_numpy_draws(dtype: torch.dtype, vocab: int) -> None
     ops.sample_rows(logits, torch.from_numpy(jobs.view(np.uint8)).cuda(), positions, tokens)
     values = logits.float().cpu().numpy()
     assert tokens.tolist() == [expected_token(values[i], params[i], 11 * i) for i in range(rows)]
+
+
+def test_jobs_have_one_layout_on_both_sides() -> None:
+    assert ops.JOB.itemsize == ops.load().SAMPLE_JOB_BYTES
 
 
 def test_sampling_tells_of_logits_that_are_not_finite() -> None:

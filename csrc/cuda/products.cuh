@@ -1,0 +1,108 @@
+// What products of few rows share: streaming loads, tensor-core steps, float8 as 16-bit fragments, the sum over a block's warps.
+#pragma once
+
+#include "cuda/device.cuh"
+
+namespace trireme::cuda {
+
+constexpr int kProductWarps = 8;
+
+// 16 bytes of a weight that nobody reads again.
+__device__ __forceinline__ uint4 load_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+// c += a b of mma.m16n8k16; T is bf16 or f16.
+template <class T>
+__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
+template <>
+__device__ __forceinline__ void multiply<bf16>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply<f16>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Two values of T in one register, the first one low.
+template <class T>
+__device__ __forceinline__ uint32_t pair_of(float low, float high) {
+  const T pair[2] = {from_float<T>(low), from_float<T>(high)};
+  return *reinterpret_cast<const uint32_t*>(pair);
+}
+
+// Two registers of two 16-bit values as those at even and at odd places.
+__device__ __forceinline__ uint32_t evens_of(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
+__device__ __forceinline__ uint32_t odds_of(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+
+// Four e4m3 values as two pairs of T: bytes 0 and 2, bytes 1 and 3. Sign, exponent and fraction move to their places in T, whose
+// exponent has another bias: the results are the values times kFp8Unit<T>, subnormal ones included.
+template <class T>
+constexpr float kFp8Unit = 0x1p-8f;
+template <>
+constexpr float kFp8Unit<bf16> = 0x1p-120f;
+
+struct Fp8Pairs {
+  uint32_t even, odd;
+};
+
+template <class T>
+__device__ __forceinline__ Fp8Pairs unpack_fp8(uint32_t bytes) {
+  constexpr int shift = kFp8Unit<T> == kFp8Unit<f16> ? 1 : 4;
+  constexpr uint32_t mask = 0x7f007f00u >> shift;
+  const uint32_t low = bytes << 8;
+  return {(low >> shift & mask) | (low & 0x80008000u), (bytes >> shift & mask) | (bytes & 0x80008000u)};
+}
+
+// Sums acc [NT * 16 outputs, MT * 8 rows] of a block's warps in their order, times the output's scale, plus its bias, into out.
+// `sums` is dynamic shared memory of shared_floats<NT, MT>() floats; the block's first output is `first`.
+template <int NT, int MT>
+constexpr size_t shared_floats() { return static_cast<size_t>(kProductWarps) * 16 * NT * (8 * MT + 1); }
+
+template <class T, int NT, int MT>
+__device__ __forceinline__ void store_products(const SkinnyArgs& args, const float (&acc)[NT][MT][4], float* sums, int first) {
+  constexpr int stride = 8 * MT + 1;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[(warp * 16 * NT + n * 16 + g + i / 2 * 8) * stride + m * 8 + t * 2 + i % 2] = acc[n][m][i];
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 16 * NT * args.m; i += kProductWarps * 32) {
+    const int row = i % (16 * NT), column = i / (16 * NT), output = first + row;
+    if (output >= args.n) continue;
+    float total = 0.0f;
+#pragma unroll
+    for (int other = 0; other < kProductWarps; ++other) total += sums[(other * 16 * NT + row) * stride + column];
+    if (args.scale != nullptr) total *= args.scale[output * args.scale_step];
+    if (args.bias != nullptr) total += to_float(static_cast<const T*>(args.bias)[output]);
+    static_cast<T*>(args.out)[column * args.out_stride + output] = from_float<T>(total);
+  }
+}
+
+// Launches a kernel of (SkinnyArgs) over blocks of 16 * NT outputs.
+template <int NT, int MT>
+void launch_products(void (*kernel)(SkinnyArgs), const SkinnyArgs& args, Stream stream) {
+  constexpr size_t shared = shared_floats<NT, MT>() * sizeof(float);
+  if (shared > 48 * 1024) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "shared memory of skinny_linear");
+  }
+  launch(kernel, dim3((args.n + 16 * NT - 1) / (16 * NT)), dim3(kProductWarps * 32), shared, stream, args);
+}
+
+// The kernels behind skinny_linear, by what the weight is made of.
+void skinny_dense(const SkinnyArgs& args, Stream stream);
+void skinny_fp8(const SkinnyArgs& args, Stream stream);
+void skinny_q4_k(const SkinnyArgs& args, Stream stream);
+
+}  // namespace trireme::cuda

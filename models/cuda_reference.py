@@ -1,0 +1,158 @@
+"""The ops of models/cuda_ops in plain torch, with the same signatures: what the kernels are tested against, on any device.
+
+None of them is fast and some wait for the device. Legend as in models/cuda_ops.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.cuda_ops import FP8_MAX, Q4_K_BYTES, PagedKV
+
+
+def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 values in a cache's dtype; float8 saturates as the hardware does."""
+    return x.clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Float8 as bytes, which torch can index."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, *, residual: Tensor | None = None, offset: float = 0.0
+) -> Tensor:
+    """In float32; the sum with the residual is rounded to its dtype first."""
+    if residual is not None:
+        x = residual.copy_((x.float() + residual.float()).to(x.dtype))
+    wide = x.float()
+    return out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset))
+
+
+def rotary_and_cache_reference(
+    qkv: Tensor,
+    q_heads: int,
+    kv: PagedKV,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """In float32; a normed head is rounded to the dtype before it is turned, as models do."""
+    _, kv_heads, block_size, dim = kv.k.shape
+    q, k, v = qkv.unflatten(1, (-1, dim)).split([q_heads, kv_heads, kv_heads], dim=1)
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+
+    def turned(x: Tensor, norm: Tensor | None) -> Tensor:
+        wide = x.float()
+        if norm is not None:
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()
+            wide = wide.to(x.dtype).float()
+        half = cos.shape[-1]
+        a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+    written = slots >= 0
+    block, offset = slots[written].long() // block_size, slots[written].long() % block_size
+    new_k, new_v = turned(k, k_norm)[written] / kv.k_scale, v[written].float() / kv.v_scale
+    _bits(kv.k)[block, :, offset] = _bits(to_stored(new_k, kv.k.dtype))
+    _bits(kv.v)[block, :, offset] = _bits(to_stored(new_v, kv.v.dtype))
+    q.copy_(turned(q, q_norm))
+
+
+def decode_attention_reference(
+    q: Tensor,
+    q_heads: int,
+    kv: PagedKV,
+    block_table: Tensor,
+    context_len: Tensor,
+    scale: float,
+    out: Tensor,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    splits: int = 1,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """In float64; splits and scratch change nothing here."""
+    _, kv_heads, _, dim = kv.k.shape
+    for row, context in enumerate(context_len.tolist()):
+        if context == 0:
+            out[row] = 0
+            continue
+        blocks = block_table[row].long()
+        found = (_bits(x)[blocks].view(x.dtype).double() for x in (kv.k, kv.v))
+        keys, values = (x.transpose(1, 2).flatten(0, 1)[:context] for x in found)
+        keys, values = keys * kv.k_scale, values * kv.v_scale
+        query = q[row, : q_heads * dim].view(kv_heads, -1, dim).double()
+        scores = torch.einsum("hgd,thd->hgt", query, keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if window:
+            scores[..., : max(0, context - window)] = float("-inf")
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)), -1)
+        weights = scores.softmax(-1)[..., :context]
+        out[row] = torch.einsum("hgt,thd->hgd", weights, values).flatten().to(out.dtype)
+    return out
+
+
+def quantize_rows_reference(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
+    """In float32."""
+    wide = x.float()
+    scale.copy_(wide.abs().amax(-1).clamp(min=1e-12) / FP8_MAX)
+    return out.copy_(to_stored(wide / scale[:, None], out.dtype))
+
+
+def gated_activation_reference(gate_up: Tensor, out: Tensor, gate: str) -> Tensor:
+    """In float64."""
+    a, b = gate_up.double().chunk(2, -1)
+    act = torch.nn.functional
+    acted = act.silu(a) if gate == "silu" else act.gelu(a, approximate="tanh" if gate == "gelu_tanh" else "none")
+    return out.copy_(acted * b)
+
+
+def skinny_linear_reference(
+    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, scale: Tensor | None = None
+) -> Tensor:
+    """In float64."""
+    dense = q4_k_values(weight) if weight.dtype == torch.uint8 else weight
+    found = x.double() @ dense.to(torch.float64).T
+    if scale is not None:
+        found *= scale
+    return out.copy_(found if bias is None else found + bias)
+
+
+def q4_k_values(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of Q4_K super-blocks, uint8 [N, K / 256 * 144], as values [N, K]. Layout: block_q4_K of ggml-common.h."""
+    supers = blocks.reshape(-1, Q4_K_BYTES)
+    d, dmin = supers[:, :4].contiguous().view(torch.float16).float().split(1, dim=1)
+    a, b, c = supers[:, 4:16].split(4, dim=1)
+    scales = torch.cat((a & 63, (c & 15) | ((a >> 6) << 4)), 1).float()
+    minima = torch.cat((b & 63, (c >> 4) | ((b >> 6) << 4)), 1).float()
+    packed = supers[:, 16:].view(-1, 4, 32)
+    nibbles = torch.stack((packed & 15, packed >> 4), 2).view(-1, 8, 32).float()
+    values = nibbles * (d * scales)[:, :, None] - (dmin * minima)[:, :, None]
+    return values.to(dtype).view(blocks.shape[0], -1)
+
+
+def gather_rows_reference(
+    table: Tensor, ids: Tensor, out: Tensor, *, first: int = 0, count: int | None = None, scale: float = 1.0
+) -> Tensor:
+    """Rounded once, after the scale."""
+    local = ids.long() - first
+    inside = (local >= 0) & (local < (table.shape[0] if count is None else count))
+    out.copy_(table[local.clamp(0, table.shape[0] - 1)].float() * scale)
+    return out.masked_fill_(~inside[:, None], 0)
+
+
+def copy_blocks_reference(cache: Tensor, pairs: Tensor) -> None:
+    """Block by block."""
+    for source, destination in pairs.tolist():
+        cache[destination] = cache[source]
