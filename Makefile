@@ -7,7 +7,7 @@ FLAGS ?=
 BIN := .venv/bin
 export PYTHONUNBUFFERED := 1
 
-.PHONY: serve chat test fmt lint types arch unit gpu cuda-compile bench count docs native setup setup-dev check-python clean
+.PHONY: serve chat test fmt lint types arch unit gpu gpu-check cuda-compile bench count docs native setup setup-dev check-python clean
 
 serve: setup
 	@exec $(BIN)/trireme serve $(MODEL) $(FLAGS)
@@ -37,6 +37,10 @@ unit: setup-dev
 
 gpu: setup-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(FLAGS)
+
+# builds, tests and times the CUDA side; needs a card, nvcc and torch for CUDA, no network
+gpu-check: check-python
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(FLAGS)
 
 # compiles csrc/cuda where nvcc is, card or not; CUDA_ARCHS="80;90" picks the architectures
 cuda-compile: setup-dev

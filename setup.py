@@ -140,7 +140,7 @@ class NativeBuild:
 
     def run(self) -> None:
         self.work_dir.mkdir(parents=True, exist_ok=True)
-        with open(self.work_dir / "lock", "w") as lock:
+        with open(self.work_dir / f"{self.extension}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._build()
 

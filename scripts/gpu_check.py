@@ -1,0 +1,480 @@
+"""Checks and times the CUDA kernels on a machine with an NVIDIA card, torch for CUDA and nvcc, without network: `make gpu-check`.
+
+    python scripts/gpu_check.py build | test | ops | step | all      [--json FILE] [--batches 1,32] [-- pytest's options]
+
+`build` compiles, `test` runs tests/gpu, `ops` times each op against its floor, `step` a Llama-3.1-8B-shaped decode step captured
+in a graph. A floor is bytes over the bandwidth measured here or operations over the rate measured here, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+NO_CARD = 3
+L2_BYTES = 160 << 20  # inputs are rotated over at least this much, so that no cache serves them
+BLOCK_SIZE = 16
+VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, DIM, LAYERS = 128256, 4096, 14336, 32, 8, 128, 32
+WIDTH_QKV = (HEADS + 2 * KV_HEADS) * DIM
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+STEPS = ((1, 256), (8, 256), (32, 256), (64, 256), (128, 256), (256, 256), (16, 8192))  # rows, context of each
+
+
+# ---------------------------------------------------------------- reports
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the card does at most, as measured: bytes and bfloat16 operations per second."""
+
+    bytes_per_s: float
+    ops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One measured launch or step. `rival_us` is the time of what else could be called, 0 for nothing."""
+
+    name: str
+    shape: str
+    us: float
+    floor_us: float
+    rival_us: float = 0.0
+
+    def line(self) -> str:
+        rival = f"{self.rival_us:10.1f}" if self.rival_us else ""
+        floor = f"floor {self.floor_us:9.1f}  {self.us / self.floor_us:5.2f}x"
+        return f"  {self.name:18} {self.shape:24} {self.us:9.1f} us  {floor}{rival}"
+
+
+class Report:
+    """Prints as it goes and keeps the facts for --json."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def add(self, part: str, timing: Timing) -> None:
+        self.facts.setdefault(part, []).append(asdict(timing))
+        self.say(timing.line())
+
+
+def run_command(report: Report, name: str, command: Sequence[str]) -> bool:
+    """Runs in the repository's root, its output shown; whether it succeeded."""
+    started = time.monotonic()
+    code = subprocess.run(command, cwd=ROOT).returncode
+    seconds = round(time.monotonic() - started, 1)
+    report.facts[name] = {"seconds": seconds, "exit_code": code}
+    report.say(f"{name}: {'done' if code == 0 else f'failed with exit code {code}'} in {seconds} s")
+    return code == 0
+
+
+# ---------------------------------------------------------------- timing
+
+
+def time_launches(launches: Sequence[Callable[[], object]], repeats: int = 5) -> float:
+    """Microseconds of one launch: all of them captured in a graph, the median of some replays."""
+    import torch
+
+    for launch in launches[:2]:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    graph.replay()
+    found = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3 / len(launches))
+    return sorted(found)[repeats // 2]
+
+
+def measure_ceilings() -> Ceilings:
+    """The best way to move 1 GiB (a copy, a scaling, sums), and a product of 8192 x 8192 x 8192 in bfloat16."""
+    import torch
+
+    source = torch.ones(1 << 28, device="cuda", dtype=torch.float32)
+    target, total = torch.empty_like(source), torch.empty((), device="cuda")
+    ways: tuple[tuple[int, Callable[[], object]], ...] = (
+        (2, lambda: target.copy_(source)),
+        (2, lambda: torch.mul(source, 2, out=target)),
+        (1, lambda: torch.sum(source, 0, out=total)),
+        (1, lambda: torch.amax(source, 0, out=total)),
+    )
+    bandwidth = max(times * source.nbytes / time_launches([way] * 4) for times, way in ways)
+    a, b, out = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    multiplied = time_launches([lambda: torch.mm(a, b, out=out)] * 4)
+    return Ceilings(bandwidth * 1e6, 2 * 8192**3 / multiplied * 1e6)
+
+
+def floor_us(ceilings: Ceilings, num_bytes: float, operations: float = 0.0) -> float:
+    return max(num_bytes / ceilings.bytes_per_s, operations / ceilings.ops_per_s) * 1e6
+
+
+# ---------------------------------------------------------------- ops
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One op at one shape. `make` gives a launch over fresh inputs; `rival` likewise, where torch has the op."""
+
+    name: str
+    shape: str
+    num_bytes: float
+    make: Callable[[], Callable[[], object]]
+    rival: Callable[[], Callable[[], object]] | None = None
+    operations: float = 0.0
+
+
+def time_case(case: Case, ceilings: Ceilings) -> Timing:
+    import torch
+
+    copies = max(2, min(64, math.ceil(L2_BYTES / max(case.num_bytes, 1))))
+    rounds = max(1, 16 // copies)
+    rival = 0.0
+    if case.rival is not None:
+        rival = time_launches([case.rival() for _ in range(copies)] * rounds)
+        torch.cuda.empty_cache()
+    own = time_launches([case.make() for _ in range(copies)] * rounds)
+    torch.cuda.empty_cache()
+    return Timing(case.name, case.shape, own, floor_us(ceilings, case.num_bytes, case.operations), rival)
+
+
+def random(*shape: int) -> Any:
+    import torch
+
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def row_cases() -> Iterator[Case]:
+    """Norms, activations, rotation and lookups: bound by bytes, or by the launch for few rows."""
+    import torch
+
+    from models import cuda_ops as ops
+
+    fp8 = torch.float8_e4m3fn
+
+    def norm(rows: int) -> Callable[[], object]:
+        x, residual, weight, out = random(rows, HIDDEN), random(rows, HIDDEN), random(HIDDEN), random(rows, HIDDEN)
+        return lambda: ops.rms_norm(x, weight, 1e-5, out, residual=residual)
+
+    def norm_fp8(rows: int) -> Callable[[], object]:
+        x, residual, weight = random(rows, HIDDEN), random(rows, HIDDEN), random(HIDDEN)
+        out, scale = torch.empty(rows, HIDDEN, device="cuda", dtype=fp8), torch.empty(rows, device="cuda")
+        return lambda: ops.rms_norm_fp8(x, weight, 1e-5, out, scale, residual=residual)
+
+    def quantize(rows: int) -> Callable[[], object]:
+        x, scale = random(rows, FFN), torch.empty(rows, device="cuda")
+        out = torch.empty(rows, FFN, device="cuda", dtype=fp8)
+        return lambda: ops.quantize_rows(x, out, scale)
+
+    def gated(rows: int) -> Callable[[], object]:
+        gate_up, out = random(rows, 2 * FFN), random(rows, FFN)
+        return lambda: ops.gated_activation(gate_up, out, "silu")
+
+    def rotary(rows: int, dtype: torch.dtype) -> Callable[[], object]:
+        kv = make_cache(rows, dtype)
+        table = torch.randn(max(rows, 4096), DIM, device="cuda")
+        qkv, at = random(rows, WIDTH_QKV), torch.arange(rows, device="cuda", dtype=torch.int32)
+        return lambda: ops.rotary_and_cache(qkv, HEADS, kv, table, at, at)
+
+    table = random(VOCAB, HIDDEN)
+
+    def gather(rows: int) -> Callable[[], object]:
+        ids, out = torch.randint(0, VOCAB, (rows,), device="cuda", dtype=torch.int32), random(rows, HIDDEN)
+        return lambda: ops.gather_rows(table, ids, out)
+
+    for rows in (1, 32, 256, 8192):
+        yield Case("rms_norm+residual", f"{rows}x{HIDDEN}", rows * HIDDEN * 8, lambda rows=rows: norm(rows))
+        yield Case("rms_norm_fp8", f"{rows}x{HIDDEN}", rows * HIDDEN * 7, lambda rows=rows: norm_fp8(rows))
+        yield Case("quantize_rows", f"{rows}x{FFN}", rows * FFN * 3, lambda rows=rows: quantize(rows))
+        yield Case("gated_activation", f"{rows}x{FFN}", rows * FFN * 6, lambda rows=rows: gated(rows))
+        moved = rows * DIM * (2 * HEADS + 4 * KV_HEADS)
+        for dtype, size in ((torch.bfloat16, 2), (fp8, 1)):
+            num_bytes = 2 * moved - rows * DIM * 2 * KV_HEADS * (2 - size)
+            shape = f"{rows} {str(dtype)[6:14]}"
+            yield Case("rotary_and_cache", shape, num_bytes, lambda rows=rows, dtype=dtype: rotary(rows, dtype))
+        yield Case("gather_rows", f"{rows}x{HIDDEN}", rows * HIDDEN * 4, lambda rows=rows: gather(rows))
+
+
+def make_cache(tokens: int, dtype: Any) -> Any:
+    import torch
+
+    from models.cuda_ops import PagedKV
+
+    shape = (-(-tokens // BLOCK_SIZE), KV_HEADS, BLOCK_SIZE, DIM)
+    return PagedKV(*(torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)))
+
+
+def attention_cases() -> Iterator[Case]:
+    """Decode attention of rows at one context, bound by reading the cache."""
+    import torch
+
+    from models import cuda_ops as ops
+
+    def attention(rows: int, context: int, splits: int, dtype: torch.dtype) -> Callable[[], object]:
+        blocks = context // BLOCK_SIZE
+        kv = make_cache(rows * context, dtype)
+        table = torch.randperm(rows * blocks, device="cuda").view(rows, blocks).int()
+        contexts = torch.full((rows,), context, device="cuda", dtype=torch.int32)
+        q, out = random(rows, HEADS * DIM), random(rows, HEADS * DIM)
+        scratch = torch.empty(max(1, ops.decode_scratch(rows, HEADS, DIM, splits)), device="cuda")
+        return lambda: ops.decode_attention(
+            q, HEADS, kv, table, contexts, DIM**-0.5, out, splits=splits, scratch=scratch
+        )
+
+    for rows, context in ((1, 256), (32, 256), (256, 256), (1, 8192), (16, 8192)):
+        splits = choose_splits(rows, context)
+        for dtype, size in ((torch.bfloat16, 2), (torch.float8_e4m3fn, 1)):
+            yield Case(
+                "decode_attention",
+                f"{rows} at {context} {str(dtype)[6:14]}/{splits}",
+                rows * context * 2 * KV_HEADS * DIM * size,
+                lambda rows=rows, context=context, splits=splits, dtype=dtype: attention(rows, context, splits, dtype),
+            )
+
+
+def choose_splits(rows: int, context: int) -> int:
+    """Parts of a context: enough blocks for four on every multiprocessor, none shorter than 64 tokens."""
+    import torch
+
+    wanted = 4 * torch.cuda.get_device_properties(0).multi_processor_count / (rows * KV_HEADS)
+    return max(1, min(int(wanted), context // 64, 32))
+
+
+def product_cases() -> Iterator[Case]:
+    """Products of few rows with bfloat16, float8 and Q4_K weights; the rival is cuBLAS in bfloat16."""
+    import torch
+
+    from models import cuda_ops as ops
+    from models.layers.cuda_linear import Fp8Linear
+
+    def dense(rows: int, n: int, k: int) -> Callable[[], object]:
+        x, weight, out = random(rows, k), random(n, k), random(rows, n)
+        return lambda: ops.skinny_linear(x, weight, out)
+
+    def cublas(rows: int, n: int, k: int) -> Callable[[], object]:
+        x, weight, out = random(rows, k), random(n, k).T, random(rows, n)
+        return lambda: torch.mm(x, weight, out=out)
+
+    def narrow(rows: int, n: int, k: int) -> Callable[[], object]:
+        linear = Fp8Linear(random(n, k).to(torch.float8_e4m3fn), torch.ones(n, device="cuda"), None)
+        x, out = random(rows, k), random(rows, n)
+        return lambda: linear(x, out)
+
+    def blocks(rows: int, n: int, k: int) -> Callable[[], object]:
+        size = (n, k // ops.Q4_K_VALUES * ops.Q4_K_BYTES)
+        weight = torch.randint(0, 60, size, device="cuda", dtype=torch.uint8)
+        x, out = random(rows, k), random(rows, n)
+        return lambda: ops.skinny_linear(x, weight, out)
+
+    kinds: dict[str, tuple[float, Callable[[int, int, int], Callable[[], object]]]] = {
+        "linear bf16": (2.0, dense),
+        "linear fp8": (1.0, narrow),
+        "linear q4_k": (ops.Q4_K_BYTES / ops.Q4_K_VALUES, blocks),
+    }
+    for n, k in ((WIDTH_QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN), (VOCAB, HIDDEN)):
+        for name, (size, make) in kinds.items():
+            for rows in (1, 8, 16, 32, *((128,) if name == "linear fp8" else ())):
+                arguments = (rows, n, k)
+                yield Case(
+                    name,
+                    f"{rows} x {n}x{k}",
+                    n * k * size + rows * (n + k) * 2,
+                    lambda make=make, arguments=arguments: make(*arguments),
+                    lambda arguments=arguments: cublas(*arguments),
+                    2.0 * rows * n * k,
+                )
+
+
+def sampling_cases() -> Iterator[Case]:
+    """The draw from a row of logits; its floor is reading them once."""
+    import numpy as np
+    import torch
+
+    from models import cuda_ops as ops
+
+    def sample(rows: int, greedy: bool, top_k: int, top_p: float) -> Callable[[], object]:
+        jobs = np.zeros(rows, ops.JOB)
+        jobs["temperature"], jobs["top_p"], jobs["min_depth"] = 1.0, top_p, -math.inf
+        jobs["top_k"], jobs["is_greedy"] = top_k, greedy
+        on_card = torch.from_numpy(jobs.view(np.uint8)).cuda()
+        logits, at = random(rows, VOCAB), torch.arange(rows, device="cuda", dtype=torch.int32)
+        tokens = torch.empty_like(at)
+        return lambda: ops.sample_rows(logits, on_card, at, tokens)
+
+    kinds = {"greedy": (True, 0, 1.0), "plain": (False, 0, 1.0), "k50 p0.9": (False, 50, 0.9)}
+    for rows in (1, 32, 256):
+        for name, (greedy, top_k, top_p) in kinds.items():
+            arguments = (rows, greedy, top_k, top_p)
+            yield Case("sample_rows", f"{rows} {name}", rows * VOCAB * 2, lambda a=arguments: sample(*a))
+
+
+def time_ops(report: Report, ceilings: Ceilings) -> None:
+    report.say("op                 shape                          time                       over   cuBLAS us")
+    for cases in (row_cases, attention_cases, product_cases, sampling_cases):
+        for case in cases():
+            report.add("ops", time_case(case, ceilings))
+
+
+# ---------------------------------------------------------------- a decode step
+
+
+def make_model() -> Any:
+    """The GPU body in Llama-3.1-8B's shape, its weights noise made on the card."""
+    import torch
+
+    from models.arch.cuda import CudaModel
+    from models.cuda_weights import NoiseWeights
+    from models.dummy import DummySource
+    from trireme.arch import arch_from_config
+
+    where = Path("llama-3.1-8b")
+    arch = arch_from_config(LLAMA_8B, {}, where)
+    weights = NoiseWeights(DummySource(arch, (), where), torch.bfloat16, torch.device("cuda"))
+    return CudaModel(arch, weights, torch.bfloat16, max_len=16384, progress=lambda *_: None)
+
+
+def time_step(model: Any, rows: int, context: int, ceilings: Ceilings) -> Timing:
+    """One step of decoding rows, from token ids to sampled ids, captured in a graph."""
+    import torch
+
+    from models.arch.cuda import CudaBatch
+
+    blocks = context // BLOCK_SIZE
+    splits = choose_splits(rows, context)
+    kv = model.allocate_kv(rows * blocks, BLOCK_SIZE)
+    table = torch.randperm(rows * blocks, device="cuda").view(rows, blocks).int()
+    last = torch.full((rows,), context - 1, device="cuda", dtype=torch.int32)
+    batch = CudaBatch(
+        token_ids=torch.randint(0, VOCAB, (rows,), device="cuda", dtype=torch.int32),
+        positions=last,
+        slots=table[:, -1] * BLOCK_SIZE + BLOCK_SIZE - 1,
+        context_len=last + 1,
+        block_table=table,
+        logits_index=None,
+        num_decodes=rows,
+        splits=splits,
+    )
+    scratch = torch.empty(max(1, model.scratch_floats(rows, splits)), device="cuda")
+    with torch.inference_mode():
+        us = time_launches([lambda: torch.argmax(model.run(batch, kv, scratch), -1)])
+    kv_bytes = rows * context * 2 * KV_HEADS * DIM * 2 * LAYERS
+    read = model.weight_bytes - VOCAB * HIDDEN * 2  # of the embedding, single rows
+    operations = 2.0 * rows * read / 2
+    return Timing("decode step", f"{rows} at {context}/{splits}", us, floor_us(ceilings, read + kv_bytes, operations))
+
+
+def time_steps(report: Report, ceilings: Ceilings, batches: Sequence[int]) -> None:
+    import torch
+
+    started = time.monotonic()
+    model = make_model()
+    model.reserve(256)
+    report.say(f"a model of {model.weight_bytes / 1e9:.2f} GB in {time.monotonic() - started:.1f} s")
+    for rows, context in STEPS:
+        if not batches or rows in batches:
+            report.add("step", time_step(model, rows, context, ceilings))
+            torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- main
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Arguments; what follows a bare -- is for pytest."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", default="all", choices=("build", "test", "ops", "step", "all"))
+    parser.add_argument("--json", type=Path, help="file for all numbers")
+    parser.add_argument("--batches", default="", help="rows of the steps to time, as in 1,32; all by default")
+    own, pytest = list(words), []
+    if "--" in own:
+        at = own.index("--")
+        own, pytest = own[:at], own[at + 1 :]
+    arguments = parser.parse_args(own)
+    arguments.pytest = pytest
+    return arguments
+
+
+def what_is_missing() -> str:
+    """Why nothing can be checked here, or nothing."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no NVIDIA card"
+    return ""
+
+
+def main() -> int:
+    arguments = parse(sys.argv[1:])
+    report = Report()
+    missing = what_is_missing()
+    if missing:
+        report.say(f"skipped: {missing}")
+        return NO_CARD
+    parts = ("build", "test", "ops", "step") if arguments.part == "all" else (arguments.part,)
+    is_sound = True
+    if "build" in parts:
+        is_sound = run_command(report, "build", [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "-j3"])
+    if "test" in parts and is_sound:
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", *arguments.pytest]
+        is_sound = run_command(report, "test", command)
+    if is_sound and {"ops", "step"} & set(parts):
+        time_parts(report, parts, [int(rows) for rows in arguments.batches.split(",") if rows])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report.facts, indent=1) + "\n")
+    return 0 if is_sound else 1
+
+
+def time_parts(report: Report, parts: Sequence[str], batches: Sequence[int]) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    ceilings = measure_ceilings()
+    card = torch.cuda.get_device_name()
+    report.facts |= {"card": card, "torch": torch.__version__, "ceilings": asdict(ceilings)}
+    tera = ceilings.bytes_per_s / 1e12
+    report.say(
+        f"{card}, torch {torch.__version__}: {tera:.2f} TB/s, {ceilings.ops_per_s / 1e12:.0f} bf16 TFLOP/s measured"
+    )
+    if "ops" in parts:
+        time_ops(report, ceilings)
+    if "step" in parts:
+        time_steps(report, ceilings, batches)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
