@@ -1,0 +1,117 @@
+"""Figures of a GPU, through the engine's own processes, over a model's shape with dummy weights: decode steps by batch size,
+prefill, long contexts, many requests at once. No network and no model file.
+
+    python scripts/gpu_figures.py --shape llama-8b --figures step:1,step:32,step:256,requests:512x1024x128,prefill:8x8192
+
+A decode step is (T(n out) - T(1 out)) / (n - 1) over fresh random prompts, so prefill is left out. Greedy, end-of-text ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from trireme import LLM, SamplingParams
+
+COMMON = {"hidden_act": "silu", "head_dim": 128, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        **COMMON,
+        **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5},
+        **{"max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False},
+    },
+    "qwen3-0.6b": {
+        **COMMON,
+        **{"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+        **{"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "rms_norm_eps": 1e-6},
+        **{"max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": True},
+    },
+    "tiny": {
+        **COMMON,
+        **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "rms_norm_eps": 1e-5},
+        **{"max_position_embeddings": 512, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    },
+}
+SHORT_PROMPT, STEPS = 128, 256
+NUM_WORDS = 256  # of the tokenizer, and ids of prompts
+
+
+def write_shape(name: str, directory: Path) -> None:
+    """config.json, and a tokenizer that knows a few words: what is generated is never read."""
+    (directory / "config.json").write_text(json.dumps(SHAPES[name]))
+    vocab = {"<end>": 0, **{f"w{i}": i for i in range(1, NUM_WORDS)}}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<end>"}
+    parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    splits = {"type": "Whitespace"}
+    tokenizer = {"version": "1.0", "added_tokens": [], **parts, "pre_tokenizer": splits, "model": model}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+class Bench:
+    """One engine, and what is measured of it; every call uses prompts that no cache knows."""
+
+    def __init__(self, llm: LLM, steps: int) -> None:
+        self._llm, self._steps = llm, steps
+        self._rng = random.Random(0)
+
+    def seconds(self, count: int, num_in: int, num_out: int) -> float:
+        """Wall time of `count` requests at once."""
+        prompts = [[self._rng.randrange(1, NUM_WORDS) for _ in range(num_in)] for _ in range(count)]
+        params = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True)
+        begun = time.perf_counter()
+        self._llm.generate(prompts, params, progress=False)
+        return time.perf_counter() - begun
+
+    def step(self, batch: int, num_in: int = SHORT_PROMPT) -> dict[str, float]:
+        first = min(self.seconds(batch, num_in, 1) for _ in range(2))
+        whole = min(self.seconds(batch, num_in, self._steps) for _ in range(2))
+        figures = {"step_ms": (whole - first) / (self._steps - 1) * 1e3, "first_ms": first * 1e3}
+        return {**figures, "output_tok_s": batch * self._steps / whole}
+
+    def prefill(self, count: int, num_in: int) -> dict[str, float]:
+        return {"prefill_tok_s": count * num_in / self.seconds(count, num_in, 1)}
+
+    def requests(self, count: int, num_in: int, num_out: int) -> dict[str, float]:
+        took = self.seconds(count, num_in, num_out)
+        return {"total_tok_s": count * (num_in + num_out) / took, "output_tok_s": count * num_out / took}
+
+    def figure(self, text: str) -> dict[str, float]:
+        """`step:BATCH`, `step:BATCHxIN`, `prefill:COUNTxIN`, `requests:COUNTxINxOUT`."""
+        kind, _, sizes = text.partition(":")
+        measure = {"step": self.step, "prefill": self.prefill, "requests": self.requests}[kind]
+        return measure(*map(int, sizes.split("x")))  # type: ignore[operator,no-any-return]
+
+
+def main(words: list[str] | None = None) -> list[dict[str, Any]]:
+    """Prints one line a figure; returns them."""
+    parser = argparse.ArgumentParser(description="figures of a GPU over dummy weights")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--figures", default="step:1,step:8,step:32,step:64,step:128,step:256")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--max-len", type=int, default=16384)
+    asked = parser.parse_args(words)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="trireme-shape-") as folder:
+        write_shape(asked.shape, Path(folder))
+        begun = time.perf_counter()
+        settings = {"device": asked.device, "load_format": "dummy", "max_len": asked.max_len, "log_level": "warning"}
+        with LLM(folder, max_waiting=4096, max_waiting_tokens=1 << 24, **settings) as llm:
+            print(f"{asked.shape} started in {time.perf_counter() - begun:.1f} s", flush=True)
+            bench = Bench(llm, asked.steps)
+            bench.seconds(4, 16, 8)  # first use of everything
+            for text in asked.figures.split(","):
+                rows.append({"shape": asked.shape, "figure": text, **bench.figure(text)})
+                print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else v for k, v in rows[-1].items()), flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
