@@ -86,6 +86,19 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset) of x [T, H] into `out` (may be x). With `residual` [T, H]: residual += x
     first, rounded to its dtype, and the norm is of the sum."""
+    return _rms_norm(x, weight, eps, out, residual, offset, None)
+
+
+def rms_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor, *, residual: Tensor | None = None
+) -> Tensor:
+    """As rms_norm, rounded to float8: out [T, H] e4m3 times scale [T] float32 is the result."""
+    return _rms_norm(x, weight, eps, out, residual, 0.0, scale)
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None, offset: float, scale: Tensor | None
+) -> Tensor:
     load().rms_norm(
         x.data_ptr(),
         x.stride(0),
@@ -98,29 +111,7 @@ def rms_norm(
         eps,
         offset,
         TYPE_CODES[x.dtype],
-        0,
-        _stream(),
-    )
-    return out
-
-
-def rms_norm_fp8(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor, *, residual: Tensor | None = None
-) -> Tensor:
-    """As rms_norm, rounded to float8: out [T, H] e4m3 times scale [T] float32 is the result."""
-    load().rms_norm(
-        x.data_ptr(),
-        x.stride(0),
-        _address(residual),
-        0 if residual is None else residual.stride(0),
-        weight.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        *x.shape,
-        eps,
-        0.0,
-        TYPE_CODES[x.dtype],
-        scale.data_ptr(),
+        _address(scale),
         _stream(),
     )
     return out

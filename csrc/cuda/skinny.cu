@@ -93,19 +93,14 @@ __global__ void __launch_bounds__(kProductWarps * 32) skinny_kernel(SkinnyArgs a
   store_products<T, NT, MT>(args, acc, sums, first);
 }
 
-template <class T, int NT, int MT, int DEPTH>
-void run(const SkinnyArgs& args, Stream stream) {
-  launch_products<NT, MT>(skinny_kernel<T, NT, MT, DEPTH>, args, stream);
-}
-
 }  // namespace
 
 void skinny_dense(const SkinnyArgs& args, Stream stream) {
   with_half_type(args.type, [&](auto zero) {
     using T = decltype(zero);
-    if (args.m <= 8) return run<T, 1, 1, 4>(args, stream);
-    if (args.m <= 16) return run<T, 2, 2, 2>(args, stream);
-    run<T, 2, 4, 2>(args, stream);
+    if (args.m <= 8) return launch_products<1, 1>(skinny_kernel<T, 1, 1, 4>, args, stream);
+    if (args.m <= 16) return launch_products<2, 2>(skinny_kernel<T, 2, 2, 2>, args, stream);
+    launch_products<2, 4>(skinny_kernel<T, 2, 4, 2>, args, stream);
   });
 }
 

@@ -99,19 +99,14 @@ __global__ void __launch_bounds__(kProductWarps * 32) fp8_kernel(SkinnyArgs args
   store_products<T, NT, MT>(args, acc, sums, first);
 }
 
-template <class T, int NT, int MT, int DEPTH>
-void run(const SkinnyArgs& args, Stream stream) {
-  launch_products<NT, MT>(fp8_kernel<T, NT, MT, DEPTH>, args, stream);
-}
-
 }  // namespace
 
 void skinny_fp8(const SkinnyArgs& args, Stream stream) {
   with_half_type(args.type, [&](auto zero) {
     using T = decltype(zero);
-    if (args.m <= 8) return run<T, 1, 1, 4>(args, stream);
-    if (args.m <= 16) return run<T, 2, 2, 3>(args, stream);
-    run<T, 2, 4, 2>(args, stream);
+    if (args.m <= 8) return launch_products<1, 1>(fp8_kernel<T, 1, 1, 4>, args, stream);
+    if (args.m <= 16) return launch_products<2, 2>(fp8_kernel<T, 2, 2, 3>, args, stream);
+    launch_products<2, 4>(fp8_kernel<T, 2, 4, 2>, args, stream);
   });
 }
 
