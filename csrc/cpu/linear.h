@@ -55,15 +55,15 @@ struct BlockForm {
   int raw_bytes;
   int first_bits;   // width of the first plane
   int second_bits;  // of the second one, which holds the upper bits; may be 0
-  int offset;       // taken off each code (after the table, where there is one)
+  int offset;       // taken off each code (after the table, where there is one); 0 or a power of two: kernels shift by it
   int max_code;     // largest unsigned code (after the table); 0: signed bytes
   const int8_t* table;  // 16 values that 4-bit codes stand for, or null
   ScaleForm scale;
 };
 
 inline constexpr int8_t kIq4Table[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-// Twice the values of a float of 4 bits, plus 12.
-inline constexpr int8_t kMxfp4Table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// Twice the values of a float of 4 bits, plus 16.
+inline constexpr int8_t kMxfp4Table[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 
 constexpr BlockForm block_form(WeightKind kind) {
   switch (kind) {
@@ -79,10 +79,19 @@ constexpr BlockForm block_form(WeightKind kind) {
     case WeightKind::q6_k: return {256, 210, 4, 2, 32, 63, nullptr, ScaleForm::super16};
     case WeightKind::iq4_nl: return {32, 18, 4, 0, 0, 0, kIq4Table, ScaleForm::half};
     case WeightKind::iq4_xs: return {256, 136, 4, 0, 0, 0, kIq4Table, ScaleForm::super32};
-    case WeightKind::mxfp4: return {32, 17, 4, 0, 12, 24, kMxfp4Table, ScaleForm::exponent};
+    case WeightKind::mxfp4: return {32, 17, 4, 0, 16, 28, kMxfp4Table, ScaleForm::exponent};
     default: return {1, kind == WeightKind::f32 ? 4 : 2, 0, 0, 0, 0, nullptr, ScaleForm::half};
   }
 }
+
+constexpr bool offsets_are_shifts() {
+  for (int kind = 0; kind < kNumWeightKinds; ++kind) {
+    const int offset = block_form(static_cast<WeightKind>(kind)).offset;
+    if ((offset & (offset - 1)) != 0) return false;
+  }
+  return true;
+}
+static_assert(offsets_are_shifts());
 
 constexpr bool has_mins(ScaleForm form) {
   return form == ScaleForm::half_min || form == ScaleForm::super32_min || form == ScaleForm::super16_min;
