@@ -60,7 +60,7 @@ FILLER = (
 
 
 class Variant(NamedTuple):
-    """One way to serve. `settings` go to LLM; `isa` is the kernels' instruction set, None for the best; `rounds` repeats all."""
+    """One way to serve. `settings` go to LLM; `isa` is an instruction set, None for the usual one; `rounds` repeats all."""
 
     name: str
     settings: dict[str, Any]
@@ -128,7 +128,8 @@ def texts_in(document: Any) -> Iterator[str]:
 def serve(model: str, variant: Variant, prompts: Sequence[str], output_len: int) -> list[CompletionOutput]:
     """The greedy answers of one engine, with the two likeliest tokens of each place; all rounds, one after the other."""
     native = load_native()
-    native.set_isa(variant.isa or native.best_isa())
+    usual = native.isa()
+    native.set_isa(variant.isa or usual)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=2)
     outputs = []
     try:
@@ -144,7 +145,7 @@ def serve(model: str, variant: Variant, prompts: Sequence[str], output_len: int)
             for _ in range(variant.rounds):
                 outputs += [output.outputs[0] for output in llm.generate(list(prompts), params, progress=False)]
     finally:
-        native.set_isa(native.best_isa())
+        native.set_isa(usual)
     return outputs
 
 
@@ -204,9 +205,7 @@ def main(words: list[str]) -> int:
     texts = own_prompts() if given.prompts is None else list(texts_in(json.loads(given.prompts.read_text())))
     prompts = sorted(texts, key=len)[:: max(1, len(texts) // given.num_prompts)][: given.num_prompts]
     chosen = [v for v in VARIANTS if not given.only or v.name in given.only.split(",")]
-    print(
-        f"{len(prompts)} prompts, {given.output_len} tokens each, {given.model}, {load_native().best_isa()}", flush=True
-    )
+    print(f"{len(prompts)} prompts, {given.output_len} tokens each, {given.model}, {load_native().isa()}", flush=True)
     print(
         "| served | equal texts | different | equal to the bit | s | margins where they part, nats |\n|---|---|---|---|---|---|"
     )

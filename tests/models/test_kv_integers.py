@@ -24,6 +24,7 @@ from models.kv_layout import LARGEST, fill_nan, kv_shapes
 from models.native import load_native
 from tests.models.attention_case import Shape, empty_kv, make_batch
 from tests.models.drive import RankedModel, greedy, load, logits_of
+from tests.models.isas import instruction_set
 from tests.models.tiny import make_tiny
 from trireme.arch import read_arch
 from trireme.budget import kv_token_bytes
@@ -38,9 +39,8 @@ VARIANTS = [name for name in ALL_VARIANTS if name in native.isas()]
 
 @pytest.fixture(params=VARIANTS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(native.best_isa())
+    with instruction_set(request.param):
+        yield request.param
 
 
 def attend_prompt(

@@ -26,6 +26,7 @@ from models.quant.base import (
 )
 from models.quant.gguf_expand import dequantize
 from models.quant.packed import int8_rows
+from tests.models.isas import instruction_set
 from trireme.errors import ModelError
 
 NATIVE = load_native()
@@ -47,10 +48,9 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     threads = NATIVE.num_threads()
     if request.param not in NATIVE.isas():
         pytest.skip(f"this machine has no {request.param}")
-    NATIVE.set_isa(request.param)
     NATIVE.set_num_threads(2)
-    yield request.param
-    NATIVE.set_isa(NATIVE.best_isa())
+    with instruction_set(request.param):
+        yield request.param
     NATIVE.set_num_threads(threads)
 
 
@@ -211,9 +211,8 @@ def test_vector_variants_agree_to_the_bit(kind: str) -> None:
     for m in (1, 2, 3, 4, 7, 8, 11, 37):
         results = []
         for name in names:
-            NATIVE.set_isa(name)
-            results.append(linear(x[:m], weight))
-        NATIVE.set_isa(NATIVE.best_isa())
+            with instruction_set(name):
+                results.append(linear(x[:m], weight))
         assert all(torch.equal(result, results[0]) for result in results), f"M = {m}"
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from models.native import load_native
 from models.quant.base import PackedWeight, linear
+from tests.models.isas import instruction_set
 from tests.models.test_linear import BLOCK_KINDS, fit, make_weight, make_x
 
 NATIVE = load_native()
@@ -23,13 +24,12 @@ def restore() -> Iterator[None]:
     threads = NATIVE.num_threads()
     NATIVE.set_num_threads(2)
     yield
-    NATIVE.set_isa(NATIVE.best_isa())
     NATIVE.set_num_threads(threads)
 
 
 def run(name: str, weight: PackedWeight, x: Tensor) -> Tensor:
-    NATIVE.set_isa(name)
-    return linear(x, weight)
+    with instruction_set(name):
+        return linear(x, weight)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models.native import load_native
+from tests.models.isas import instruction_set
 from tests.models.test_sampler import Logits, batch_of
 from trireme.params import RowParams
 from workers.logprobs import logprob_row, logprob_row_reference
@@ -23,9 +24,8 @@ VARIANTS = [name for name in ALL_VARIANTS if name in native.isas()]
 
 @pytest.fixture(params=VARIANTS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(native.best_isa())
+    with instruction_set(request.param):
+        yield request.param
 
 
 def some_row(rng: random.Random, vocab: int) -> tuple[list[int], int, RowParams]:

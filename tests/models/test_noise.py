@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.native import load_native
+from tests.models.isas import instruction_set
 from workers.noise import Floats, NoiseField, gumbels, noise_key, race_among, uniforms
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
@@ -48,16 +47,6 @@ def test_the_definition_is_frozen() -> None:
     key = noise_key(42, 0, 7)
     assert key == 5876300023532657469
     assert uniforms(key, np.arange(3)).tolist() == [0.6670244830893353, 0.26544644066598266, 0.5336691279662773]
-
-
-@contextmanager
-def instruction_set(name: str) -> Iterator[None]:
-    native = load_native()
-    native.set_isa(name)
-    try:
-        yield
-    finally:
-        native.set_isa(native.best_isa())
 
 
 @settings(deadline=None, max_examples=300)

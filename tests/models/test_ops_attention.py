@@ -12,6 +12,7 @@ from models import ops
 from models.forward import ForwardBatch, KVLayer
 from models.native import load_native
 from tests.models.attention_case import Shape, int32, make_batch, make_kv
+from tests.models.isas import instruction_set
 
 native = load_native()
 ALL_VARIANTS = ["portable", "avx2", "avx512vnni"]
@@ -22,9 +23,8 @@ MIXED = [(1, 1), (5, 5), (33, 1), (70, 7), (16, 16), (300, 1), (64, 64), (65, 20
 
 @pytest.fixture(params=VARIANTS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(native.best_isa())
+    with instruction_set(request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from models import ops
 from models.forward import KVLayer
 from models.native import load_native
 from tests.models.attention_case import int32
+from tests.models.isas import instruction_set
 
 native = load_native()
 ALL_VARIANTS = ["portable", "avx2", "avx512vnni"]
@@ -20,9 +21,8 @@ KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(params=VARIANTS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(native.best_isa())
+    with instruction_set(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("width", [1, 8, 15, 16, 17, 64, 100, 576, 1023])
