@@ -65,7 +65,8 @@ unsigned detect() {
   return found;
 }
 
-// Tiles are used where they are asked for: they gain up to a seventh with Q4 weights and lose with Q2_K and Q6_K.
+// Tiles are used where they are asked for. Sapphire Rapids, 2 threads, 32 to 128 rows, medians: a tenth faster than byte dot
+// products with Q3_K, IQ4_NL and MXFP4, as fast with Q8_0, Q4_K and IQ4_XS, slower with the rest (Q6_K by a quarter).
 Isa usual_isa() { return best_isa() == Isa::amx ? Isa::avx512vnni : best_isa(); }
 
 std::atomic<Isa> current{usual_isa()};
