@@ -22,10 +22,10 @@ SHAPES = [(1, 1), (16, 32), (17, 33), (5, 31), (33, 96), (70, 577), (100, 1536),
 
 @pytest.fixture(autouse=True)
 def restore() -> Iterator[None]:
-    threads = NATIVE.num_threads()
+    threads, usual = NATIVE.num_threads(), NATIVE.isa()
     NATIVE.set_num_threads(2)
     yield
-    NATIVE.set_isa(NATIVE.best_isa())
+    NATIVE.set_isa(usual)
     NATIVE.set_num_threads(threads)
 
 
