@@ -113,7 +113,10 @@ class _Resolver:
             self.decide("scheduler", f"{where} computes", max_num_seqs=GPU_ROWS if self.is_on_gpu else CPU_ROWS)
         if scheduler.max_num_tokens is None:
             most = max(GPU_TOKENS if self.is_on_gpu else CPU_TOKENS, 2 * self.config.scheduler.num_rows)
-            self.decide("scheduler", f"{where} computes", max_num_tokens=most)
+            because = (
+                "a GPU is busy only with many" if self.is_on_gpu else "more are no faster, and first tokens would wait"
+            )
+            self.decide("scheduler", because, max_num_tokens=most)
 
     @property
     def is_on_gpu(self) -> bool:
