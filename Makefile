@@ -72,4 +72,4 @@ check-python:
 	  { echo "error: $(PYTHON) is missing or older than 3.11; try   make serve PYTHON=python3.11" >&2; exit 2; }
 
 clean:
-	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis models/_native*.so models/_cuda*.so
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis models/_native*.so models/_cuda*.so serving/_native*.so
