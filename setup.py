@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 TEXT = CSRC / "text"
 CUDA = CSRC / "cuda"
-CUDA_BINDINGS = CSRC / "bind_cuda.cpp"
+CUDA_BINDINGS = sorted(CSRC.glob("bind_cuda*.cpp"))
 WORK = ROOT / "build" / "native"
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # No contraction: a*b+c is one rounding only where a kernel asks for it, so that results do not depend on the compiler.
@@ -121,8 +121,8 @@ def find_sources(extension: str) -> list[Path]:
     if extension == "serving._native":
         return sorted(TEXT.glob("*.cpp"))
     if extension == "models._cuda":
-        return [CUDA_BINDINGS, *sorted(CUDA.glob("*.cu"))]
-    kernels = [path for path in sorted(CSRC.rglob("*.cpp")) if TEXT not in path.parents and path != CUDA_BINDINGS]
+        return [*CUDA_BINDINGS, *sorted(CUDA.glob("*.cu"))]
+    kernels = [path for path in sorted(CSRC.rglob("*.cpp")) if TEXT not in path.parents and path not in CUDA_BINDINGS]
     return [path for path in kernels if IS_X86 or not isa_flags(path)]
 
 

@@ -16,6 +16,8 @@ const float* floats(Address address) { return reinterpret_cast<const float*>(add
 
 }  // namespace
 
+void bind_peers(py::module_& m);
+
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "Native CUDA kernels of Trireme.";
   py::class_<PagedCache>(m, "PagedCache")
@@ -82,4 +84,5 @@ PYBIND11_MODULE(_cuda, m) {
     sample_rows({at(logits), logits_stride, static_cast<Type>(type), rows, vocab, reinterpret_cast<const SampleJob*>(jobs), ints(slots),
                  ints(positions), reinterpret_cast<int32_t*>(tokens)}, at(stream));
   });
+  bind_peers(m);
 }

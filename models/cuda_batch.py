@@ -85,10 +85,12 @@ class HostModel:
         self.vocab_size = model.vocab_size
         self.num_kv_layers, self.kv_heads, self.head_dim = model.num_kv_layers, model.kv_heads, model.head_dim
 
-    def forward(self, batch: HostBatch, kv: list[PagedKV]) -> Logits:
-        """Logits [S, V] float32."""
+    def forward(self, batch: HostBatch, kv: list[PagedKV]) -> Logits | None:
+        """Logits [S, V] float32, None on a stage that is not the last."""
         with torch.inference_mode():
             block_size = kv[0].k.shape[2]
             logits = self.model.run(upload(batch, block_size, device=self._device), kv)
+            if not self.model.mesh.is_last_stage:
+                return None
             found: Logits = logits.float().cpu().numpy()
         return found

@@ -6,6 +6,7 @@ Dense matrices travel as they lie in the file and are rounded on the device; blo
 from __future__ import annotations
 
 from typing import Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -51,12 +52,13 @@ class NoiseWeights:
 
     def __init__(self, source: DummySource, dtype: torch.dtype, device: torch.device) -> None:
         self._source, self._dtype, self._device = source, dtype, device
-        self._generator = torch.Generator(device).manual_seed(0)
+        self._generator = torch.Generator(device)
 
     def names(self) -> set[str]:
         return self._source.names()
 
     def matrix(self, name: str, n: int, k: int) -> Tensor:
+        self._generator.manual_seed(crc32(name.encode()))  # the same for every rank that makes some of them
         weight = torch.empty(n, k, dtype=self._dtype, device=self._device)
         return weight.normal_(std=DEVIATION, generator=self._generator)
 

@@ -102,6 +102,10 @@ class Mesh(NamedTuple):
             raise ConfigError(f"worker {worker} is outside 0..{self.num_workers - 1}")
         return self._replace(pp_rank=worker // self.tp, tp_rank=worker % self.tp)
 
+    def card(self, count: int) -> int:
+        """Index of this worker's GPU among the `count` that its host shows; workers share them where there are too few."""
+        return (self.dp_rank * self.num_workers + self.worker) % count
+
     def tp_group(self) -> list[int]:
         """Workers that share this worker's stage, in rank order."""
         return [self.pp_rank * self.tp + rank for rank in range(self.tp)]

@@ -1,5 +1,5 @@
 """The Llama-like families on one NVIDIA GPU: weights in half precision on the device, kernels of csrc/cuda, products by the
-faster of our own kernel and cuBLAS, prompts by torch's flash attention. One stage on one rank that shares no layer.
+faster of our own kernel and cuBLAS, prompts by torch's flash attention. One stage, on one rank of those that share its layers.
 
 Built by workers' GPU side; `run` launches a step on the current stream without waiting and takes only tensors made before, so a
 step of decoding rows can be captured in a CUDA graph.
@@ -20,12 +20,16 @@ from models import cuda_ops as ops
 from models.arch.stage import NORM_NAMES, attention_scale_of
 from models.cuda_ops import PagedKV
 from models.cuda_weights import DeviceWeights
+from models.forward import Group, SoloGroup
 from models.layers.cuda_linear import CudaLinear
 from models.layers.rope import cos_sin_table
+from models.shards import Shares
 from trireme.arch import ArchSpec
 from trireme.errors import ModelError
 from trireme.gpu import lacks_on_gpu
+from trireme.mesh import Mesh
 
+ALONE = Mesh(1, 1, 1)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,8 +64,8 @@ class _Layer:
 
     def __init__(self, model: CudaModel, source: DeviceWeights, index: int) -> None:
         arch, at = model.arch, f"model.layers.{index}."
-        dim, hidden = arch.head_dim, arch.hidden
-        q, kv = arch.num_heads * dim, arch.num_kv_heads * dim
+        dim, hidden, ffn = arch.head_dim, arch.hidden, model.shares.ffn.size
+        q, kv = model.q_heads * dim, model.kv_heads * dim
         names = [at + name if name else "" for name in NORM_NAMES[arch.norm_placement]]
         self.attn_norm, self.attn_post, self.ffn_norm, self.ffn_post = (
             model.vector(source, name + ".weight", hidden) if name else None for name in names
@@ -73,9 +77,9 @@ class _Layer:
         qkv = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
         self.qkv = model.linear(source, at + "self_attn.", qkv, hidden, bias=arch.qkv_bias)
         self.o = model.linear(source, at + "self_attn.", [("o_proj", hidden)], q, bias=arch.o_bias)
-        gate_up = [("gate_proj", arch.ffn), ("up_proj", arch.ffn)]
+        gate_up = [("gate_proj", ffn), ("up_proj", ffn)]
         self.gate_up = model.linear(source, at + "mlp.", gate_up, hidden, bias=arch.mlp_bias)
-        self.down = model.linear(source, at + "mlp.", [("down_proj", hidden)], arch.ffn, bias=arch.mlp_bias)
+        self.down = model.linear(source, at + "mlp.", [("down_proj", hidden)], ffn, bias=arch.mlp_bias)
         self.window = 0 if index in arch.full_attention_layers else arch.sliding_window or 0
 
 
@@ -86,7 +90,10 @@ def refuse_uncovered(arch: ArchSpec) -> None:
 
 
 class CudaModel:
-    """All layers and both ends of a model on the current device. `weight_bytes` are those on the device."""
+    """The layers and ends of one stage, this rank's share of them, on the current device. `weight_bytes` are those on the device.
+
+    `source` gives a rank's share by name (models/shards.py).
+    """
 
     def __init__(
         self,
@@ -96,30 +103,43 @@ class CudaModel:
         *,
         max_len: int,
         progress: Callable[[str, int, int], None],
+        mesh: Mesh = ALONE,
+        group: Group | None = None,
     ) -> None:
         refuse_uncovered(arch)
+        self.mesh, self.group = mesh, group or SoloGroup()
+        self.shares = Shares(arch, mesh)
         self.arch = arch
         self.dtype = dtype
         self.vocab_size = arch.vocab_size
-        self.num_kv_layers, self.kv_heads, self.head_dim = arch.num_layers, arch.num_kv_heads, arch.head_dim
+        self.q_heads, self.kv_heads, self.head_dim = self.shares.q_heads, self.shares.kv_heads, arch.head_dim
+        stage = mesh.layers(arch.num_layers)
+        self.num_kv_layers = stage.size
         self.weight_bytes = 0
-        total = arch.num_layers + 1
+        total = stage.size + 1
         self._layers = []
-        for index in range(arch.num_layers):
-            progress("weights", index, total)
+        for done, index in enumerate(range(stage.start, stage.stop)):
+            progress("weights", done, total)
             self._layers.append(_Layer(self, source, index))
-        self._norm = self.vector(source, "model.norm.weight", arch.hidden)
-        self._embedding = self._matrix(source, "model.embed_tokens.weight", arch.vocab_size, arch.hidden)
-        if arch.tie_embeddings:
-            self._head = CudaLinear(self._embedding, None)
-        else:
-            self._head = self.linear(source, "", [("lm_head", arch.vocab_size)], arch.hidden, bias=False)
+        self._build_ends(source)
         name = "rope_freqs.weight"
         divisors = source.vector(name, arch.rope.dim // 2) if name in source.names() else None
         self._cos_sin = torch.from_numpy(cos_sin_table(arch.rope, max_len, divisors)).cuda()
         self._scale = attention_scale_of(arch)
         self.buffers = self._allocate(0)
         progress("weights", total, total)
+
+    def _build_ends(self, source: DeviceWeights) -> None:
+        """Embedding on the first stage, norm and head on the last; one matrix serves both where they are tied."""
+        arch, rows, mesh = self.arch, self.shares.vocab.size, self.mesh
+        if mesh.is_last_stage:
+            self._norm = self.vector(source, "model.norm.weight", arch.hidden)
+        if mesh.is_first_stage or arch.tie_embeddings:
+            self._embedding = self._matrix(source, "model.embed_tokens.weight", rows, arch.hidden)
+        if arch.tie_embeddings:
+            self._head = CudaLinear(self._embedding, None)
+        elif mesh.is_last_stage:
+            self._head = self.linear(source, "", [("lm_head", rows)], arch.hidden, bias=False)
 
     def vector(self, source: DeviceWeights, name: str, size: int) -> Tensor:
         """A norm's or bias's values on the device; norms with their offset added."""
@@ -148,20 +168,21 @@ class CudaModel:
 
     def scratch_floats(self, rows: int, splits: int) -> int:
         """Room that decode attention needs for `rows` rows."""
-        return ops.decode_scratch(rows, self.arch.num_heads, self.head_dim, splits)
+        return ops.decode_scratch(rows, self.q_heads, self.head_dim, splits)
 
     def run(self, batch: CudaBatch, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
-        """Logits [S, V] of one step, in the model's dtype."""
+        """Logits [S, V] of one step, in the model's dtype. A stage that is not the last passes its hidden states [T, H] on, and
+        gives them too."""
         arch = self.arch
         residual, normed, qkv, attended, gate_up, product = self._views(batch.token_ids.shape[0])
-        ops.gather_rows(self._embedding, batch.token_ids, residual, scale=arch.embed_scale)
+        self._begin(batch, residual)
         pending: Tensor | None = None
         for layer, cache in zip(self._layers, kv, strict=True):
             x = self._norm_into(normed, layer.attn_norm, residual, pending)
             layer.qkv(x, qkv)
             ops.rotary_and_cache(
                 qkv,
-                arch.num_heads,
+                self.q_heads,
                 cache,
                 self._cos_sin,
                 batch.positions,
@@ -171,18 +192,35 @@ class CudaModel:
                 eps=arch.norm_eps,
             )
             self._attend(batch, qkv, cache, attended, layer.window, scratch)
-            branch = self._post(layer.o(attended, normed), layer.attn_post)
+            branch = self._post(self._summed(layer.o(attended, normed)), layer.attn_post)
             x = self._norm_into(normed, layer.ffn_norm, residual, branch)
             layer.gate_up(x, gate_up)
             ops.gated_activation(gate_up, product, arch.activation)
-            pending = self._post(layer.down(product, normed), layer.ffn_post)
+            pending = self._post(self._summed(layer.down(product, normed)), layer.ffn_post)
+        if not self.mesh.is_last_stage:
+            self.group.send_next(self._norm_into(normed, None, residual, pending))
+            return residual
         x = self._norm_into(normed, self._norm, residual, pending)
         if batch.logits_index is not None:
             x = x.index_select(0, batch.logits_index)
             if not x.shape[0]:
                 return x.new_empty(0, self.vocab_size)
-        logits = self._head(x, torch.empty(x.shape[0], self.vocab_size, dtype=self.dtype, device="cuda"))
-        return self._finished(logits)
+        sizes = self.shares.vocab_sizes
+        own = torch.empty(x.shape[0], sizes[self.mesh.tp_rank], dtype=self.dtype, device="cuda")
+        return self._finished(self.group.all_gather(self._head(x, own), sizes))
+
+    def _begin(self, batch: CudaBatch, residual: Tensor) -> None:
+        """The embeddings of the tokens, each from the rank that has it, or what the stage before has computed."""
+        if not self.mesh.is_first_stage:
+            residual.copy_(self.group.recv_prev(tuple(residual.shape), residual.dtype))
+            return
+        first = self.shares.vocab.start
+        ops.gather_rows(self._embedding, batch.token_ids, residual, first=first, scale=self.arch.embed_scale)
+        self._summed(residual)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """Over the ranks that have a part of it."""
+        return x if self.mesh.tp == 1 else self.group.all_reduce(x)
 
     def _norm_into(self, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Tensor | None) -> Tensor:
         """residual += branch; the normed residual in `out`, or the residual itself where there is no norm."""
@@ -200,7 +238,7 @@ class CudaModel:
     def _attend(
         self, batch: CudaBatch, qkv: Tensor, cache: PagedKV, out: Tensor, window: int, scratch: Tensor | None
     ) -> None:
-        heads, decodes = self.arch.num_heads, batch.num_decodes
+        heads, decodes = self.q_heads, batch.num_decodes
         if decodes:
             ops.decode_attention(
                 qkv,
@@ -235,9 +273,9 @@ class CudaModel:
         self.buffers = self._allocate(num_tokens)
 
     def _allocate(self, num_tokens: int) -> list[Tensor]:
-        arch = self.arch
-        q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        widths = (arch.hidden, arch.hidden, q + 2 * kv, q, 2 * arch.ffn, arch.ffn)
+        hidden, ffn = self.arch.hidden, self.shares.ffn.size
+        q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = (hidden, hidden, q + 2 * kv, q, 2 * ffn, ffn)
         return [torch.empty(num_tokens, width, dtype=self.dtype, device="cuda") for width in widths]
 
 

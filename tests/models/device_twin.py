@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models.cuda_ops import JOB, NOT_FINITE, PagedKV
+from trireme.mesh import Mesh
 from workers.noise import NoiseField, noise_key, race_among
 from workers.truncation import survivors
 
@@ -21,6 +22,7 @@ class TwinModel:
     """The interface of models.arch.cuda.CudaModel. Its cache holds token + 1; a NaN read back spoils the row."""
 
     vocab_size, num_kv_layers, kv_heads, head_dim = VOCAB, 1, 1, 2
+    mesh = Mesh(1, 1, 1)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
         shape = (num_blocks, 1, block_size, 2)

@@ -1,0 +1,124 @@
+"""One rank's share of a model's weights where partial sums are added up afterwards (tensor parallel on GPUs). No torch.
+
+Between models/load and models/cuda_weights: who asks for a weight by name and by its size on this rank gets the part of the stored
+one, and nothing else is read. q, k, v, gate and up are cut by outputs, o and down by inputs, both ends by vocabulary; the biases of
+sums are on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from models.quant.packed import BLOCKS, ROW_SCALE_BYTES, Floats
+from models.weights import RawMatrix, WeightSource
+from trireme.arch import ArchSpec
+from trireme.errors import ConfigError
+from trireme.mesh import Mesh, Span, split_evenly, split_heads
+
+UNITS = (
+    256,
+    128,
+    64,
+    16,
+    1,
+)  # of feed-forward columns: what kernels and blocks of weights like, the greatest that goes round
+
+
+class Cut(NamedTuple):
+    """A part of a stored matrix [n, k]: its `rows` (outputs) and `columns` (inputs)."""
+
+    n: int
+    k: int
+    rows: Span
+    columns: Span
+
+
+class Shares:
+    """What one rank of `tp` has: spans of heads, of feed-forward columns and of the vocabulary."""
+
+    def __init__(self, arch: ArchSpec, mesh: Mesh) -> None:
+        self.arch, self.rank = arch, mesh.tp_rank
+        heads = split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, mesh.tp_rank)
+        self.q_heads, self.kv_heads = heads.q.size, heads.kv.size
+        self.q, self.kv = (Span(span.start * arch.head_dim, span.stop * arch.head_dim) for span in heads[:2])
+        self.ffn = _spans(arch.ffn, mesh.tp)[mesh.tp_rank]
+        vocabulary = _spans(arch.vocab_size, mesh.tp)
+        self.vocab = vocabulary[mesh.tp_rank]
+        self.vocab_sizes = [span.size for span in vocabulary]
+
+    def cut(self, name: str) -> Cut:
+        """Which part of the matrix `name` this rank has."""
+        arch = self.arch
+        hidden, ffn = arch.hidden, arch.ffn
+        q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        by_output = {
+            "q_proj": (q, self.q),
+            "k_proj": (kv, self.kv),
+            "v_proj": (kv, self.kv),
+            "gate_proj": (ffn, self.ffn),
+            "up_proj": (ffn, self.ffn),
+            "embed_tokens": (arch.vocab_size, self.vocab),
+            "lm_head": (arch.vocab_size, self.vocab),
+        }
+        by_input = {"o_proj": (q, self.q), "down_proj": (ffn, self.ffn)}
+        part = name.split(".")[-2]
+        if part in by_input:
+            k, columns = by_input[part]
+            return Cut(hidden, k, Span(0, hidden), columns)
+        n, rows = by_output[part]
+        return Cut(n, hidden, rows, Span(0, hidden))
+
+    def own(self, source: WeightSource, name: str, size: int) -> Floats:
+        """The vector `name`, of which this rank has `size` values: all of a norm, its share of a bias."""
+        if not name.endswith(".bias"):
+            return source.vector(name, size)
+        cut = self.cut(name)
+        whole = source.vector(name, cut.n)
+        if cut.columns.size < cut.k and self.rank > 0:
+            return np.zeros_like(whole)
+        return whole[cut.rows.start : cut.rows.stop]
+
+
+class ShardSource:
+    """A WeightSource that has one rank's share of another."""
+
+    def __init__(self, source: WeightSource, shares: Shares) -> None:
+        self.path: Path = source.path
+        self._source, self._shares = source, shares
+
+    def names(self) -> set[str]:
+        return self._source.names()
+
+    def matrix(self, name: str, n: int, k: int) -> RawMatrix:
+        cut = self._shares.cut(name)
+        assert (cut.rows.size, cut.columns.size) == (n, k), name
+        found = self._source.matrix(name, cut.n, cut.k).rows(cut.rows)
+        return found if k == cut.k else columns_of(found, cut.columns)
+
+    def vector(self, name: str, size: int) -> Floats:
+        return self._shares.own(self._source, name, size)
+
+
+def columns_of(matrix: RawMatrix, span: Span) -> RawMatrix:
+    """A part of every row. Raises ConfigError where the span cuts a block of values in two."""
+    values, nbytes = BLOCKS[matrix.kind]
+    if span.start % values or span.stop % values:
+        raise ConfigError(
+            f"rows of {matrix.k} values in blocks of {values} ({matrix.kind}) cannot be cut at {span.start} and {span.stop}",
+            hint="a smaller --tp",
+        )
+    first = ROW_SCALE_BYTES.get(matrix.kind, 0)
+    part = matrix.raw[:, first + span.start // values * nbytes : first + span.stop // values * nbytes]
+    raw = np.concatenate((matrix.raw[:, :first], part), axis=1) if first else part
+    return RawMatrix(matrix.kind, raw, matrix.n, span.size)
+
+
+def _spans(total: int, parts: int) -> list[Span]:
+    """Of all ranks, in whole units of the greatest size that every rank has as many of; else nearly so."""
+    even = [unit for unit in UNITS if total % (unit * parts) == 0]
+    possible = [unit for unit in UNITS if total % unit == 0 and total // unit >= parts]
+    unit = (even or possible or [1])[0]
+    return [split_evenly(total, parts, part, unit=unit) for part in range(parts)]

@@ -1,0 +1,77 @@
+"""Sums and concatenations over memory that GPUs of one host map into each other: models._cuda.Peers for tensors.
+
+Used by workers.collectives.cuda, which exchanges the handles. Calls launch on the current stream and can be captured in a graph;
+longer messages than the memory holds pass in pieces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models import cuda_ops
+from trireme.errors import CollectiveError
+from workers.collectives.ways import Way
+
+DEADLINE_S = 14.0  # of one kernel; the watch aborts a little earlier
+_TEXTS = {1: "the collectives were aborted", 2: "another rank did not take part in a sum"}
+
+
+class PeerMemory:
+    """This rank's region and those of the others, once `open` has seen all handles. Raises CollectiveError."""
+
+    HANDLE_BYTES = 64
+
+    def __init__(
+        self, rank: int, size: int, *, pushed_bytes: int, staged_bytes: int, deadline_s: float = DEADLINE_S
+    ) -> None:
+        self.size = size
+        self._most = {Way.PUSHED: pushed_bytes, Way.ONE_SHOT: staged_bytes, Way.TWO_SHOT: staged_bytes}
+        try:
+            self._native: Any = cuda_ops.load().Peers(rank, size, pushed_bytes, staged_bytes, deadline_s)
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(f"no memory for collectives: {error}") from None
+
+    def handle(self) -> bytes:
+        """For the other ranks."""
+        try:
+            return bytes(self._native.handle())
+        except RuntimeError as error:
+            raise CollectiveError(str(error)) from None
+
+    def open(self, handles: list[bytes]) -> None:
+        """Maps the regions of all ranks."""
+        try:
+            self._native.open(handles)
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(str(error)) from None
+
+    def all_reduce(self, x: Tensor, way: Way) -> Tensor:
+        """Sum over ranks in rank order, in place, added in float32. x is contiguous and 16 divides its bytes."""
+        most, size, stream = self._most[way], x.itemsize, torch.cuda.current_stream().cuda_stream
+        for start in range(0, x.nbytes, most):
+            at, count = x.data_ptr() + start, min(most, x.nbytes - start) // size
+            self._native.all_reduce(at, at, count, cuda_ops.TYPE_CODES[x.dtype], int(way), stream)
+        return x
+
+    def all_gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+        """The ranks' x [rows, sizes[rank]] side by side."""
+        rows, stream = x.shape[0], torch.cuda.current_stream().cuda_stream
+        out = torch.empty(rows, sum(sizes), dtype=x.dtype, device=x.device)
+        widths = [size * x.itemsize for size in sizes]
+        part = max(1, self._most[Way.ONE_SHOT] // max(1, max(widths)))
+        for start in range(0, rows, part):
+            count = min(part, rows - start)
+            self._native.all_gather(x[start:].data_ptr(), out[start:].data_ptr(), count, widths, stream)
+        return out
+
+    def abort(self) -> None:
+        """Ends every kernel under way or to come. Any thread may call it."""
+        self._native.abort()
+
+    def failure(self) -> str:
+        """Why results cannot be trusted; "" while they can."""
+        status = int(self._native.status())
+        return _TEXTS.get(status, f"status {status}") if status else ""

@@ -1,0 +1,66 @@
+"""Which way a sum over GPUs goes, by its size: pushed, one-shot or two-shot over peer memory, or NCCL. Pure.
+
+The times come from workers.collectives.cuda, which measures once at the start; all ranks choose from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+TRIED = tuple(1 << shift for shift in range(13, 25))  # bytes: 8 KiB to 16 MiB
+PUSHED_BYTES = 512 << 10  # payload of a pushed message, at most
+STAGED_BYTES = 8 << 20  # of a staged one, at least
+
+
+class Way(IntEnum):
+    """The first three as models._cuda.Peers numbers them."""
+
+    PUSHED = 0
+    ONE_SHOT = 1
+    TWO_SHOT = 2
+    NCCL = 3
+
+
+class Step(NamedTuple):
+    """Messages of up to `most` bytes go this way."""
+
+    most: int
+    way: Way
+
+
+def usable(size: int, *, pushed: int, staged: int, has_peers: bool, has_nccl: bool) -> list[Way]:
+    """The ways that take `size` bytes at once."""
+    limits = {Way.PUSHED: pushed, Way.ONE_SHOT: staged, Way.TWO_SHOT: staged}
+    ways = [way for way, most in limits.items() if has_peers and size <= most and size % 16 == 0]
+    return [*ways, Way.NCCL] if has_nccl else ways
+
+
+def steps_from(times: Mapping[int, Mapping[Way, float]]) -> list[Step]:
+    """The fastest way for every size tried, neighbours that agree made one. Beyond the last size its way holds."""
+    steps: list[Step] = []
+    for size in sorted(times):
+        way = min(times[size], key=lambda w: (times[size][w], w))
+        if steps and steps[-1].way == way:
+            steps.pop()
+        steps.append(Step(size, way))
+    return steps
+
+
+def default_steps(pushed: int, staged: int, *, has_nccl: bool) -> list[Step]:
+    """Where nothing was measured."""
+    most = Way.NCCL if has_nccl else Way.TWO_SHOT
+    return [Step(min(128 << 10, pushed), Way.PUSHED), Step(min(1 << 20, staged), Way.ONE_SHOT), Step(staged, most)]
+
+
+def way_of(steps: Sequence[Step], size: int) -> Way:
+    """The way of a message of `size` bytes."""
+    return next((step.way for step in steps if size <= step.most), steps[-1].way)
+
+
+def describe(steps: Sequence[Step]) -> str:
+    """`pushed up to 256 KiB, nccl beyond`."""
+    named = [step.way.name.lower().replace("_", "-") for step in steps]
+    parts = [f"{name} up to {step.most >> 10} KiB" for name, step in zip(named[:-1], steps[:-1], strict=True)]
+    return ", ".join([*parts, f"{named[-1]} {'beyond' if parts else 'always'}"])
