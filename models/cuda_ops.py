@@ -147,9 +147,9 @@ def rotary_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """Of the fused product qkv [T, (Hq + 2 Hk) * D]: rotates q in place (NeoX pairing), writes rotated k, and v, into the cache.
+    """Of the fused product qkv [T, (Hq + 2 Hk) * D]: rotates q and k in place (NeoX pairing), writes k and v into the cache.
 
-    cos_sin [max_position, rotary] float32: cosines, then sines. positions, slots [T] int32; a negative slot writes nothing.
+    cos_sin [max_position, rotary] float32: cosines, then sines. positions, slots [T] int32; a negative slot writes nothing there.
     q_norm, k_norm [D]: RMS norm of each head before rotation.
     """
     _, kv_heads, _, dim = kv.k.shape

@@ -59,10 +59,12 @@ def rotary_and_cache_reference(
 
     written = slots >= 0
     block, offset = slots[written].long() // block_size, slots[written].long() % block_size
-    new_k, new_v = turned(k, k_norm)[written] / kv.k_scale, v[written].float() / kv.v_scale
+    turned_k = turned(k, k_norm)
+    new_k, new_v = turned_k[written] / kv.k_scale, v[written].float() / kv.v_scale
     _bits(kv.k)[block, :, offset] = _bits(to_stored(new_k, kv.k.dtype))
     _bits(kv.v)[block, :, offset] = _bits(to_stored(new_v, kv.v.dtype))
     q.copy_(turned(q, q_norm))
+    k.copy_(turned_k)
 
 
 def decode_attention_reference(
@@ -104,9 +106,10 @@ def decode_attention_reference(
 
 
 def quantize_rows_reference(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
-    """In float32."""
+    """In float32. Divided by a tensor: by a number torch multiplies with its reciprocal on a GPU, which rounds twice."""
     wide = x.float()
-    scale.copy_(wide.abs().amax(-1).clamp(min=1e-12) / FP8_MAX)
+    largest = wide.abs().amax(-1).clamp(min=1e-12)
+    scale.copy_(largest / torch.full_like(largest, FP8_MAX))
     return out.copy_(to_stored(wide / scale[:, None], out.dtype))
 
 

@@ -3,7 +3,8 @@
 // A block serves one row and one KV head: the query heads of that head's group are the 16 rows (padded) of tensor-core tiles. Its
 // four warps take turns over pieces of 16 tokens, each with its own online softmax (Milakov and Gimelshein 2018), cp.async
 // fetching the next pieces meanwhile; they are folded at the end in order. Long contexts are cut in `splits` parts that run side
-// by side and are folded by a second kernel (Flash-Decoding, Dao et al. 2023).
+// by side and are folded by a second kernel (Flash-Decoding, Dao et al. 2023). The heads of a row run beside each other: their
+// pieces are neighbours in memory.
 #include "cuda/products.cuh"
 
 namespace trireme::cuda {
@@ -61,21 +62,27 @@ __device__ __forceinline__ Span pieces_of(int context, int window, int splits, i
   return {first, min(first + each, end)};
 }
 
+// Where a position of one KV head begins in the cache, in values.
+__device__ __forceinline__ int64_t place_of(const PagedCache& cache, const int32_t* table, int kv_head, int position, int dim) {
+  const int64_t block = table[position / cache.block_size];
+  return ((block * cache.heads + kv_head) * cache.block_size + position % cache.block_size) * dim;
+}
+
+// Fetches the keys and values of a piece. Where blocks hold whole pieces these lie in a row.
 template <class C, int D>
 __device__ __forceinline__ void fetch_piece(const DecodeArgs& args, const int32_t* table, int kv_head, int piece, int context, char* stage) {
   using L = Layout<C, D>;
-  const int lane = threadIdx.x % 32;
-  const int64_t token_stride = D, block_stride = static_cast<int64_t>(args.cache.heads) * args.cache.block_size * D;
+  const int lane = threadIdx.x % 32, start = piece * kPiece;
+  const bool is_whole = args.cache.block_size % kPiece == 0;
+  const int64_t first = is_whole ? place_of(args.cache, table, kv_head, start, D) : 0;
 #pragma unroll
   for (int i = lane; i < kPiece * L::chunks; i += 32) {
-    const int token = i / L::chunks, chunk = i % L::chunks;
-    const int position = piece * kPiece + token;
+    const int token = i / L::chunks, chunk = i % L::chunks, position = start + token;
     const bool is_valid = position < context;
-    const int safe = is_valid ? position : context - 1;
-    const int64_t block = table[safe / args.cache.block_size];
-    const int64_t offset = block * block_stride + (static_cast<int64_t>(kv_head) * args.cache.block_size + safe % args.cache.block_size) * token_stride + chunk * L::per_chunk;
-    copy_async(stage + L::at(token, chunk), static_cast<const C*>(args.cache.k) + offset, is_valid);
-    copy_async(stage + L::piece_bytes + L::at(token, chunk), static_cast<const C*>(args.cache.v) + offset, is_valid);
+    int64_t offset = first + token * D;
+    if (!is_whole) offset = place_of(args.cache, table, kv_head, is_valid ? position : context - 1, D);
+    copy_async(stage + L::at(token, chunk), static_cast<const C*>(args.cache.k) + offset + chunk * L::per_chunk, is_valid);
+    copy_async(stage + L::piece_bytes + L::at(token, chunk), static_cast<const C*>(args.cache.v) + offset + chunk * L::per_chunk, is_valid);
   }
 }
 
@@ -223,8 +230,8 @@ template <class T, class C, int D>
 __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args) {
   using L = Layout<C, D>;
   extern __shared__ __align__(128) char shared[];
-  const int row = blockIdx.x, group = args.q_heads / args.cache.heads, tiles = (group + kGroup - 1) / kGroup;
-  const int kv_head = blockIdx.y / tiles, first_head = kv_head * group + blockIdx.y % tiles * kGroup;
+  const int row = blockIdx.y, group = args.q_heads / args.cache.heads, tiles = (group + kGroup - 1) / kGroup;
+  const int kv_head = blockIdx.x / tiles, first_head = kv_head * group + blockIdx.x % tiles * kGroup;
   const int num_heads = min(kGroup, (kv_head + 1) * group - first_head), split = blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   char* own = shared + warp * L::warp_bytes;
@@ -345,7 +352,7 @@ void run(DecodeArgs args, Stream stream) {
   args.scale *= args.cache.k_scale / Tiles<C, D>::kUnit;
   args.cache.v_scale /= Tiles<C, D>::kUnit;
   const int tiles = (args.q_heads / args.cache.heads + kGroup - 1) / kGroup;
-  launch(decode_kernel<T, C, D>, dim3(args.rows, args.cache.heads * tiles, args.splits), dim3(kWarps * 32), shared, stream, args);
+  launch(decode_kernel<T, C, D>, dim3(args.cache.heads * tiles, args.rows, args.splits), dim3(kWarps * 32), shared, stream, args);
   if (args.splits > 1) launch(fold_kernel<T>, dim3(args.rows, args.q_heads), dim3(D), 0, stream, args);
 }
 

@@ -33,7 +33,7 @@ void rms_norm(const NormArgs& args, Stream stream);
 // x [T, H] as fp8 values and a scale per token, without a norm; of args only x, out, scale, sizes and type count.
 void quantize_rows(const NormArgs& args, Stream stream);
 
-// ---- rotary.cu: rotates q in place, writes rotated k, and v, into the cache
+// ---- rotary.cu: rotates q and k in place, writes rotated k, and v, into the cache
 
 struct PagedCache {
   void* k;  // [blocks, Hk, block_size, D]
@@ -45,13 +45,13 @@ struct PagedCache {
 
 struct RotaryArgs {
   void* q;              // [T, Hq, D], tokens q_stride apart
-  const void* k;        // [T, Hk, D]
+  void* k;              // [T, Hk, D]
   const void* v;
   int64_t q_stride, k_stride, v_stride;
   Type type;            // of q, k, v, norms
   const float* cos_sin; // [max_position, rotary]: rotary / 2 cosines, then sines
   const int32_t* positions;  // [T]
-  const int32_t* slots;      // [T]; negative: nothing is written
+  const int32_t* slots;      // [T]; negative: nothing is written to the cache
   const void* q_norm;   // [D] or null: RMS norm of each head before rotation
   const void* k_norm;
   int tokens, q_heads, rotary;

@@ -236,12 +236,26 @@ def test_rotary_and_cache(
         table = random(500, rotary)
         ops.rotary_and_cache(qkv, q_heads, caches[0], table, positions, slots, **norms)
         reference.rotary_and_cache_reference(same, q_heads, caches[1], table, positions, slots, **norms)
-        width = q_heads * dim
+        width = (q_heads + kv_heads) * dim
         assert error(qkv[:, :width], same[:, :width]) < ERROR[dtype]
         assert torch.equal(qkv[:, width:], same[:, width:])
         assert error(caches[0].k, caches[1].k) < ERROR[dtype]
         assert torch.equal(caches[0].v, caches[1].v)
         qkv.copy_(same)
+
+
+def test_rotary_of_many_tokens() -> None:
+    """One block goes through all heads of a token."""
+    tokens, heads, dim = 600, 20, 128
+    qkv = random(tokens, (heads + 4) * dim, dtype=torch.bfloat16)
+    same, table = qkv.clone(), random(tokens, dim)
+    caches = [ops.PagedKV(*(random(40, 2, 16, dim, dtype=torch.bfloat16) * 0 for _ in range(2))) for _ in range(2)]
+    at = torch.arange(tokens, device="cuda", dtype=torch.int32)
+    ops.rotary_and_cache(qkv, heads, caches[0], table, at, at)
+    reference.rotary_and_cache_reference(same, heads, caches[1], table, at, at)
+    assert error(qkv, same) < 1e-2
+    assert error(caches[0].k, caches[1].k) < 1e-2
+    assert torch.equal(caches[0].v, caches[1].v)
 
 
 @pytest.mark.parametrize("dtype", HALF)
