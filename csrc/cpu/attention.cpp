@@ -1,4 +1,4 @@
-// Cuts a step's attention into tasks for the pool: (row, KV head, block of queries), and with few of those but long
+// Cuts a step's attention into tasks for the pool: (row, KV heads, block of queries), and with few of those but long
 // contexts, one task per part of the context as well. The cut never changes a result (attention_impl.h).
 #include <algorithm>
 #include <cstdlib>
@@ -12,6 +12,7 @@ namespace trireme {
 namespace {
 
 constexpr int kTaskQueries = 96;            // of one task: enough to reuse a tile of keys, few enough to stay in cache
+constexpr int64_t kShares = 4;              // per thread: so many, or more, can be dealt out evenly
 constexpr int64_t kLargeProducts = 250000;  // multiply-adds below which one thread is faster
 
 // Memory of one thread, kept between calls.
@@ -45,23 +46,42 @@ int first_part(const AttentionArgs& a, const AttentionTask& task) {
 }
 int last_part(const AttentionTask& task) { return (task.first_position + task.num_tokens - 1) / kPartTokens; }
 
+int64_t whole_context(const AttentionArgs& a) {
+  int64_t tokens = 0;
+  for (int row = 0; row < a.rows; ++row) tokens += a.context_len[row];
+  return tokens;
+}
+
+// KV heads of one task for `count` tokens of a row. All of them where the queries are few and the row a small part of the
+// step: what is read then lies together.
+int heads_per_task(const AttentionArgs& a, int row, int count, int64_t context) {
+  const bool is_small = a.context_len[row] * kShares * num_threads() <= context;
+  return count * a.q_heads <= kTaskQueries && is_small ? a.kv.heads : 1;
+}
+
 // Calls f(task) for every task of the step.
 template <class F>
 void each_task(const AttentionArgs& a, F&& f) {
   const int most = tokens_per_task(a);
+  const int64_t context = whole_context(a);
   for (int row = 0; row < a.rows; ++row) {
     const int start = a.query_start[row], count = a.query_start[row + 1] - start;
     const int base = a.context_len[row] - count;
+    const int heads = heads_per_task(a, row, count, context);
     for (int token = 0; token < count; token += most) {
-      for (int head = 0; head < a.kv.heads; ++head) {
-        f(AttentionTask{row, head, start + token, std::min(most, count - token), base + token, -1, nullptr});
+      for (int head = 0; head < a.kv.heads; head += heads) {
+        f(AttentionTask{row, head, heads, start + token, std::min(most, count - token), base + token, -1, nullptr});
       }
     }
   }
 }
 
 int64_t cost(const AttentionTask& task) {
-  return static_cast<int64_t>(task.num_tokens) * (task.first_position + task.num_tokens);
+  return static_cast<int64_t>(task.num_heads) * task.num_tokens * (task.first_position + task.num_tokens);
+}
+
+int64_t partial_floats(const AttentionArgs& a, const AttentionTask& task) {
+  return task.num_heads * task.num_tokens * group_of(a) * partial_stride(a.kv.dim);
 }
 
 void attend_serially(const AttentionArgs& a, int64_t scratch_floats) {
@@ -79,7 +99,6 @@ void attend_whole(const AttentionArgs& a, const std::vector<AttentionTask>& task
 // One task per (task, part): partial results, then a fold per task.
 void attend_by_parts(const AttentionArgs& a, const std::vector<AttentionTask>& tasks, int64_t scratch_floats) {
   const OpsKernels& kernels = ops_kernels();
-  const int group = group_of(a);
   std::vector<AttentionTask> pieces;
   std::vector<size_t> first_piece;
   int64_t floats = 0;
@@ -88,14 +107,14 @@ void attend_by_parts(const AttentionArgs& a, const std::vector<AttentionTask>& t
     for (int part = first_part(a, task); part <= last_part(task); ++part) {
       pieces.push_back(task);
       pieces.back().part = part;
-      floats += task.num_tokens * group * partial_stride(a.kv.dim);
+      floats += partial_floats(a, task);
     }
   }
   first_piece.push_back(pieces.size());
   float* partial = partial_scratch.take(floats);
   for (AttentionTask& piece : pieces) {
     piece.partial = partial;
-    partial += piece.num_tokens * group * partial_stride(a.kv.dim);
+    partial += partial_floats(a, piece);
   }
   parallel(static_cast<int>(pieces.size()), [&](int i, int) {
     kernels.attend(a, pieces[static_cast<size_t>(i)], task_scratch.take(scratch_floats));
@@ -104,8 +123,7 @@ void attend_by_parts(const AttentionArgs& a, const std::vector<AttentionTask>& t
     AttentionTask task = tasks[i];
     task.partial = pieces[first_piece[i]].partial;
     const int num_parts = static_cast<int>(first_piece[i + 1] - first_piece[i]);
-    kernels.fold_parts(a, task, num_parts, task.num_tokens * group * partial_stride(a.kv.dim),
-                       task_scratch.take(scratch_floats));
+    kernels.fold_parts(a, task, num_parts, partial_floats(a, task), task_scratch.take(scratch_floats));
   }
 }
 
@@ -131,7 +149,7 @@ void paged_attention(const AttentionArgs& a) {
     most_tokens = std::max(most_tokens, a.query_start[row + 1] - a.query_start[row]);
     longest = std::max(longest, a.context_len[row]);
   }
-  const int num_queries = std::min(most_tokens, tokens_per_task(a)) * group_of(a);
+  const int num_queries = std::max(kTaskQueries, std::min(most_tokens, tokens_per_task(a)) * group_of(a));
   const int64_t scratch_floats = attention_scratch_floats(num_queries, a.kv.dim);
   const int threads = num_threads();
   if (threads == 1 || !is_large(a)) return attend_serially(a, scratch_floats);

@@ -23,7 +23,9 @@ inline constexpr int kQueries = 2;
 // State of the queries of one task; the arrays lie in the scratch.
 struct TaskState {
   int group;
-  int num_queries;
+  int kv_head;
+  int num_heads;        // each has its queries in the arrays below, one head after the other
+  int num_queries;      // of one head
   int dim;
   int dim_padded;       // to whole vectors
   float* q;             // [num_queries][dim], scaled; of integer caches [num_queries][dim_padded] int16
@@ -39,15 +41,33 @@ struct TaskState {
   float* packed_keys;   // [kSubs][dim][16], or [kSubs][dim / 2][16][2] int16
   float* packed_values; // [kTileTokens][dim_padded], or [kTileTokens / 2][dim_padded][2] int16
   float* packed_units;  // [2][kTileTokens], of integer keys and values
+
+  int all_queries() const { return num_heads * num_queries; }
+
+  // The state of one of the heads.
+  TaskState of_head(int index) const {
+    TaskState head = *this;
+    const int64_t first = static_cast<int64_t>(index) * num_queries;
+    head.kv_head += index;
+    head.num_heads = 1;
+    head.q += first * dim_padded;
+    head.q_unit += first;
+    head.part_out += first * dim_padded;
+    head.part_max += first;
+    head.part_sum += first * kLanes;
+    return head;
+  }
 };
 
 static TaskState lay_out_scratch(const AttentionArgs& a, const AttentionTask& task, float* scratch) {
   TaskState s;
   s.group = a.q_heads / a.kv.heads;
+  s.kv_head = task.kv_head;
+  s.num_heads = task.num_heads;
   s.num_queries = task.num_tokens * s.group;
   s.dim = a.kv.dim;
   s.dim_padded = (a.kv.dim + kLanes - 1) / kLanes * kLanes;
-  const int64_t n = s.num_queries, padded = s.dim_padded;
+  const int64_t n = s.all_queries(), padded = s.dim_padded;
   const int64_t n16 = (n + kLanes - 1) / kLanes * kLanes;
   auto take = [&](int64_t count) {
     float* start = scratch;
@@ -85,6 +105,16 @@ TRIREME_INLINE int smaller(int a, int b) { return a < b ? a : b; }
 TRIREME_INLINE int first_seen(int position, int window) {
   return window > 0 ? larger(0, position - window + 1) : 0;
 }
+
+// What is read after a tile: tokens of one head's cache from `start` to `last`, none if that is before `start`.
+template <class Cache>
+struct Upcoming {
+  const Cache* cache;
+  int start, last;
+
+  bool has(int sub) const { return start + sub * kLanes <= last; }
+  int token(int sub) const { return start + sub * kLanes; }
+};
 
 // The lanes of `sub` that are seen.
 struct SeenLanes {
@@ -144,8 +174,8 @@ TRIREME_INLINE void fold_part(const float* out, float part_max, float part_sum, 
 }
 
 TRIREME_INLINE void start_part(const TaskState& s) {
-  for (int64_t i = 0; i < static_cast<int64_t>(s.num_queries) * s.dim_padded; i += kLanes) store(s.part_out + i, zero());
-  for (int i = 0; i < s.num_queries; ++i) {
+  for (int64_t i = 0; i < static_cast<int64_t>(s.all_queries()) * s.dim_padded; i += kLanes) store(s.part_out + i, zero());
+  for (int i = 0; i < s.all_queries(); ++i) {
     store(s.part_sum + static_cast<int64_t>(i) * kLanes, zero());
     s.part_max[i] = kNegInf;
   }
@@ -153,8 +183,9 @@ TRIREME_INLINE void start_part(const TaskState& s) {
 
 TRIREME_INLINE void write_out(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, int query,
                               const float* values, float sum) {
-  const int token = task.first_token + query / s.group;
-  const int head = task.kv_head * s.group + query % s.group;
+  const int of_head = query % s.num_queries;
+  const int token = task.first_token + of_head / s.group;
+  const int head = (s.kv_head + query / s.num_queries) * s.group + of_head % s.group;
   float* out = a.out + token * a.out_stride + static_cast<int64_t>(head) * s.dim;
   const Vec inverse = set1(1.0f / sum);
   int d = 0;

@@ -232,12 +232,12 @@ struct HeadCache {
   int block_size;
   int dim;
 
-  HeadCache(const AttentionArgs& a, const AttentionTask& task)
+  HeadCache(const AttentionArgs& a, const AttentionTask& task, int kv_head)
       : table(a.block_table + task.row * a.table_stride), block_size(a.kv.block_size), dim(a.kv.dim) {
     const int64_t head_size = static_cast<int64_t>(dim) * block_size;
     block_stride = head_size * a.kv.heads;
-    k = static_cast<const T*>(a.kv.k) + task.kv_head * head_size;
-    v = static_cast<const T*>(a.kv.v) + task.kv_head * head_size;
+    k = static_cast<const T*>(a.kv.k) + kv_head * head_size;
+    v = static_cast<const T*>(a.kv.v) + kv_head * head_size;
   }
   const T* key(int token) const { return k + table[token / block_size] * block_stride + token % block_size; }
   const T* value(int token) const {
@@ -246,7 +246,8 @@ struct HeadCache {
 };
 
 template <class T>
-TRIREME_INLINE Tile<T, false> direct_tile(const HeadCache<T>& cache, int tile_start, Range available, int last_position) {
+TRIREME_INLINE Tile<T, false> direct_tile(const HeadCache<T>& cache, int tile_start, Range available,
+                                          const Upcoming<HeadCache<T>>& after) {
   Tile<T, false> tile;
   tile.key_stride = cache.block_size;
   tile.value_stride = cache.dim;
@@ -255,9 +256,9 @@ TRIREME_INLINE Tile<T, false> direct_tile(const HeadCache<T>& cache, int tile_st
     const int token = tile_start + sub * kLanes;
     tile.keys[sub] = used ? cache.key(token) : nullptr;
     tile.values[sub] = used ? cache.value(token) : nullptr;
-    const bool has_next = token + kTileTokens <= last_position;
-    tile.ahead_keys[sub] = has_next ? cache.key(token + kTileTokens) : tile.keys[sub];
-    tile.ahead_values[sub] = has_next ? cache.value(token + kTileTokens) : tile.values[sub];
+    const bool has_next = after.has(sub);
+    tile.ahead_keys[sub] = has_next ? after.cache->key(after.token(sub)) : tile.keys[sub];
+    tile.ahead_values[sub] = has_next ? after.cache->value(after.token(sub)) : tile.values[sub];
   }
   return tile;
 }
@@ -310,19 +311,27 @@ static Tile<float, true> packed_tile(const HeadCache<T>& cache, const TaskState&
 }
 
 template <class T>
-static void attend_floats(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, int part) {
-  const HeadCache<T> cache(a, task);
+static void attend_floats(const AttentionArgs& a, const AttentionTask& task, const TaskState& task_state, int part) {
+  const int num_heads = task_state.num_heads;
   const int last_position = task.first_position + task.num_tokens - 1;
   const int begin = larger(part * kPartTokens, first_seen(task.first_position, a.window));
   const int end = smaller((part + 1) * kPartTokens, last_position + 1);
   const bool is_aligned = a.kv.block_size % kLanes == 0 && a.kv.dim % kLanes == 0;
-  const bool is_direct = is_aligned && s.num_queries <= 2 * kQueries;
+  const bool is_direct = is_aligned && task_state.num_queries <= 2 * kQueries;
   for (int tile_start = begin / kTileTokens * kTileTokens; tile_start < end; tile_start += kTileTokens) {
     const Range available = {larger(0, begin - tile_start), smaller(kTileTokens, end - tile_start)};
-    if (is_direct) {
-      attend_tile(a, task, s, direct_tile(cache, tile_start, available, last_position), tile_start, available);
-    } else {
-      attend_tile(a, task, s, packed_tile(cache, s, tile_start, available), tile_start, available);
+    for (int head = 0; head < num_heads; ++head) {
+      const TaskState s = task_state.of_head(head);
+      const HeadCache<T> cache(a, task, s.kv_head);
+      if (!is_direct) {
+        attend_tile(a, task, s, packed_tile(cache, s, tile_start, available), tile_start, available);
+        continue;
+      }
+      const bool is_last = head + 1 == num_heads;
+      const HeadCache<T> next(a, task, is_last ? task.kv_head : s.kv_head + 1);
+      const int start = tile_start + (is_last ? kTileTokens : 0);
+      const Upcoming<HeadCache<T>> after{&next, start, is_last ? last_position : end - 1};
+      attend_tile(a, task, s, direct_tile(cache, tile_start, available, after), tile_start, available);
     }
   }
 }
@@ -331,7 +340,7 @@ static void scale_queries(const AttentionArgs& a, const AttentionTask& task, con
   const float scale = a.softcap > 0.0f ? a.scale : a.scale * kLog2e;
   for (int query = 0; query < s.num_queries; ++query) {
     const int token = task.first_token + query / s.group;
-    const int head = task.kv_head * s.group + query % s.group;
+    const int head = s.kv_head * s.group + query % s.group;
     const float* from = a.q + token * a.q_stride + static_cast<int64_t>(head) * s.dim;
     float* to = s.q + static_cast<int64_t>(query) * s.dim;
     for (int d = 0; d < s.dim; ++d) to[d] = from[d] * scale;

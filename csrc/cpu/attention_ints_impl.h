@@ -285,13 +285,13 @@ struct IntegerCache {
   int block_size;
   int dim;
 
-  IntegerCache(const AttentionArgs& a, const AttentionTask& task)
+  IntegerCache(const AttentionArgs& a, const AttentionTask& task, int kv_head)
       : table(a.block_table + task.row * a.table_stride), block_size(a.kv.block_size), dim(a.kv.dim) {
     const int64_t head_bytes = kv_head_bytes(a.kv.type, dim, block_size);
     numbers = static_cast<int64_t>(dim) * block_size;
     block_bytes = head_bytes * a.kv.heads;
-    k = static_cast<const char*>(a.kv.k) + task.kv_head * head_bytes;
-    v = static_cast<const char*>(a.kv.v) + task.kv_head * head_bytes;
+    k = static_cast<const char*>(a.kv.k) + kv_head * head_bytes;
+    v = static_cast<const char*>(a.kv.v) + kv_head * head_bytes;
   }
   const T* head(const char* start, int token) const {
     return reinterpret_cast<const T*>(start + table[token / block_size] * block_bytes);
@@ -306,7 +306,7 @@ struct IntegerCache {
 
 template <bool Ahead, class T>
 TRIREME_INLINE IntegerTile<T, Ahead> direct_integers(const IntegerCache<T>& cache, int tile_start, Range available,
-                                                     int last_position) {
+                                                     const Upcoming<IntegerCache<T>>& after) {
   IntegerTile<T, Ahead> tile;
   tile.key_stride = 2 * cache.block_size;
   tile.value_stride = 2 * cache.dim;
@@ -317,11 +317,12 @@ TRIREME_INLINE IntegerTile<T, Ahead> direct_integers(const IntegerCache<T>& cach
     tile.values[sub] = used ? cache.value(token) : nullptr;
     tile.key_units[sub] = used ? cache.units(cache.k, token) : nullptr;
     tile.value_units[sub] = used ? cache.units(cache.v, token) : nullptr;
-    const bool has_next = Ahead && token + kTileTokens <= last_position;
-    tile.ahead_keys[sub] = has_next ? cache.key(token + kTileTokens) : tile.keys[sub];
-    tile.ahead_values[sub] = has_next ? cache.value(token + kTileTokens) : tile.values[sub];
-    tile.ahead_key_units[sub] = has_next ? cache.units(cache.k, token + kTileTokens) : tile.key_units[sub];
-    tile.ahead_value_units[sub] = has_next ? cache.units(cache.v, token + kTileTokens) : tile.value_units[sub];
+    const bool has_next = Ahead && after.has(sub);
+    const IntegerCache<T>& next = *after.cache;
+    tile.ahead_keys[sub] = has_next ? next.key(after.token(sub)) : tile.keys[sub];
+    tile.ahead_values[sub] = has_next ? next.value(after.token(sub)) : tile.values[sub];
+    tile.ahead_key_units[sub] = has_next ? next.units(next.k, after.token(sub)) : tile.key_units[sub];
+    tile.ahead_value_units[sub] = has_next ? next.units(next.v, after.token(sub)) : tile.value_units[sub];
   }
   return tile;
 }
@@ -361,23 +362,31 @@ static IntegerTile<int16_t, false> packed_integers(const IntegerCache<T>& cache,
 }
 
 template <class T>
-static void attend_integers(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, int part) {
-  const IntegerCache<T> cache(a, task);
+static void attend_integers(const AttentionArgs& a, const AttentionTask& task, const TaskState& task_state, int part) {
+  const int num_heads = task_state.num_heads;
   const int last_position = task.first_position + task.num_tokens - 1;
   const int begin = larger(part * kPartTokens, first_seen(task.first_position, a.window));
   const int end = smaller((part + 1) * kPartTokens, last_position + 1);
   const bool is_direct = a.kv.block_size % kLanes == 0 && a.kv.dim % kLanes == 0;
-  const bool is_short = s.num_queries <= 2 * kQueries;
+  const bool is_short = task_state.num_queries <= 2 * kQueries;
   for (int tile_start = begin / kTileTokens * kTileTokens; tile_start < end; tile_start += kTileTokens) {
     const Range available = {larger(0, begin - tile_start), smaller(kTileTokens, end - tile_start)};
-    if (!is_direct) {
-      attend_integer_tile(a, task, s, packed_integers(cache, s, tile_start, available), tile_start, available);
-    } else if (is_short) {
-      const auto tile = direct_integers<true>(cache, tile_start, available, last_position);
-      attend_integer_tile(a, task, s, tile, tile_start, available);
-    } else {
-      const auto tile = direct_integers<false>(cache, tile_start, available, last_position);
-      attend_integer_tile(a, task, s, tile, tile_start, available);
+    for (int head = 0; head < num_heads; ++head) {
+      const TaskState s = task_state.of_head(head);
+      const IntegerCache<T> cache(a, task, s.kv_head);
+      if (!is_direct) {
+        attend_integer_tile(a, task, s, packed_integers(cache, s, tile_start, available), tile_start, available);
+        continue;
+      }
+      const bool is_last = head + 1 == num_heads;
+      const IntegerCache<T> next(a, task, is_last ? task.kv_head : s.kv_head + 1);
+      const int start = tile_start + (is_last ? kTileTokens : 0);
+      const Upcoming<IntegerCache<T>> after{&next, start, is_last ? last_position : end - 1};
+      if (is_short) {
+        attend_integer_tile(a, task, s, direct_integers<true>(cache, tile_start, available, after), tile_start, available);
+      } else {
+        attend_integer_tile(a, task, s, direct_integers<false>(cache, tile_start, available, after), tile_start, available);
+      }
     }
   }
 }
@@ -387,7 +396,7 @@ static void round_queries(const AttentionArgs& a, const AttentionTask& task, con
   const float scale = a.softcap > 0.0f ? a.scale : a.scale * kLog2e;
   for (int query = 0; query < s.num_queries; ++query) {
     const int token = task.first_token + query / s.group;
-    const int head = task.kv_head * s.group + query % s.group;
+    const int head = s.kv_head * s.group + query % s.group;
     const float* from = a.q + token * a.q_stride + static_cast<int64_t>(head) * s.dim;
     const float unit = std::sqrt(sum_squares(from, s.dim)) / 32767.0f;
     divide_row(from, unit, reinterpret_cast<int16_t*>(s.q) + static_cast<int64_t>(query) * s.dim_padded, s.dim);

@@ -120,15 +120,16 @@ void swiglu(const SwigluArgs& a);
 inline constexpr int kTileTokens = 64;
 inline constexpr int kPartTokens = 256;
 
-// Some consecutive queries of one row against one KV head: num_tokens tokens times the query heads of that KV head.
+// Some consecutive queries of one row against some KV heads: num_tokens tokens times the query heads of those KV heads.
 struct AttentionTask {
   int row;
-  int kv_head;
+  int kv_head;      // the first
+  int num_heads;    // several for few queries: blocks are then read as they lie, all heads of one after the other
   int first_token;  // index into q
   int num_tokens;
   int first_position;
   int part;         // -1: all parts, result to out; else that part only, result to `partial`
-  float* partial;   // [num_tokens * group, partial_stride]: max, sum, then dim values
+  float* partial;   // [num_heads * num_tokens * group, partial_stride]: max, sum, then dim values
 };
 
 struct OpsKernels {
@@ -140,7 +141,7 @@ struct OpsKernels {
   void (*fold_parts)(const AttentionArgs& a, const AttentionTask& task, int num_parts, int64_t part_stride, float* scratch);
 };
 
-// Floats of scratch that attend and fold_parts need for tasks of at most num_queries (tokens times group).
+// Floats of scratch that attend and fold_parts need for tasks of at most num_queries (tokens times query heads).
 int64_t attention_scratch_floats(int num_queries, int dim);
 // Floats of one query's partial result.
 inline int64_t partial_stride(int dim) { return (dim + 15) / 16 * 16 + 16; }

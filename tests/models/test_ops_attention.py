@@ -137,7 +137,7 @@ def test_attention_bits_do_not_depend_on_the_batch_or_the_chunks(
 ) -> None:
     """Whole prefill in a mixed batch = each row alone, in chunks of any size, with any number of threads."""
     shape = Shape(heads=9, kv_heads=3, dim=32, block_size=block_size)
-    rows = [(70, 70), (333, 333), (5, 1), (600, 1), (17, 17)]
+    rows = [(70, 70), (333, 333), (5, 1), (600, 1), (17, 17), (150, 1), (90, 5)]
     batch = make_batch(rows, block_size)
     kv, q = make_kv(batch, shape, dtype), queries(batch, shape)
     native.set_num_threads(2)
