@@ -22,7 +22,16 @@ from models.native import load_native
 
 HEADS, KV_HEADS, DIM, HIDDEN, FFN, BLOCK = 9, 3, 64, 576, 1536, 16  # SmolLM2-135M
 # rows, context, new tokens of each
-SHAPES = ((1, 128, 1), (1, 1024, 1), (1, 4096, 1), (16, 512, 1), (64, 160, 1), (64, 512, 1), (1, 512, 512), (1, 2048, 2048))
+SHAPES = (
+    (1, 128, 1),
+    (1, 1024, 1),
+    (1, 4096, 1),
+    (16, 512, 1),
+    (64, 160, 1),
+    (64, 512, 1),
+    (1, 512, 512),
+    (1, 2048, 2048),
+)
 LAYERS = 8  # caches taken in turn, so that a decode step does not find its KV in the first cache
 
 
