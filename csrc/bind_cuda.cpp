@@ -65,12 +65,15 @@ PYBIND11_MODULE(_cuda, m) {
         });
   m.def("decode_scratch_floats", &decode_scratch_floats);
   m.def("skinny_linear",
-        [](Address x, int64_t x_stride, Address w, int weight, Address scale, int scale_step, Address out, int64_t out_stride, Address bias, int rows,
-           int n, int k, int type, Address stream) {
-          skinny_linear({at(x), x_stride, at(w), at(out), out_stride, at(bias), floats(scale), scale_step, rows, n, k, static_cast<Type>(type),
-                         static_cast<Weight>(weight)}, at(stream));
+        [](Address x, int64_t x_stride, Address w, int weight, Address scale, int scale_step, Address x_scale, Address out, int64_t out_stride,
+           Address bias, int rows, int n, int k, int type, int ways, Address stream) {
+          skinny_linear({at(x), x_stride, at(w), at(out), out_stride, at(bias), floats(scale), floats(x_scale), scale_step, rows, n, k,
+                         static_cast<Type>(type), static_cast<Weight>(weight), ways}, at(stream));
         });
   m.def("skinny_max_rows", &skinny_max_rows);
+  m.def("expand_q4_k", [](Address blocks, Address out, int64_t count, int type, Address stream) {
+    expand_q4_k(at(blocks), at(out), count, static_cast<Type>(type), at(stream));
+  });
   m.def("gather_rows",
         [](Address table, Address ids, Address out, int tokens, int hidden, int first, int count, float scale, int type, Address stream) {
           gather_rows(at(table), ints(ids), at(out), tokens, hidden, first, count, scale, static_cast<Type>(type), at(stream));

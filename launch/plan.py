@@ -17,6 +17,7 @@ from trireme.budget import DTYPE_BYTES, Share, gpu_shares, kv_token_bytes, memor
 from trireme.config import Decision, EngineConfig
 from trireme.device import DeviceFacts, GpuFacts, read_device, read_gpu
 from trireme.errors import ConfigError
+from trireme.gpu_formats import gpu_weight_bytes
 from trireme.loaded import loaded_bytes
 from trireme.mesh import Mesh
 from trireme.resolve import ModelFacts, describe, read_model, resolve
@@ -86,12 +87,12 @@ def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, gpu:
     has_kv = model.arch.family != "stub" and config.parallel.worker != "fake"
     token_bytes = kv_token_bytes(model.arch, resolved.cache.kv_dtype, mesh) if has_kv else 0
     held = _kv_tokens(resolved, token_bytes)
-    weights = loaded_bytes(resolved.model, model.arch, model.weight_bytes)
-    shares = (
-        gpu_shares(resolved, model.arch, held * token_bytes)
-        if is_on_gpu
-        else memory_shares(resolved, model.arch, weights, held * token_bytes)
-    )
+    if is_on_gpu:
+        weights = gpu_weight_bytes(resolved.model, model.arch, model.stored)
+        shares = gpu_shares(resolved, model.arch, weights, held * token_bytes)
+    else:
+        weights = loaded_bytes(resolved.model, model.arch, model.weight_bytes)
+        shares = memory_shares(resolved, model.arch, weights, held * token_bytes)
     over = sum(share.total for share in shares) - device.memory_free
     workers = 1 if is_on_gpu else mesh.dp * mesh.num_workers
     if is_on_gpu and not refusal and held < (resolved.model.max_len or 1):
@@ -119,7 +120,8 @@ def _sized_for(config: EngineConfig, model: ModelFacts, gpu: GpuFacts) -> Engine
     cache = config.cache
     if cache.kv_memory is not None or cache.num_blocks is not None:
         return config
-    taken = gpu.memory_total - gpu.memory_free + sum(share.total for share in gpu_shares(config, model.arch, 0))
+    weights = gpu_weight_bytes(config.model, model.arch, model.stored)
+    taken = gpu.memory_total - gpu.memory_free + sum(s.total for s in gpu_shares(config, model.arch, weights, 0))
     left = max(int(gpu.memory_total * cache.gpu_memory) - taken, 0)
     return msgspec.structs.replace(config, cache=msgspec.structs.replace(cache, kv_memory=f"{left // MIB}MiB"))
 
@@ -146,6 +148,10 @@ def _cures_of_size(config: EngineConfig, kv_bytes: int, over: int, num_workers: 
     if smaller > 0:
         cures.append(f"--kv-memory {smaller}MiB   fits")
     if config.parallel.worker_kind == "cuda":
+        if config.cache.kv_dtype != "fp8":
+            cures.append("--kv-dtype fp8   half the memory per token, less exact")
+        if config.model.quantize is None:
+            cures.append("--quantize fp8   dense weights in 8 bits")
         return [*cures, "--max-num-tokens 2048   smaller steps need less memory"]
     if config.cache.kv_dtype == "float32":
         cures.append("--kv-dtype float16   half the memory per token")

@@ -61,6 +61,11 @@ class PagedKV:
     v_scale: float = 1.0
 
     @property
+    def sides(self) -> tuple[tuple[Tensor, float], tuple[Tensor, float]]:
+        """Keys and values, each with its scale."""
+        return (self.k, self.k_scale), (self.v, self.v_scale)
+
+    @property
     def native(self) -> Any:
         """What the kernels take; valid while the tensors live."""
         _, heads, block_size, dim = self.k.shape
@@ -234,12 +239,20 @@ def decode_scratch(rows: int, q_heads: int, dim: int, splits: int) -> int:
 
 
 def skinny_linear(
-    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    ways: int = 0,
 ) -> Tensor:
     """out [M, N] = x [M, K] W^T * scale + bias, for M up to skinny_max_rows().
 
     `weight` is [N, K] of x's type or of float8 (64 divides K), or uint8 [N, K / 256 * 144]: rows of GGUF's Q4_K super-blocks.
-    scale [N] or [1] float32 multiplies the outputs.
+    scale [N] or [1] float32 multiplies the outputs. With x_scale [M] float32 x is float8, too, and is multiplied by it. `ways`
+    says how many warps share a row of blocks (1, 2, 4, 8; 0: chosen); it changes the order of sums.
     """
     kind = {torch.uint8: Q4_K, torch.float8_e4m3fn: FP8}.get(weight.dtype, DENSE)
     load().skinny_linear(
@@ -249,13 +262,15 @@ def skinny_linear(
         kind,
         _address(scale),
         int(scale is not None and scale.numel() > 1),
+        _address(x_scale),
         out.data_ptr(),
         out.stride(0),
         _address(bias),
         x.shape[0],
         weight.shape[0],
         weight.shape[1] // Q4_K_BYTES * Q4_K_VALUES if kind == Q4_K else weight.shape[1],
-        TYPE_CODES[x.dtype],
+        TYPE_CODES[out.dtype],
+        ways,
         _stream(),
     )
     return out
@@ -264,6 +279,13 @@ def skinny_linear(
 def skinny_max_rows() -> int:
     """Rows of x up to which skinny_linear exists."""
     return int(load().skinny_max_rows())
+
+
+def expand_q4_k(blocks: Tensor, out: Tensor) -> Tensor:
+    """Rows of Q4_K super-blocks, uint8 [N, K / 256 * 144], as values: out [N, K] of 16 bits, contiguous as both are."""
+    count = blocks.numel() // Q4_K_BYTES
+    load().expand_q4_k(blocks.data_ptr(), out.data_ptr(), count, TYPE_CODES[out.dtype], _stream())
+    return out
 
 
 def gated_activation(gate_up: Tensor, out: Tensor, gate: str) -> Tensor:

@@ -122,13 +122,22 @@ def gated_activation_reference(gate_up: Tensor, out: Tensor, gate: str) -> Tenso
 
 
 def skinny_linear_reference(
-    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    ways: int = 0,
 ) -> Tensor:
-    """In float64."""
+    """In float64; `ways` changes nothing here."""
     dense = q4_k_values(weight) if weight.dtype == torch.uint8 else weight
     found = x.double() @ dense.to(torch.float64).T
     if scale is not None:
         found *= scale
+    if x_scale is not None:
+        found *= x_scale[:, None]
     return out.copy_(found if bias is None else found + bias)
 
 
@@ -143,6 +152,11 @@ def q4_k_values(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     nibbles = torch.stack((packed & 15, packed >> 4), 2).view(-1, 8, 32).float()
     values = nibbles * (d * scales)[:, :, None] - (dmin * minima)[:, :, None]
     return values.to(dtype).view(blocks.shape[0], -1)
+
+
+def expand_q4_k_reference(blocks: Tensor, out: Tensor) -> Tensor:
+    """In float32, rounded once."""
+    return out.copy_(q4_k_values(blocks))
 
 
 def gather_rows_reference(

@@ -1,20 +1,39 @@
 """Weights on their way to a GPU: from a model's files, or noise made there. Called by models/arch/cuda while it is built.
 
-Dense matrices travel as they lie in the file and are rounded on the device; blocks of GGUF files are expanded on the way.
+Matrices travel as they lie in the file (models/cuda_staging) and are rounded on the device; blocks of GGUF files that no kernel
+computes with are expanded on the way. Which format a matrix gets is said by trireme.gpu_formats.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from models.cuda_rounding import fp8_from, q4_k_from
+from models.cuda_staging import Staging
 from models.dummy import DEVIATION, DummySource
+from models.layers.cuda_linear import DeviceMatrix
 from models.quant.packed import Floats
-from models.tensors import tensor_from_raw
-from models.weights import WeightSource
+from models.weights import DENSE_KINDS, RawMatrix, WeightSource
+from trireme.gpu_formats import format_of
+
+ROUNDED: dict[str, Callable[[Tensor], DeviceMatrix]] = {
+    "half": lambda dense: DeviceMatrix("half", dense),
+    "fp8": lambda dense: DeviceMatrix("fp8", *fp8_from(dense)),
+    "q4_k": lambda dense: DeviceMatrix("q4_k", q4_k_from(dense)),
+}
+"""A dense matrix in each format."""
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _format(kind: str, n: int, k: int, scheme: str | None) -> str:
+    """trireme.gpu_formats.format_of; float8 of torch._scaled_mm wants 16 outputs at a time besides."""
+    form = format_of(kind, k, scheme)
+    return "half" if form == "fp8" and n % 16 else form
 
 
 class DeviceWeights(Protocol):
@@ -26,32 +45,69 @@ class DeviceWeights(Protocol):
         """[n, k] on the device, in the model's dtype. Raises ModelError for another shape in the file."""
         ...
 
+    def factor(self, name: str, n: int, k: int) -> DeviceMatrix:
+        """The same as a factor of products, in the format it is computed with."""
+        ...
+
     def vector(self, name: str, size: int) -> Floats:
         """Float32 on the host."""
         ...
 
+    def close(self) -> None:
+        """Nothing more is asked for: the host's memory is given back."""
+        ...
+
 
 class StoredWeights:
-    """Those of a model's files."""
+    """Those of a model's files. `scheme` (of gpu_formats.SCHEMES) rounds what is not computed with as it lies."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
-        self._source, self._dtype, self._device = source, dtype, device
+    def __init__(
+        self, source: WeightSource, dtype: torch.dtype, device: torch.device, *, scheme: str | None = None
+    ) -> None:
+        self._source, self._dtype, self._scheme = source, dtype, scheme
+        self._staging = Staging(device)
 
     def names(self) -> set[str]:
         return self._source.names()
 
     def matrix(self, name: str, n: int, k: int) -> Tensor:
-        return tensor_from_raw(self._source.matrix(name, n, k)).to(self._device).to(self._dtype)
+        return self._dense(self._source.matrix(name, n, k))
+
+    def factor(self, name: str, n: int, k: int) -> DeviceMatrix:
+        raw = self._source.matrix(name, n, k)
+        scheme = None if name.startswith("lm_head") else self._scheme
+        form = _format(raw.kind, n, k, scheme)
+        if form == _format(raw.kind, n, k, None) != "half":
+            return self._as_it_lies(form, raw)
+        return ROUNDED[form](self._dense(raw))
 
     def vector(self, name: str, size: int) -> Floats:
         return self._source.vector(name, size)
+
+    def close(self) -> None:
+        self._staging.close()
+
+    def _dense(self, raw: RawMatrix) -> Tensor:
+        dense = raw if raw.kind in DENSE_KINDS else raw.as_kind("F32")
+        sent = self._staging.send(dense.raw).view(_TYPES[dense.kind]).view(dense.n, dense.k)
+        return sent.to(self._dtype)
+
+    def _as_it_lies(self, form: str, raw: RawMatrix) -> DeviceMatrix:
+        """Raw rows on the device; those of FP8 begin with their scale."""
+        sent = self._staging.send(raw.raw)
+        if raw.kind != "FP8":
+            return DeviceMatrix(form, sent)
+        scale = sent[:, :4].contiguous().view(torch.float32).view(-1)
+        return DeviceMatrix(form, sent[:, 4:].contiguous().view(torch.float8_e4m3fn), scale)
 
 
 class NoiseWeights:
     """Noise in place of matrices, made on the device; vectors as a DummySource has them."""
 
-    def __init__(self, source: DummySource, dtype: torch.dtype, device: torch.device) -> None:
-        self._source, self._dtype, self._device = source, dtype, device
+    def __init__(
+        self, source: DummySource, dtype: torch.dtype, device: torch.device, *, scheme: str | None = None
+    ) -> None:
+        self._source, self._dtype, self._device, self._scheme = source, dtype, device, scheme
         self._generator = torch.Generator(device)
 
     def names(self) -> set[str]:
@@ -62,12 +118,21 @@ class NoiseWeights:
         weight = torch.empty(n, k, dtype=self._dtype, device=self._device)
         return weight.normal_(std=DEVIATION, generator=self._generator)
 
+    def factor(self, name: str, n: int, k: int) -> DeviceMatrix:
+        scheme = None if name.startswith("lm_head") else self._scheme
+        return ROUNDED[_format(self._source.weights_kind, n, k, scheme)](self.matrix(name, n, k))
+
     def vector(self, name: str, size: int) -> Floats:
         return self._source.vector(name, size)
 
+    def close(self) -> None:
+        pass
 
-def device_weights(source: WeightSource, dtype: torch.dtype, device: torch.device) -> DeviceWeights:
+
+def device_weights(
+    source: WeightSource, dtype: torch.dtype, device: torch.device, *, scheme: str | None = None
+) -> DeviceWeights:
     """How the matrices of `source` come to the device."""
     if isinstance(source, DummySource):
-        return NoiseWeights(source, dtype, device)
-    return StoredWeights(source, dtype, device)
+        return NoiseWeights(source, dtype, device, scheme=scheme)
+    return StoredWeights(source, dtype, device, scheme=scheme)

@@ -25,6 +25,7 @@ class DummySource:
     def __init__(self, arch: ArchSpec, names: Iterable[str], path: Path) -> None:
         self.path = path
         self._names = set(names)
+        self.weights_kind = arch.weights_kind
         self._norm = 1.0 - arch.norm_offset
         self._kind = _KIND_OF.get(arch.weights_dtype, "BF16")
         noise = np.random.default_rng(0).standard_normal((1, _NOISE), np.float32) * np.float32(DEVIATION)

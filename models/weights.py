@@ -15,22 +15,26 @@ import numpy as np
 from models.quant.gguf_expand import dequantize
 from models.quant.packed import (
     BLOCKS,
+    E4M3_VALUES,
     PACKED_KINDS,
     SCHEMES,
     Bytes,
     Floats,
     bytes_of,
-    int8_rows,
     quantize_rows,
     row_bytes,
+    scaled_rows,
 )
 from models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
+from trireme.arch_quantized import FP8_BLOCK
 from trireme.errors import ModelError
 from trireme.gguf import LOADED_AS, GgufFile, read_gguf
 from trireme.mesh import Span
 from trireme.packaged import read_json
 
 DENSE_KINDS = ("F32", "F16", "BF16")
+_SCALED_KINDS = {"I8": "INT8", "F8_E4M3": "FP8"}  # of matrices with scales beside them
+_SCALE_SUFFIXES = ("_scale", "_scale_inv", ".input_scale")
 _KIND_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -64,6 +68,8 @@ class RawMatrix(NamedTuple):
     def computable(self, dense: str | None) -> RawMatrix:
         """As a kind that has a kernel: other types become what LOADED_AS says; dense ones become `dense`, a kind or a rounding
         scheme, when that is given. Rows that are no whole blocks stay dense."""
+        if self.kind == "FP8":
+            return self.as_kind("F16").computable(dense)
         if self.kind not in PACKED_KINDS:
             if LOADED_AS.get(self.kind) == "Q8_0":
                 return RawMatrix(*quantize_rows("q8_0", self.as_float32()), self.n, self.k)
@@ -120,8 +126,8 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """A directory of safetensors files, with or without an index. Matrices of int8 have a scale for each row beside them, in
-    NAME_scale, which is no name of its own here."""
+    """A directory of safetensors files, with or without an index. Matrices of int8 and float8 have scales beside them, in
+    NAME_scale (NAME_scale_inv for blocks), which are no names of their own here, as are those of their inputs."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory
@@ -138,8 +144,8 @@ class SafetensorsSource:
 
     def matrix(self, name: str, n: int, k: int) -> RawMatrix:
         stored = self.tensor(name, (n, k))
-        if stored.dtype == "I8":
-            return RawMatrix("INT8", int8_rows(stored.raw.view(np.int8).reshape(n, k), self._scales(name, n)), n, k)
+        if stored.dtype in _SCALED_KINDS:
+            return self._scaled(name, stored, n, k)
         kind = self._dense_kind(name, stored)
         return RawMatrix(kind, stored.raw.reshape(n, row_bytes(kind, k)), n, k)
 
@@ -159,19 +165,36 @@ class SafetensorsSource:
         return file.tensor(name)
 
     def _is_scale(self, name: str) -> bool:
-        matrix = name.removesuffix("_scale")
-        return matrix != name and matrix in self._file_of and self._file_of[matrix].dtype(matrix) == "I8"
+        for suffix in _SCALE_SUFFIXES:
+            matrix = name.removesuffix(suffix) + (".weight" if suffix == ".input_scale" else "")
+            if name.endswith(suffix) and matrix in self._file_of:
+                return self._file_of[matrix].dtype(matrix) in _SCALED_KINDS
+        return False
 
-    def _scales(self, name: str, n: int) -> Floats:
-        if name + "_scale" not in self._file_of:
-            raise ModelError(f"{name} in {self._file_of[name].path} is of int8 and has no scales in {name}_scale")
-        return self.vector(name + "_scale", n)
+    def _scaled(self, name: str, stored: StoredTensor, n: int, k: int) -> RawMatrix:
+        """A matrix of int8 or float8 with the scale of each row; with scales of blocks as BF16."""
+        kind, codes = _SCALED_KINDS[stored.dtype], stored.raw.reshape(n, k)
+        file = self._file_of.get(name + "_scale") or self._file_of.get(name + "_scale_inv")
+        if file is None:
+            what = DTYPES[stored.dtype][1].removesuffix("_e4m3fn")
+            raise ModelError(f"{name} in {self._file_of[name].path} is of {what} and has no scales in {name}_scale")
+        scale_name = name + ("_scale" if name + "_scale" in self._file_of else "_scale_inv")
+        shape = file.shape(scale_name)
+        if math.prod(shape) in (1, n):
+            scales = np.broadcast_to(self.vector(scale_name, math.prod(shape)), n)
+            return RawMatrix(kind, scaled_rows(kind, codes, scales), n, k)
+        blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+        if kind != "FP8" or shape != blocks:
+            raise ModelError(f"{scale_name} in {file.path} has shape {list(shape)}; {name} is {n} x {k}")
+        scales = self.vector(scale_name, math.prod(shape)).reshape(shape)
+        wide = scales.repeat(FP8_BLOCK, 0)[:n].repeat(FP8_BLOCK, 1)[:, :k]
+        return raw_from_floats(E4M3_VALUES[codes] * wide, "BF16")
 
     def _dense_kind(self, name: str, stored: StoredTensor) -> str:
         if stored.dtype not in DENSE_KINDS:
             raise ModelError(
                 f"{name} in {self._file_of[name].path} has dtype {DTYPES[stored.dtype][1]}; "
-                "supported: float32, float16, bfloat16, and int8 for matrices"
+                "supported: float32, float16, bfloat16, and int8 and float8_e4m3fn for matrices"
             )
         return stored.dtype
 

@@ -2,6 +2,7 @@
 prefill, long contexts, many requests at once. No network and no model file.
 
     python scripts/gpu_figures.py --shape llama-8b --figures step:1,step:32,step:256,requests:512x1024x128,prefill:8x8192
+    python scripts/gpu_figures.py --quantize fp8 --kv-dtype fp8 --figures step:1,step:16x8192
 
 A decode step is (T(n out) - T(1 out)) / (n - 1) over fresh random prompts, so prefill is left out. Greedy, end-of-text ignored.
 """
@@ -97,18 +98,22 @@ def main(words: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--max-len", type=int, default=16384)
+    parser.add_argument("--quantize", help="as trireme serve has it")
+    parser.add_argument("--kv-dtype", default="auto")
     asked = parser.parse_args(words)
+    shape = " ".join([asked.shape, *(text for text in (asked.quantize, asked.kv_dtype) if text not in (None, "auto"))])
     rows = []
     with tempfile.TemporaryDirectory(prefix="trireme-shape-") as folder:
         write_shape(asked.shape, Path(folder))
         begun = time.perf_counter()
         settings = {"device": asked.device, "load_format": "dummy", "max_len": asked.max_len, "log_level": "warning"}
+        settings |= {"quantize": asked.quantize, "kv_dtype": asked.kv_dtype}
         with LLM(folder, max_waiting=4096, max_waiting_tokens=1 << 24, **settings) as llm:
-            print(f"{asked.shape} started in {time.perf_counter() - begun:.1f} s", flush=True)
+            print(f"{shape} started in {time.perf_counter() - begun:.1f} s", flush=True)
             bench = Bench(llm, asked.steps)
             bench.seconds(4, 16, 8)  # first use of everything
             for text in asked.figures.split(","):
-                rows.append({"shape": asked.shape, "figure": text, **bench.figure(text)})
+                rows.append({"shape": shape, "figure": text, **bench.figure(text)})
                 print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else v for k, v in rows[-1].items()), flush=True)
     return rows
 

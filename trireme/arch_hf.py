@@ -96,8 +96,7 @@ def arch_from_config(config: dict[str, Any], generation: dict[str, Any], where: 
         have = msgspec.convert(config, HfConfig)
     except msgspec.ValidationError as error:
         raise ModelError(f"{where}: {error}") from error
-    if have.quantization_config is not None:
-        check_quantized(have.quantization_config, where)
+    quantized = have.quantization_config
     head_dim = have.head_dim or have.hidden_size // have.num_attention_heads
     window, full_layers = _windows(have, where)
     rope = rope_from_config(have, head_dim, where)
@@ -127,6 +126,7 @@ def arch_from_config(config: dict[str, Any], generation: dict[str, Any], where: 
         ),
         pad_token_id=have.pad_token_id,
         weights_dtype=have.dtype or have.torch_dtype or "float32",
+        weights_kind="" if quantized is None else check_quantized(quantized, where),
     )
     return checked(msgspec.structs.replace(arch, **HF_FAMILIES[family](have, where)), where)
 

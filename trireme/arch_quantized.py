@@ -1,39 +1,76 @@
-"""Which quantized safetensors checkpoints can be loaded: int8 weights with a scale for each channel and activations that are
-rounded to int8 for each token, in the form of compressed-tensors (its `int-quantized` format). Called by trireme.arch_hf.
+"""Which quantized safetensors checkpoints can be loaded: int8 and float8 weights of compressed-tensors (its `int-quantized` and
+`float-quantized` formats), and float8 ones of Hugging Face's `fp8` and `fbgemm_fp8`. Called by trireme.arch_hf.
+
+int8 comes with a scale for each channel and activations rounded to int8 for each token; float8 with a scale for the tensor, each
+channel or each block of 128 x 128, its activations rounded as the device does it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trireme.errors import ModelError
 
-_BYTES = {"num_bits": 8, "type": "int", "symmetric": True}
-_WANTED = {
-    "weights": {**_BYTES, "strategy": "channel"},
-    "input_activations": {**_BYTES, "strategy": "token", "dynamic": True},
+FP8_BLOCK = 128  # inputs and outputs that share a scale
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+# What a config_group must say, by the kind of matrix it makes; activations may be left dense where a part is not named.
+_WANTED: dict[str, dict[str, dict[str, Any]]] = {
+    "INT8": {
+        "weights": {**_INT8, "strategy": "channel"},
+        "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+    },
+    "FP8": {"weights": {**_FP8, "strategy": ("channel", "tensor")}},
+    "FP8_BLOCKS": {"weights": {**_FP8, "strategy": "block", "block_structure": [FP8_BLOCK, FP8_BLOCK]}},
 }
 
 
-def check_quantized(config: Mapping[str, object], where: Path) -> None:
-    """Raises ModelError unless a `quantization_config` describes what the int8 kernels compute; `where` is the config.json."""
+def check_quantized(config: Mapping[str, object], where: Path) -> str:
+    """The kind of matrices that a `quantization_config` describes: INT8, FP8 or FP8_BLOCKS (of 128 x 128). Raises ModelError
+    for what no kernel computes; `where` is the config.json."""
     method = config.get("quant_method", "unknown")
+    if method in ("fp8", "fbgemm_fp8"):
+        return _kind_of_fp8(config, where)
     if method != "compressed-tensors":
         raise ModelError(
-            f"{where} has quantized weights ({method}); dense safetensors, int8 of compressed-tensors and GGUF are supported",
+            f"{where} has quantized weights ({method}); dense safetensors, int8 and float8 of compressed-tensors, fp8 and GGUF are "
+            "supported",
             hint="use a GGUF file of this model, or its unquantized checkpoint",
         )
-    misfit = _misfit(config)
-    if misfit:
+    misfits = {kind: _misfit(config, wanted) for kind, wanted in _WANTED.items()}
+    fitting = next((kind for kind, misfit in misfits.items() if not misfit), "")
+    if not fitting:
+        likely = _likely_kind(config)
         raise ModelError(
-            f"{where} has compressed-tensors weights with {misfit}; supported are int8 weights with a symmetric scale for each "
-            "channel and activations rounded to int8 for each token",
-            hint="use the unquantized checkpoint with --quantize int8, or a GGUF file of this model",
+            f"{where} has compressed-tensors weights with {misfits[likely]}; supported are int8 weights with a symmetric scale for "
+            "each channel and activations rounded to int8 for each token, and float8 weights with a scale for the tensor, each "
+            "channel or each block of 128 x 128",
+            hint="use the unquantized checkpoint with --quantize int8 (a GPU: fp8), or a GGUF file of this model",
         )
+    return fitting
 
 
-def _misfit(config: Mapping[str, object]) -> str:
+def _kind_of_fp8(config: Mapping[str, object], where: Path) -> str:
+    block = config.get("weight_block_size")
+    if block not in (None, [FP8_BLOCK, FP8_BLOCK]):
+        raise ModelError(
+            f"{where} has fp8 weights with a scale for each block of {block}; 128 x 128 is supported",
+            hint="use a GGUF file of this model, or its unquantized checkpoint",
+        )
+    return "FP8" if block is None else "FP8_BLOCKS"
+
+
+def _likely_kind(config: Mapping[str, object]) -> str:
+    """Which of the kinds a config that fits none is nearest to."""
+    text = str(config.get("config_groups"))
+    if "'float'" not in text:
+        return "INT8"
+    return "FP8_BLOCKS" if "'block'" in text else "FP8"
+
+
+def _misfit(config: Mapping[str, object], parts: Mapping[str, Mapping[str, Any]]) -> str:
     """The first thing of a compressed-tensors config that the kernels do not compute, "" when there is none."""
     if config.get("kv_cache_scheme") is not None:
         return "a scheme for the KV cache"
@@ -44,10 +81,10 @@ def _misfit(config: Mapping[str, object]) -> str:
     if not isinstance(groups, Mapping) or not groups:
         return "no config_groups"
     for name, group in groups.items():
-        for part, wanted in _WANTED.items():
+        for part, wanted in parts.items():
             have = group.get(part) if isinstance(group, Mapping) else None
             have = have if isinstance(have, Mapping) else {}
             for key, value in wanted.items():
-                if have.get(key) != value:
+                if have.get(key) != value and not (isinstance(value, tuple) and have.get(key) in value):
                     return f"{key} {have.get(key)!r} of the {part} of {name}, not {value!r}"
     return ""

@@ -85,6 +85,7 @@ class ArchSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     weights_dtype: str = "float32"  # as stored: a float dtype name, or "gguf"
+    weights_kind: str = ""  # of quantized checkpoints: INT8 or FP8, what their layers' matrices are
     source: Literal["gguf", "safetensors", "stub"] = "safetensors"
     body: GptBody | MoeBody | None = None  # of the families whose body is not the Llama-like decoder
     stub: dict[str, object] = {}  # settings of the test models (family "stub")

@@ -24,6 +24,7 @@ TORCH_LIBRARY = 180 * MIB  # more in a worker that computes in torch
 GPU_GRAPHS = 640 * MIB  # CUDA graphs of decode steps, and what the GPU's libraries allocate later
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INTEGER_BYTES = {"int16": 2, "int8": 1}  # of keys and values only
+KV_BYTES = {**DTYPE_BYTES, "fp8": 1}
 
 
 def num_params(arch: ArchSpec) -> int:
@@ -65,7 +66,7 @@ def _kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
     """Of one head of one token; integers have a float32 beside them."""
     if kv_dtype in INTEGER_BYTES:
         return head_dim * INTEGER_BYTES[kv_dtype] + 4
-    return head_dim * DTYPE_BYTES[kv_dtype]
+    return head_dim * KV_BYTES[kv_dtype]
 
 
 def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
@@ -112,10 +113,10 @@ def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_by
     ]
 
 
-def gpu_shares(config: EngineConfig, arch: ArchSpec, kv_bytes: int) -> list[Share]:
+def gpu_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[Share]:
     """Where the memory of one card goes."""
     return [
-        Share("weights", 1, 2 * num_params(arch)),
+        Share("weights", 1, weight_bytes),
         Share("KV cache", 1, kv_bytes),
         Share("activations", 1, gpu_activation_bytes(arch, config.scheduler)),
         Share("graphs", 1, GPU_GRAPHS),

@@ -32,9 +32,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"], _text("type of dense weights; auto keeps the stored one")
     ] = "auto"
     quantize: Annotated[
-        Literal["q8_0", "q4_0", "int8"] | None,
+        Literal["q8_0", "q4_0", "int8", "fp8", "q4_k"] | None,
         _text(
-            "round dense weights while loading (int8: a scale per output, inputs rounded per token); default: as dtype says"
+            "round dense weights while loading (int8: a scale per output, inputs rounded per token; a GPU has fp8 and q4_k, a CPU "
+            "the others); default: as dtype says"
         ),
     ] = None
     load_format: Annotated[
@@ -53,8 +54,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="share of a GPU's memory that a worker may use, weights and all")
     ] = 0.9
     kv_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16", "int16", "int8"],
-        _text("type of stored keys and values; integers have a scale per token and head"),
+        Literal["auto", "float32", "bfloat16", "float16", "int16", "int8", "fp8"],
+        _text("type of stored keys and values; integers (CPU) have a scale per token and head, fp8 (GPU) has none"),
     ] = "auto"
     block_size: Annotated[int, _count("tokens per KV block", 1, le=256)] = 16
     prefix_cache: Annotated[bool, _text("reuse the KV of equal prompt prefixes")] = True

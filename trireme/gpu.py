@@ -12,8 +12,10 @@ from trireme.arch_spec import ArchSpec
 from trireme.config import Decision, EngineConfig
 from trireme.device import DeviceFacts
 from trireme.errors import ConfigError
+from trireme.gpu_formats import SCHEMES
 
-CACHE_DTYPES = ("auto", "bfloat16", "float16")
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8")
+FP8_HEAD_DIMS = (64, 96, 128, 256)  # of csrc/cuda/decode.cu over a cache of float8
 HEAD_DIMS = range(8, 257, 8)
 
 
@@ -32,7 +34,6 @@ def lacks_on_gpu(arch: ArchSpec) -> list[str]:
         f"{arch.norm_placement} norms": arch.norm_placement == "parallel",
         "norms of whole q and k": arch.qk_norm and arch.qk_norm_kind != "head",
         "scores with a soft cap": bool(arch.attn_softcap),
-        "two rotary tables": arch.rope_local is not None,
         "layers without rotation": bool(arch.no_rope_layers),
         "rotation that depends on the length": arch.rope.kind in ("dynamic", "longrope"),
         "a head of unit rows": arch.unit_head,
@@ -57,14 +58,17 @@ def obstacles(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> list
         found.append(Obstacle(why, "--tp 1 --pp 1, or --device cpu"))
     if missing := lacks_on_gpu(arch):
         found.append(Obstacle(f"the GPU body lacks {', '.join(missing)}", "--device cpu"))
-    if config.model.quantize is not None:
+    if config.model.quantize is not None and config.model.quantize not in SCHEMES:
         why = f"--quantize {config.model.quantize} rounds for the CPU's kernels"
-        found.append(Obstacle(why, "without --quantize, or --device cpu"))
+        found.append(Obstacle(why, f"{' or '.join('--quantize ' + name for name in SCHEMES)}, or --device cpu"))
     if config.model.dtype == "float32":
         found.append(Obstacle("the GPU's kernels compute in 16 bits", "--dtype bfloat16, or --device cpu"))
     if config.cache.kv_dtype not in CACHE_DTYPES:
         why = f"the GPU's cache does not hold {config.cache.kv_dtype}"
         found.append(Obstacle(why, "--kv-dtype auto, or --device cpu"))
+    elif config.cache.kv_dtype == "fp8":
+        if arch.head_dim not in FP8_HEAD_DIMS:
+            found.append(Obstacle(f"heads of {arch.head_dim} have no cache of fp8", "--kv-dtype auto"))
     elif config.model.dtype != "auto" and config.cache.kv_dtype not in ("auto", config.model.dtype):
         why = f"on the GPU keys and values are as the weights: {config.model.dtype}, not {config.cache.kv_dtype}"
         found.append(Obstacle(why, "--kv-dtype auto"))
@@ -90,6 +94,16 @@ def compute_dtype(config: EngineConfig, arch: ArchSpec) -> str:
     """Type of weights, activations and cache on the GPU: what was asked, else as stored where that has 16 bits."""
     if config.model.dtype != "auto":
         return config.model.dtype
-    if config.cache.kv_dtype != "auto":
+    if config.cache.kv_dtype not in ("auto", "fp8"):
         return config.cache.kv_dtype
     return arch.weights_dtype if arch.weights_dtype in ("bfloat16", "float16") else "bfloat16"
+
+
+def refuse_on_cpu(config: EngineConfig, choice: Decision) -> None:
+    """Raises ConfigError for what only a GPU has, where the CPU was chosen."""
+    for flag, value, has_it, cure in (
+        ("--quantize", config.model.quantize, config.model.quantize in SCHEMES, "--quantize q8_0"),
+        ("--kv-dtype", config.cache.kv_dtype, config.cache.kv_dtype == "fp8", "--kv-dtype int8"),
+    ):
+        if has_it and config.parallel.worker != "fake":
+            raise ConfigError(f"{flag} {value} is for a GPU; this runs on the CPU: {choice.because}", hint=cure)

@@ -10,11 +10,17 @@ from trireme.arch import ArchSpec
 from trireme.budget import DTYPE_BYTES, num_matrix_rows, num_params
 from trireme.config import Decision, ModelConfig
 from trireme.gguf import LOADED_AS, read_gguf
+from trireme.gpu_formats import Stored, stored_in
 from trireme.packaged import ModelFiles
 from trireme.sizes import format_bytes
 
 SCHEME_BYTES = {"q8_0": 34 / 32, "int8": 1, "q4_0": 18 / 32}  # per parameter
 SCHEME_ROW_BYTES = {"q8_0": 0, "int8": 8, "q4_0": 0}  # and per row
+
+
+def stored_of(files: ModelFiles) -> Stored | None:
+    """Types in a GGUF file, None for other models."""
+    return stored_in(read_gguf(files.path, arrays=False).tensors) if files.kind == "gguf" else None
 
 
 def stored_bytes(files: ModelFiles) -> tuple[int, Decision | None]:
@@ -45,6 +51,8 @@ def loaded_bytes(model: ModelConfig, arch: ArchSpec, size: int) -> int:
     if model.quantize is not None:
         per_row = SCHEME_ROW_BYTES[model.quantize]
         return round(num_params(arch) * SCHEME_BYTES[model.quantize]) + num_matrix_rows(arch) * per_row
+    if arch.weights_kind.startswith("FP8"):
+        return 2 * num_params(arch)  # expanded: no kernel of the CPU computes with float8
     if model.dtype in DTYPE_BYTES and arch.weights_dtype in DTYPE_BYTES:
         return size * DTYPE_BYTES[model.dtype] // DTYPE_BYTES[arch.weights_dtype]
     return size

@@ -15,8 +15,9 @@ from trireme.budget import DTYPE_BYTES, kv_token_bytes, num_params, too_little_k
 from trireme.config import CPU_ROWS, CPU_TOKENS, GPU_ROWS, GPU_TOKENS, Decision, EngineConfig
 from trireme.device import DeviceFacts, read_device
 from trireme.errors import ConfigError
-from trireme.gpu import choose_device, compute_dtype
-from trireme.loaded import loaded_bytes, stored_bytes
+from trireme.gpu import choose_device, compute_dtype, refuse_on_cpu
+from trireme.gpu_formats import Stored, expansion_of
+from trireme.loaded import loaded_bytes, stored_bytes, stored_of
 from trireme.mesh import Mesh, split_evenly, split_heads
 from trireme.packaged import files_of
 from trireme.sizes import GIB, MIB, format_bytes, parse_bytes
@@ -33,12 +34,14 @@ def _in_units(size: int, unit: int) -> int:
 
 
 class ModelFacts(NamedTuple):
-    """What resolving needs of a model. `weight_bytes` is the size of its files, expanded where `expansion` says so."""
+    """What resolving needs of a model. `weight_bytes` is the size of its files, expanded where `expansion` says so (for a CPU);
+    `stored` are the types in a GGUF file."""
 
     arch: ArchSpec
     name: str
     weight_bytes: int
     expansion: Decision | None = None
+    stored: Stored | None = None
 
 
 class Prepared(NamedTuple):
@@ -61,7 +64,7 @@ def prepare(config: EngineConfig, *, device: DeviceFacts | None = None) -> Prepa
 def read_model(config: EngineConfig) -> ModelFacts:
     """What the model's files say of themselves; no weight is read. Raises ModelError."""
     files = files_of(config.model)
-    return ModelFacts(read_arch(files), files.name, *stored_bytes(files))
+    return ModelFacts(read_arch(files), files.name, *stored_bytes(files), stored_of(files))
 
 
 def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> tuple[EngineConfig, list[Decision]]:
@@ -85,9 +88,9 @@ class _Resolver:
     def __init__(self, config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> None:
         self.config = config
         self.arch, self.name = model.arch, model.name
-        self.weight_bytes = loaded_bytes(config.model, model.arch, model.weight_bytes)
+        self.model = model
         self.device = device
-        self.decisions: list[Decision] = [] if model.expansion is None else [model.expansion]
+        self.decisions: list[Decision] = []
         parallel = config.parallel
         self.shape = Mesh(parallel.dp, parallel.pp, parallel.tp)
         self.num_workers = parallel.dp * parallel.pp * parallel.tp
@@ -103,8 +106,13 @@ class _Resolver:
     def computes_on(self) -> None:
         """Chooses the device. Raises ConfigError for a GPU that was asked for and cannot be used."""
         choice = choose_device(self.config, self.arch, self.device)
+        if choice.value == "cpu":
+            refuse_on_cpu(self.config, choice)
         if self.config.parallel.device == "auto":
             self.decide("parallel", choice.because, device=choice.value)
+        model = self.model
+        expansion = expansion_of(self.config.model, self.arch, model.stored) if self.is_on_gpu else model.expansion
+        self.decisions += [] if expansion is None else [expansion]
 
     def step_size(self) -> None:
         """How much one step may hold: a GPU computes many rows in the time of one."""
@@ -183,9 +191,10 @@ class _Resolver:
         cache = self.config.cache
         if self.is_on_gpu:
             return
-        if self.weight_bytes > self.device.memory_total:
+        weight_bytes = loaded_bytes(self.config.model, self.arch, self.model.weight_bytes)
+        if weight_bytes > self.device.memory_total:
             raise ConfigError(
-                f"the weights take {format_bytes(self.weight_bytes)}; this machine has "
+                f"the weights take {format_bytes(weight_bytes)}; this machine has "
                 f"{format_bytes(self.device.memory_total)} of memory",
                 hint="use a smaller or more strongly quantized model",
             )
@@ -196,7 +205,7 @@ class _Resolver:
             blocks = min(-(-rows // cache.block_size), MOST_FREE_BLOCKS)
             self.decide("cache", "blocks of a model without layers cost nothing", num_blocks=blocks)
             return
-        left = max(self.device.memory_free - self.weight_bytes * self.shape.dp, 0)
+        left = max(self.device.memory_free - weight_bytes * self.shape.dp, 0)
         share = int(left * KV_SHARE) // self.num_workers
         row = self.token_bytes() * _in_units(self.wanted_len(), cache.block_size)
         useful = _in_units(row * self.config.scheduler.num_rows, MIB)

@@ -22,10 +22,11 @@ from models.load import open_checked
 from models.native import find_native
 from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.arch import ArchSpec, read_arch
-from trireme.budget import num_params
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.gpu import compute_dtype
+from trireme.gpu_formats import gpu_weight_bytes
+from trireme.loaded import stored_of
 from trireme.mesh import Mesh
 from trireme.packaged import files_of
 from workers.batch import Batch
@@ -64,12 +65,15 @@ class Worker:
         name = compute_dtype(config, arch)
         share, block_size = config.cache.gpu_memory, config.cache.block_size
         free, total = torch.cuda.mem_get_info()
-        check_weights(_name_of(device), 2 * num_params(arch), free)
+        planned = gpu_weight_bytes(config.model, arch, stored_of(files))
+        check_weights(_name_of(device), planned, free)
         opened = time.perf_counter()
         source = open_checked(files, arch, dummy=config.model.load_format == "dummy")
         max_len = config.model.max_len or arch.max_position
-        weights = device_weights(source, DTYPES[name], device)
-        model = CudaModel(arch, weights, DTYPES[name], max_len=max_len, progress=self._progress)
+        weights = device_weights(source, DTYPES[name], device, scheme=config.model.quantize)
+        kv_dtype = DTYPES.get(config.cache.kv_dtype)
+        model = CudaModel(arch, weights, DTYPES[name], max_len=max_len, progress=self._progress, kv_dtype=kv_dtype)
+        weights.close()
         torch.cuda.synchronize()
         loaded = time.perf_counter()
         scheduler = config.scheduler
@@ -79,9 +83,9 @@ class Worker:
         in_use = total - torch.cuda.mem_get_info()[0]
         kept = sum(buffer.nbytes for buffer in model.buffers)  # of the activations, counted in `held` already
         memory = GpuMemory(_name_of(device), total, in_use - held, held - kept, activations, share)
-        token_bytes = 2 * model.num_kv_layers * model.kv_heads * model.head_dim * model.dtype.itemsize
+        token_bytes = 2 * model.num_kv_layers * model.kv_heads * model.head_dim * model.kv_dtype.itemsize
         if config.cache.kv_memory is None and config.cache.num_blocks is None:
-            memory.check(max_len, token_bytes)
+            memory.check(max_len, token_bytes, can_be_narrower=model.kv_dtype.itemsize > 1)
         self._loaded = arch, model
         return WorkerLoaded(
             worker=self.mesh.worker,
@@ -139,7 +143,9 @@ class Worker:
             return self._info()
         if method == "poison":
             for layer in self._kv:
-                layer.k[args["blocks"]] = layer.v[args["blocks"]] = float("nan")
+                for side in (layer.k, layer.v):  # (torch cannot index float8; its NaN is all ones)
+                    part = side.view(torch.uint8) if side.element_size() == 1 else side
+                    part[args["blocks"]] = 127 if part.dtype == torch.uint8 else float("nan")
             return None
         raise EngineError(f"a worker has no method {method!r}; it has info, poison")
 

@@ -39,7 +39,7 @@ class GpuMemory:
     def _left_at(self, share: float) -> int:
         return max(0, int(self.total * share) - self.others - self.weights - self.activations - GRAPHS)
 
-    def check(self, max_len: int, token_bytes: int) -> None:
+    def check(self, max_len: int, token_bytes: int, *, can_be_narrower: bool = False) -> None:
         """Raises ConfigError when not even one request of `max_len` tokens fits, with what would."""
         needed = max_len * token_bytes
         if needed <= self.left:
@@ -48,6 +48,8 @@ class GpuMemory:
         cures = [f"--max-len {fits:<12} largest that fits"] if fits else []
         if self.share < MAX_SHARE and needed <= self._left_at(MAX_SHARE):
             cures.append(f"--gpu-memory {MAX_SHARE:<9} fits {max_len}")
+        if can_be_narrower and needed // 2 <= self.left:
+            cures.append(f"--kv-dtype fp8           fits {max_len}")
         if not cures:
             cures.append("--device cpu           or a smaller model")
         gib = [f"{name} {size / GIB:.1f}" for name, size in self._parts()]
@@ -70,8 +72,8 @@ def check_weights(name: str, weight_bytes: int, free: int) -> None:
     """Raises ConfigError for weights that do not fit, before any is loaded."""
     if weight_bytes > free:
         raise ConfigError(
-            f"the weights take {format_bytes(weight_bytes)} in 16 bits; {name} has {format_bytes(free)} free",
-            hint="--device cpu, or a smaller model",
+            f"the weights take {format_bytes(weight_bytes)}; {name} has {format_bytes(free)} free",
+            hint="--quantize fp8, --device cpu, or a smaller model",
         )
 
 

@@ -105,13 +105,17 @@ struct SkinnyArgs {
   int64_t out_stride;
   const void* bias;    // [N] or null
   const float* scale;  // of the outputs, scale_step apart (0: one for all); or null
+  const float* x_scale;  // [M]: x is fp8 times this, as the weight must be; or null
   int scale_step;
   int m, n, k;  // m up to skinny_max_rows()
-  Type type;    // f16 or bf16, of x, out and bias
+  Type type;    // f16 or bf16, of x (but for x_scale), out and bias
   Weight weight;
+  int ways;  // q4_k: warps that share the K of an output: 1, 2, 4 or 8; 0: chosen by the shape
 };
 void skinny_linear(const SkinnyArgs& args, Stream stream);
 int skinny_max_rows();
+// The values of `count` Q4_K super-blocks, 256 each, as f16 or bf16.
+void expand_q4_k(const void* blocks, void* out, int64_t count, Type type, Stream stream);
 
 // ---- embedding.cu
 

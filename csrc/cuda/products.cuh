@@ -60,12 +60,13 @@ __device__ __forceinline__ Fp8Pairs unpack_fp8(uint32_t bytes) {
   return {(low >> shift & mask) | (low & 0x80008000u), (bytes >> shift & mask) | (bytes & 0x80008000u)};
 }
 
-// Sums acc [NT * 16 outputs, MT * 8 rows] of a block's warps in their order, times the output's scale, plus its bias, into out.
-// `sums` is dynamic shared memory of shared_floats<NT, MT>() floats; the block's first output is `first`.
+// Sums acc [NT * 16 outputs, MT * 8 rows] of a block's warps in their order, times the scales of output and row, plus the bias, into
+// out. Each W neighbouring warps have parts of the same outputs. `sums` is dynamic shared memory of shared_floats<NT, MT>() floats; the
+// block's first output is `first`.
 template <int NT, int MT>
 constexpr size_t shared_floats() { return static_cast<size_t>(kProductWarps) * 16 * NT * (8 * MT + 1); }
 
-template <class T, int NT, int MT>
+template <class T, int NT, int MT, int W = kProductWarps>
 __device__ __forceinline__ void store_products(const SkinnyArgs& args, const float (&acc)[NT][MT][4], float* sums, int first) {
   constexpr int stride = 8 * MT + 1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -78,26 +79,30 @@ __device__ __forceinline__ void store_products(const SkinnyArgs& args, const flo
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < 16 * NT * args.m; i += kProductWarps * 32) {
-    const int row = i % (16 * NT), column = i / (16 * NT), output = first + row;
+  constexpr int outputs = 16 * NT * (kProductWarps / W);
+  for (int i = threadIdx.x; i < outputs * args.m; i += kProductWarps * 32) {
+    const int row = i % outputs, column = i / outputs, output = first + row;
     if (output >= args.n) continue;
+    const int from = row / (16 * NT) * W * 16 * NT + row % (16 * NT);
     float total = 0.0f;
 #pragma unroll
-    for (int other = 0; other < kProductWarps; ++other) total += sums[(other * 16 * NT + row) * stride + column];
+    for (int other = 0; other < W; ++other) total += sums[(other * 16 * NT + from) * stride + column];
     if (args.scale != nullptr) total *= args.scale[output * args.scale_step];
+    if (args.x_scale != nullptr) total *= args.x_scale[column];
     if (args.bias != nullptr) total += to_float(static_cast<const T*>(args.bias)[output]);
     static_cast<T*>(args.out)[column * args.out_stride + output] = from_float<T>(total);
   }
 }
 
-// Launches a kernel of (SkinnyArgs) over blocks of 16 * NT outputs.
-template <int NT, int MT>
+// Launches a kernel of (SkinnyArgs) over blocks of 16 * NT outputs for each W of its warps.
+template <int NT, int MT, int W = kProductWarps>
 void launch_products(void (*kernel)(SkinnyArgs), const SkinnyArgs& args, Stream stream) {
   constexpr size_t shared = shared_floats<NT, MT>() * sizeof(float);
   if (shared > 48 * 1024) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "shared memory of skinny_linear");
   }
-  launch(kernel, dim3((args.n + 16 * NT - 1) / (16 * NT)), dim3(kProductWarps * 32), shared, stream, args);
+  constexpr int outputs = 16 * NT * (kProductWarps / W);
+  launch(kernel, dim3((args.n + outputs - 1) / outputs), dim3(kProductWarps * 32), shared, stream, args);
 }
 
 // The kernels behind skinny_linear, by what the weight is made of.

@@ -21,7 +21,7 @@ from models.arch.stage import NORM_NAMES, attention_scale_of
 from models.cuda_ops import PagedKV
 from models.cuda_weights import DeviceWeights
 from models.forward import Group, SoloGroup
-from models.layers.cuda_linear import CudaLinear
+from models.layers.cuda_linear import CudaLinear, Linear, make_linear
 from models.layers.rope import cos_sin_table
 from models.shards import Shares
 from trireme.arch import ArchSpec
@@ -30,7 +30,7 @@ from trireme.gpu import lacks_on_gpu
 from trireme.mesh import Mesh
 
 ALONE = Mesh(1, 1, 1)
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(slots=True)
@@ -81,6 +81,7 @@ class _Layer:
         self.gate_up = model.linear(source, at + "mlp.", gate_up, hidden, bias=arch.mlp_bias)
         self.down = model.linear(source, at + "mlp.", [("down_proj", hidden)], ffn, bias=arch.mlp_bias)
         self.window = 0 if index in arch.full_attention_layers else arch.sliding_window or 0
+        self.cos_sin = model.cos_sin if model.local_cos_sin is None or not self.window else model.local_cos_sin
 
 
 def refuse_uncovered(arch: ArchSpec) -> None:
@@ -105,26 +106,31 @@ class CudaModel:
         progress: Callable[[str, int, int], None],
         mesh: Mesh = ALONE,
         group: Group | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """`kv_dtype` is that of keys and values, as the weights' unless float8 is asked for."""
         refuse_uncovered(arch)
         self.mesh, self.group = mesh, group or SoloGroup()
         self.shares = Shares(arch, mesh)
         self.arch = arch
-        self.dtype = dtype
+        self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
         self.vocab_size = arch.vocab_size
         self.q_heads, self.kv_heads, self.head_dim = self.shares.q_heads, self.shares.kv_heads, arch.head_dim
         stage = mesh.layers(arch.num_layers)
         self.num_kv_layers = stage.size
         self.weight_bytes = 0
+        name = "rope_freqs.weight"
+        divisors = source.vector(name, arch.rope.dim // 2) if name in source.names() else None
+        self.cos_sin = torch.from_numpy(cos_sin_table(arch.rope, max_len, divisors)).cuda()
+        self.local_cos_sin = (
+            None if arch.rope_local is None else torch.from_numpy(cos_sin_table(arch.rope_local, max_len)).cuda()
+        )
         total = stage.size + 1
         self._layers = []
         for done, index in enumerate(range(stage.start, stage.stop)):
             progress("weights", done, total)
             self._layers.append(_Layer(self, source, index))
         self._build_ends(source)
-        name = "rope_freqs.weight"
-        divisors = source.vector(name, arch.rope.dim // 2) if name in source.names() else None
-        self._cos_sin = torch.from_numpy(cos_sin_table(arch.rope, max_len, divisors)).cuda()
         self._scale = attention_scale_of(arch)
         self.buffers = self._allocate(0)
         progress("weights", total, total)
@@ -137,7 +143,7 @@ class CudaModel:
         if mesh.is_first_stage or arch.tie_embeddings:
             self._embedding = self._matrix(source, "model.embed_tokens.weight", rows, arch.hidden)
         if arch.tie_embeddings:
-            self._head = CudaLinear(self._embedding, None)
+            self._head: Linear = CudaLinear(self._embedding, None)
         elif mesh.is_last_stage:
             self._head = self.linear(source, "", [("lm_head", rows)], arch.hidden, bias=False)
 
@@ -153,17 +159,17 @@ class CudaModel:
         self.weight_bytes += weight.nbytes
         return weight
 
-    def linear(self, source: DeviceWeights, at: str, parts: list[tuple[str, int]], k: int, *, bias: bool) -> CudaLinear:
+    def linear(self, source: DeviceWeights, at: str, parts: list[tuple[str, int]], k: int, *, bias: bool) -> Linear:
         """Matrices with k inputs, one under the other."""
-        weights = [self._matrix(source, f"{at}{name}.weight", n, k) for name, n in parts]
+        factors = [source.factor(f"{at}{name}.weight", n, k) for name, n in parts]
         biases = [self.vector(source, f"{at}{name}.bias", n) for name, n in parts] if bias else []
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return CudaLinear(weight, torch.cat(biases) if biases else None)
+        self.weight_bytes += sum(factor.nbytes for factor in factors)
+        return make_linear(factors, torch.cat(biases) if biases else None)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
         """Zeroed caches of all layers."""
         shape = (num_blocks, self.kv_heads, block_size, self.head_dim)
-        pairs = [[torch.zeros(shape, dtype=self.dtype, device="cuda") for _ in range(2)] for _ in self._layers]
+        pairs = [[torch.zeros(shape, dtype=self.kv_dtype, device="cuda") for _ in range(2)] for _ in self._layers]
         return [PagedKV(k, v) for k, v in pairs]
 
     def scratch_floats(self, rows: int, splits: int) -> int:
@@ -178,13 +184,12 @@ class CudaModel:
         self._begin(batch, residual)
         pending: Tensor | None = None
         for layer, cache in zip(self._layers, kv, strict=True):
-            x = self._norm_into(normed, layer.attn_norm, residual, pending)
-            layer.qkv(x, qkv)
+            self._normed_product(layer.qkv, qkv, normed, layer.attn_norm, residual, pending)
             ops.rotary_and_cache(
                 qkv,
                 self.q_heads,
                 cache,
-                self._cos_sin,
+                layer.cos_sin,
                 batch.positions,
                 batch.slots,
                 q_norm=layer.q_norm,
@@ -193,8 +198,7 @@ class CudaModel:
             )
             self._attend(batch, qkv, cache, attended, layer.window, scratch)
             branch = self._post(self._summed(layer.o(attended, normed)), layer.attn_post)
-            x = self._norm_into(normed, layer.ffn_norm, residual, branch)
-            layer.gate_up(x, gate_up)
+            self._normed_product(layer.gate_up, gate_up, normed, layer.ffn_norm, residual, branch)
             ops.gated_activation(gate_up, product, arch.activation)
             pending = self._post(self._summed(layer.down(product, normed)), layer.ffn_post)
         if not self.mesh.is_last_stage:
@@ -221,6 +225,29 @@ class CudaModel:
     def _summed(self, x: Tensor) -> Tensor:
         """Over the ranks that have a part of it."""
         return x if self.mesh.tp == 1 else self.group.all_reduce(x)
+
+    def _normed_product(
+        self,
+        linear: Linear,
+        out: Tensor,
+        normed: Tensor,
+        weight: Tensor | None,
+        residual: Tensor,
+        branch: Tensor | None,
+    ) -> None:
+        """residual += branch, and the product of what is normed, which becomes float8 in the same pass where that is wanted."""
+        if weight is None or not linear.takes_fp8(residual.shape[0]):
+            linear(self._norm_into(normed, weight, residual, branch), out)
+            return
+        if branch is not None and self.arch.residual_scale != 1.0:
+            branch.mul_(self.arch.residual_scale)
+        narrow = torch.empty(residual.shape, dtype=torch.float8_e4m3fn, device=residual.device)
+        scale = torch.empty(residual.shape[0], dtype=torch.float32, device=residual.device)
+        if branch is None:
+            ops.rms_norm_fp8(residual, weight, self.arch.norm_eps, narrow, scale)
+        else:
+            ops.rms_norm_fp8(branch, weight, self.arch.norm_eps, narrow, scale, residual=residual)
+        linear.of_fp8(narrow, scale, out)
 
     def _norm_into(self, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Tensor | None) -> Tensor:
         """residual += branch; the normed residual in `out`, or the residual itself where there is no norm."""
@@ -285,7 +312,7 @@ def _prompt_attention(
     """Causal attention of prompts over their whole contexts, by torch's flash attention."""
     _, kv_heads, block_size, dim = cache.k.shape
     block, offset = prompts.context_slots // block_size, prompts.context_slots % block_size
-    keys, values = (x.transpose(1, 2)[block, offset] for x in (cache.k, cache.v))
+    keys, values = (_tokens_of(x, scale, block, offset, qkv.dtype) for x, scale in cache.sides)
     query = qkv.unflatten(1, (-1, dim))[:, :q_heads]
     found = torch.ops.aten._flash_attention_forward(
         query,
@@ -303,3 +330,11 @@ def _prompt_attention(
         window_size_right=0 if window else None,
     )[0]
     out.copy_(found.flatten(1))
+
+
+def _tokens_of(cache: Tensor, scale: float, block: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values [N, Hk, D] of the tokens at (block, offset), in `dtype`."""
+    if cache.dtype == dtype:
+        return cache.transpose(1, 2)[block, offset]
+    found = cache.view(torch.uint8).transpose(1, 2)[block, offset].view(cache.dtype).to(dtype)
+    return found if scale == 1.0 else found.mul_(scale)

@@ -1,37 +1,89 @@
 """Products with a weight on the GPU: our kernels for few rows (csrc/cuda/skinny*.cu), torch's for many. Called by models/arch.
 
-One class per kind of weight, all called alike. Where our dense kernel ends and cuBLAS begins is measured once for each shape.
+One class per format of trireme.gpu_formats, all called alike; LINEARS is the table. Where our kernel ends and torch's begins is
+measured once for each format and shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from models import cuda_ops as ops
-from models.cuda_reference import q4_k_values
+from models.cuda_rounding import fp8_from
 
+_REPEATS = 6
 _TRIED = (8, 16, 32)  # rows; between them the answer of the next greater one holds
-_crossovers: dict[tuple[int, int, torch.dtype], int] = {}
+_MOST_SLICES = 4  # of 32 rows, each reading all blocks, before it is cheaper to expand them once
+_EXPANDED = 1 << 25  # values expanded at a time
+_EXACT_ROWS = 8  # whose inputs keep 16 bits where the weight is float8
+_CACHE_BYTES = (
+    128 << 20
+)  # more than a card's last-level cache: weights come from memory in a step, so they must when it is timed
+_crossovers: dict[tuple[str, int, int, torch.dtype], int] = {}
 
 
-class CudaLinear:
-    """y = x W^T + b. `weight` [n, k] and `bias` [n] lie on the device; never changes."""
+class DeviceMatrix(NamedTuple):
+    """A matrix [n, k] on the device in a format of trireme.gpu_formats: `values` are 16-bit or float8 [n, k], or bytes of blocks
+    [n, row bytes]; `scale` [n] float32 is that of each output, where the format has one."""
 
-    __slots__ = ("_bias", "_skinny_rows", "_transposed", "weight")
+    format: str
+    values: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.values.nbytes) + (0 if self.scale is None else int(self.scale.nbytes))
+
+
+class Linear(Protocol):
+    """y = x W^T + b for x [T, k]; never changes."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """Writes the product into `out` [T, n], whose rows may be strided, and returns it."""
+        ...
+
+    def takes_fp8(self, num_rows: int) -> bool:
+        """Whether so many rows are best given to `of_fp8`."""
+        ...
+
+    def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """The product of x [T, k] float8 times scale [T]."""
+        ...
+
+
+class _OfHalves:
+    """A linear layer that wants its inputs in 16 bits."""
+
+    __slots__ = ()
+
+    def takes_fp8(self, num_rows: int) -> bool:
+        return False
+
+    def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class CudaLinear(_OfHalves):
+    """y = x W^T + b. `weight` [n, k] and `bias` [n] lie on the device."""
+
+    __slots__ = ("_bias", "_few", "_transposed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self._transposed = weight.T
         self._bias = bias
-        self._skinny_rows = skinny_rows(weight)
+        own = partial(_launch_dense, lambda x, out: ops.skinny_linear(x, weight, out), weight)
+        theirs = partial(_launch_dense, lambda x, out: torch.mm(x, self._transposed, out=out), weight)
+        self._few = rows_of_own_kernel((str(weight.dtype), *weight.shape), weight, own, theirs)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """Writes x W^T + b into `out` [T, n] and returns it."""
-        if x.shape[0] <= self._skinny_rows:
+        if x.shape[0] <= self._few:
             return ops.skinny_linear(x, self.weight, out, self._bias)
         if self._bias is None:
             return torch.mm(x, self._transposed, out=out)
@@ -41,10 +93,10 @@ class CudaLinear:
 class Fp8Linear:
     """y = x W^T * scale + b, weight [n, k] float8, scale [n] float32. 64 divides k, 16 divides n.
 
-    Few rows keep their 16 bits; many are rounded to float8, each with its own scale, for torch._scaled_mm.
+    Few rows keep their 16 bits; more are rounded to float8, each with its own scale, for our kernel and torch._scaled_mm.
     """
 
-    __slots__ = ("_bias", "_scale", "_scale_row", "_transposed", "weight")
+    __slots__ = ("_bias", "_own_rows", "_scale", "_scale_row", "_transposed", "weight")
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
@@ -52,33 +104,62 @@ class Fp8Linear:
         self._scale = scale.expand(weight.shape[0]).contiguous()
         self._scale_row = self._scale.unsqueeze(0)
         self._bias = bias
+        own, theirs = self._launches(self._of_own), self._launches(self._of_torch)
+        self._own_rows = rows_of_own_kernel(("fp8", *weight.shape), weight, own, theirs)
 
     @staticmethod
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         """A dense [n, k] as (float8 [n, k], scale [n]), one scale per output."""
-        scale = (weight.float().abs().amax(1) / ops.FP8_MAX).clamp(min=1e-12)
-        return (weight.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
+        return fp8_from(weight)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """Writes the product into `out` [T, n] and returns it."""
-        rows = x.shape[0]
-        if rows <= ops.skinny_max_rows():
+        if x.shape[0] <= _EXACT_ROWS:
             return ops.skinny_linear(x, self.weight, out, self._bias, scale=self._scale)
-        scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+        scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         narrow = ops.quantize_rows(x, torch.empty(x.shape, dtype=self.weight.dtype, device=x.device), scale)
+        return self.of_fp8(narrow, scale, out)
+
+    def takes_fp8(self, num_rows: int) -> bool:
+        return num_rows > _EXACT_ROWS
+
+    def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        if x.shape[0] <= self._own_rows:
+            return self._of_own(x, scale, out)
+        return self._of_torch(x, scale, out)
+
+    def _of_torch(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        is_direct = out.dtype == torch.bfloat16 and out.is_contiguous()
         found = torch._scaled_mm(
-            narrow,
+            x,
             self._transposed,
-            scale_a=scale,
+            scale_a=scale.view(-1, 1),
             scale_b=self._scale_row,
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
+            **({"out": out} if is_direct else {}),
         )
-        return out.copy_(found) if self._bias is None else torch.add(found, self._bias, out=out)
+        if self._bias is not None:
+            return torch.add(found, self._bias, out=out)
+        return out if is_direct else out.copy_(found)
+
+    def _of_own(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        return ops.skinny_linear(x, self.weight, out, self._bias, scale=self._scale, x_scale=scale)
+
+    def _launches(self, product: Callable[[Tensor, Tensor, Tensor], object]) -> MakeLaunch:
+        """`product` of so many rows, for rows_of_own_kernel."""
+        n, k = self.weight.shape
+
+        def make(rows: int) -> Launch:
+            x = torch.zeros(rows, k, dtype=torch.uint8, device="cuda").view(self.weight.dtype)
+            return partial(
+                product, x, torch.ones(rows, device="cuda"), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+            )
+
+        return make
 
 
-class Q4Linear:
-    """y = x W^T + b, weight uint8 [n, k / 256 * 144]: rows of GGUF's Q4_K super-blocks. Many rows meet the values, made anew."""
+class Q4Linear(_OfHalves):
+    """y = x W^T + b, weight uint8 [n, k / 256 * 144]: rows of GGUF's Q4_K super-blocks. Many rows meet the values, expanded."""
 
     __slots__ = ("_bias", "weight")
 
@@ -87,46 +168,118 @@ class Q4Linear:
         self._bias = bias
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """Writes x W^T + b into `out` [T, n] and returns it."""
-        if x.shape[0] <= ops.skinny_max_rows():
+        most = ops.skinny_max_rows()
+        if x.shape[0] <= most:
             return ops.skinny_linear(x, self.weight, out, self._bias)
-        dense = q4_k_values(self.weight, x.dtype).T
-        return torch.mm(x, dense, out=out) if self._bias is None else torch.addmm(self._bias, x, dense, out=out)
+        if x.shape[0] <= _MOST_SLICES * most:
+            for start in range(0, x.shape[0], most):
+                ops.skinny_linear(x[start : start + most], self.weight, out[start : start + most], self._bias)
+            return out
+        return self._expanded(x, out)
+
+    def _expanded(self, x: Tensor, out: Tensor) -> Tensor:
+        n, k = self.weight.shape[0], x.shape[1]
+        step = min(n, max(1, _EXPANDED // k))
+        values = torch.empty(step, k, dtype=x.dtype, device=x.device)
+        for start in range(0, n, step):
+            part = self.weight[start : start + step]
+            dense = ops.expand_q4_k(part, values[: part.shape[0]]).T
+            torch.mm(x, dense, out=out[:, start : start + step])
+        return out if self._bias is None else out.add_(self._bias)
 
 
-def skinny_rows(weight: Tensor) -> int:
-    """Rows of x up to which our kernel is the faster one for weights of this shape."""
-    key = (*weight.shape, weight.dtype)
+class SideBySide(_OfHalves):
+    """Products of matrices in several formats that share their input, each in its columns of the output."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, pieces: Sequence[tuple[int, Linear]]) -> None:
+        """(number of outputs, product) in order of the columns."""
+        stops = itertools.accumulate(n for n, _ in pieces)
+        self._pieces = [(slice(stop - n, stop), linear) for stop, (n, linear) in zip(stops, pieces, strict=True)]
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        for columns, linear in self._pieces:
+            linear(x, out[:, columns])
+        return out
+
+
+def _fp8(matrix: DeviceMatrix, bias: Tensor | None) -> Linear:
+    assert matrix.scale is not None
+    return Fp8Linear(matrix.values, matrix.scale, bias)
+
+
+LINEARS: dict[str, Callable[[DeviceMatrix, Tensor | None], Linear]] = {
+    "half": lambda matrix, bias: CudaLinear(matrix.values, bias),
+    "fp8": _fp8,
+    "q4_k": lambda matrix, bias: Q4Linear(matrix.values, bias),
+}
+
+
+def make_linear(matrices: Sequence[DeviceMatrix], bias: Tensor | None) -> Linear:
+    """The product with `matrices`, which share their input, one under the other; neighbours of one format become one."""
+    pieces: list[tuple[int, Linear]] = []
+    start = 0
+    for name, run in itertools.groupby(matrices, key=lambda matrix: matrix.format):
+        joined = _joined(list(run))
+        n = joined.values.shape[0]
+        pieces.append((n, LINEARS[name](joined, None if bias is None else bias[start : start + n])))
+        start += n
+    return pieces[0][1] if len(pieces) == 1 else SideBySide(pieces)
+
+
+def _joined(run: list[DeviceMatrix]) -> DeviceMatrix:
+    if len(run) == 1:
+        return run[0]
+    scales = [matrix.scale for matrix in run if matrix.scale is not None]
+    values = torch.cat([_bytes(matrix.values) for matrix in run]).view(run[0].values.dtype)
+    return DeviceMatrix(run[0].format, values, torch.cat(scales) if scales else None)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """Float8 as bytes, which torch can join everywhere."""
+    return values.view(torch.uint8) if values.element_size() == 1 else values
+
+
+# ---------------------------------------------------------------- which kernel, by number of rows
+
+Launch = Callable[[], object]
+MakeLaunch = Callable[[int], Launch]
+"""A launch for so many rows."""
+
+
+def _launch_dense(product: Callable[[Tensor, Tensor], object], weight: Tensor, rows: int) -> Launch:
+    n, k = weight.shape
+    x, out = (torch.zeros(rows, size, dtype=weight.dtype, device="cuda") for size in (k, n))
+    return partial(product, x, out)
+
+
+def rows_of_own_kernel(key: tuple[Any, ...], weight: Tensor, own: MakeLaunch, theirs: MakeLaunch) -> int:
+    """Rows of x up to which our kernel is the faster one; measured once for each key."""
+    if not weight.is_cuda or weight.shape[1] % 64:
+        return 0
     if key not in _crossovers:
-        _crossovers[key] = _measure(weight)
+        _crossovers[key] = _measure(own, theirs)
     return _crossovers[key]
 
 
-def _measure(weight: Tensor) -> int:
-    n, k = weight.shape
-    if k % 64:
-        return 0
+def _measure(own: MakeLaunch, theirs: MakeLaunch) -> int:
+    flush = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device="cuda")
     best = 0
     for rows in (count for count in _TRIED if count <= ops.skinny_max_rows()):
-        x = torch.randn(rows, k, dtype=weight.dtype, device="cuda")
-        out = torch.empty(rows, n, dtype=weight.dtype, device="cuda")
-        own = _time(partial(ops.skinny_linear, x, weight, out))
-        theirs = _time(partial(torch.mm, x, weight.T, out=out))
-        if own > theirs:
+        if _time(own(rows), flush) > _time(theirs(rows), flush):
             break
         best = rows
     return best
 
 
-def _time(launch: Callable[[], object]) -> float:
-    """Milliseconds of one launch, the least of a few runs of several."""
-    best = float("inf")
-    for _ in range(4):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _time(launch: Launch, flush: Tensor) -> float:
+    """Milliseconds of one launch whose weight is in no cache, the least of several."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
+    for begin, end in events:
+        flush.zero_()
         begin.record()
-        for _ in range(8):
-            launch()
+        launch()
         end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end))
-    return best / 8
+    events[-1][1].synchronize()
+    return min(begin.elapsed_time(end) for begin, end in events)

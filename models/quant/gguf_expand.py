@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models.quant.packed import BLOCKS, Bytes, Floats, bytes_of, expand_int8, row_bytes
+from models.quant.packed import BLOCKS, ROW_SCALE_BYTES, Bytes, Floats, bytes_of, expand_scaled, row_bytes
 from trireme.errors import ModelError
 
 # Blocks expanded at a time: bounds the temporaries to some tens of MiB.
@@ -201,8 +201,8 @@ EXPANDABLE: dict[str, Callable[[Bytes], Floats]] = {
 
 def dequantize(kind: str, raw: Bytes, n: int, k: int) -> Floats:
     """float32 [n, k], the exact values of the file. Raises ModelError for a type that is not in EXPANDABLE."""
-    if kind == "INT8":
-        return expand_int8(bytes_of(raw).reshape(n, row_bytes(kind, k)))
+    if kind in ROW_SCALE_BYTES:
+        return expand_scaled(kind, bytes_of(raw).reshape(n, row_bytes(kind, k)))
     expand = EXPANDABLE.get(kind)
     if expand is None:
         raise ModelError(

@@ -26,9 +26,9 @@ PACKED_KINDS = {
     **{"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5, "Q5_0": 6, "Q5_1": 7, "Q2_K": 8, "Q3_K": 9},
     **{"Q4_K": 10, "Q5_K": 11, "Q6_K": 12, "IQ4_NL": 13, "IQ4_XS": 14, "MXFP4": 15, "INT8": 16},
 }
-# Values and bytes of a block. INT8 is no type of GGUF: a row is its float32 scale, then k signed bytes.
-BLOCKS = {**{name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()}, "INT8": (1, 1)}
-ROW_SCALE_BYTES = {"INT8": 4}
+# Values and bytes of a block. INT8 and FP8 are no types of GGUF: a row is its float32 scale, then k signed bytes or e4m3 values.
+BLOCKS = {**{name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()}, "INT8": (1, 1), "FP8": (1, 1)}
+ROW_SCALE_BYTES = {"INT8": 4, "FP8": 4}
 MAX_INT8_LENGTH = 1 << 17  # k's whose products surely sum within int32
 SCHEMES = {"q8_0": "Q8_0", "q4_0": "Q4_0", "int8": "INT8"}
 
@@ -106,14 +106,33 @@ def quantize_rows(scheme: str, values: Floats) -> tuple[str, Bytes]:
 
 def int8_rows(codes: NDArray[np.int8], scales: Floats) -> Bytes:
     """Raw rows of INT8 from signed bytes [n, k] and the scale of each row [n]."""
+    return scaled_rows("INT8", codes.view(np.uint8), scales)
+
+
+def scaled_rows(kind: str, codes: Bytes, scales: Floats) -> Bytes:
+    """Raw rows of INT8 or FP8 from their bytes [n, k] and the scale of each row [n]."""
     n, k = codes.shape
-    raw = np.empty((n, row_bytes("INT8", k)), np.uint8)
+    raw = np.empty((n, row_bytes(kind, k)), np.uint8)
     raw[:, :4] = np.ascontiguousarray(scales, np.float32).reshape(n, 1).view(np.uint8)
-    raw[:, 4:] = codes.view(np.uint8)
+    raw[:, 4:] = codes
     return raw
 
 
-def expand_int8(raw: Bytes) -> Floats:
-    """float32 [n, k] of raw rows of INT8."""
+def expand_scaled(kind: str, raw: Bytes) -> Floats:
+    """float32 [n, k] of raw rows of INT8 or FP8."""
     scales = np.ascontiguousarray(raw[:, :4]).view(np.float32)
-    return scales * raw[:, 4:].view(np.int8).astype(np.float32)
+    codes = raw[:, 4:]
+    values = codes.view(np.int8).astype(np.float32) if kind == "INT8" else E4M3_VALUES[codes]
+    return scales * values
+
+
+def _e4m3_values() -> Floats:
+    """The value of each byte as float8 e4m3fn: no infinities, NaN where all bits but the sign are set."""
+    code = np.arange(256)
+    exponent, fraction = code >> 3 & 15, code & 7
+    size = np.where(exponent == 0, fraction * 2.0**-9, (1 + fraction / 8) * 2.0 ** (exponent - 7.0))
+    size[code & 127 == 127] = np.nan
+    return np.where(code < 128, size, -size).astype(np.float32)
+
+
+E4M3_VALUES = _e4m3_values()

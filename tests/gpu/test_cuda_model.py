@@ -61,15 +61,17 @@ def write_model(family: str, directory: Path) -> tuple[Any, Any]:
     return twin, copy.deepcopy(twin).float()
 
 
-def load_on_gpu(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+def load_on_gpu(
+    directory: Path, dtype: torch.dtype = torch.bfloat16, *, scheme: str | None = None, kv_dtype: Any = None
+) -> Any:
     from models.arch.cuda import CudaModel
     from models.cuda_batch import HostModel
     from models.cuda_weights import device_weights
 
     files = find_model(directory)
     arch = read_arch(files)
-    source = device_weights(open_weights(files, arch), dtype, torch.device("cuda"))
-    return HostModel(CudaModel(arch, source, dtype, max_len=2048, progress=lambda *_: None))
+    source = device_weights(open_weights(files, arch), dtype, torch.device("cuda"), scheme=scheme)
+    return HostModel(CudaModel(arch, source, dtype, max_len=2048, progress=lambda *_: None, kv_dtype=kv_dtype))
 
 
 class GpuDriver(Driver):

@@ -35,7 +35,7 @@ def test_a_full_card_has_no_cure_but_another_device() -> None:
     with pytest.raises(ConfigError) as caught:
         full.check(1, TOKEN)
     assert caught.value.hint.startswith("--device cpu")
-    with pytest.raises(ConfigError, match="the weights take 16 GiB in 16 bits"):
+    with pytest.raises(ConfigError, match="the weights take 16 GiB;"):
         check_weights("cuda:0", 16 * GIB, 15 * GIB)
     check_weights("cuda:0", 15 * GIB, 15 * GIB + MIB)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from models.cuda_rounding import q4_k_from
 from tests.models.tiny import BOS, EOS, PAD, byte_vocab
 
 TOKEN_NORMAL, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_BYTE = 1, 2, 3, 4, 6
@@ -113,6 +114,8 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: str
         writer.add_tensor(name, array)
     elif kind == "F16":
         writer.add_tensor(name, array.astype(np.float16))
+    elif kind == "Q4_K":  # which gguf-py only reads
+        writer.add_tensor(name, q4_k_from(torch.from_numpy(array)).numpy(), raw_dtype=kind_id)
     else:
         writer.add_tensor(name, gguf.quants.quantize(array, kind_id), raw_dtype=kind_id)
 

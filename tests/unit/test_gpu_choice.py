@@ -64,7 +64,7 @@ def test_the_cpu_is_chosen_with_the_reason_against_the_gpu():
         (SMOL, {"has_cuda_kernels": False}, {}, "models._cuda is not built", "make native"),
         (SMOL, {}, {"dp": 2}, "2 engines need a GPU each; there are 1", "--dp 1"),
         (SMOL, {}, {"tp": 2}, "tp is 2", "--tp 1 --pp 1"),
-        (SMOL, {}, {"quantize": "q8_0"}, "--quantize q8_0", "without --quantize"),
+        (SMOL, {}, {"quantize": "q8_0"}, "--quantize q8_0", "--quantize fp8"),
         (SMOL, {}, {"dtype": "float32"}, "16 bits", "--dtype bfloat16"),
         (SMOL, {}, {"kv_dtype": "int8"}, "does not hold int8", "--kv-dtype auto"),
         (SMOL, {}, {"dtype": "float16", "kv_dtype": "bfloat16"}, "float16, not bfloat16", "--kv-dtype auto"),

@@ -1,0 +1,281 @@
+"""Linear layers of the GPU on the CPU, over the kernels' references: rounding, joining, formats side by side, weights of files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models import cuda_ops, cuda_reference
+from models.cuda_rounding import fp8_from, q4_k_from
+from models.cuda_staging import Staging
+from models.cuda_weights import ROUNDED, device_weights
+from models.dummy import DummySource
+from models.layers.cuda_linear import CudaLinear, DeviceMatrix, Fp8Linear, Q4Linear, SideBySide, make_linear
+from models.load import open_weights
+from models.quant.gguf_expand import dequantize
+from tests.models.drive import load
+from tests.models.test_int8_model import compressed
+from tests.models.tiny import make_tiny
+from tests.models.tiny_gguf import gguf_from_directory
+from trireme.arch import read_arch
+from trireme.config import ModelConfig
+from trireme.errors import ModelError
+from trireme.gpu_formats import FORMATS, gpu_weight_bytes
+from trireme.loaded import stored_of
+from trireme.packaged import find_model
+
+CPU = torch.device("cpu")
+TWINS = ("skinny_linear", "quantize_rows", "expand_q4_k")
+
+
+@pytest.fixture(autouse=True)
+def _references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' twins in their places."""
+    torch.manual_seed(0)
+    for name in TWINS:
+        monkeypatch.setattr(cuda_ops, name, getattr(cuda_reference, name + "_reference"))
+    monkeypatch.setattr(cuda_ops, "skinny_max_rows", lambda: 32)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def dense_of(matrix: DeviceMatrix) -> Tensor:
+    """The values that a matrix stands for."""
+    if matrix.format == "q4_k":
+        return cuda_reference.q4_k_values(matrix.values)
+    return matrix.values.float() * (1.0 if matrix.scale is None else matrix.scale[:, None])
+
+
+def test_q4_k_is_what_ggml_reads() -> None:
+    weight = torch.randn(6, 512) * torch.linspace(0.1, 3, 6)[:, None]
+    weight[0, :32], weight[1, 32:64], weight[2] = 0.0, 5.0, 0.0
+    blocks = q4_k_from(weight)
+    values = torch.from_numpy(dequantize("Q4_K", blocks.numpy(), 6, 512))
+    torch.testing.assert_close(cuda_reference.q4_k_values(blocks), values)
+    assert error(values, weight) < 0.08
+    assert (values[0, :32] == 0).all()
+    assert (values[2] == 0).all()
+    again = torch.from_numpy(dequantize("Q4_K", q4_k_from(values).numpy(), 6, 512))
+    assert error(again, values) < 0.03
+
+
+def test_rounding_goes_by_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(7, 512)
+    whole = fp8_from(weight), q4_k_from(weight)
+    monkeypatch.setattr("models.cuda_rounding._AT_ONCE", 1024)
+    assert torch.equal(q4_k_from(weight), whole[1])
+    assert torch.equal(fp8_from(weight)[0].view(torch.uint8), whole[0][0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("form", list(FORMATS))
+@pytest.mark.parametrize("rows", [3, 40, 150])
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_format_multiplies(form: str, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.layers.cuda_linear._EXPANDED", 512 * 20)  # expanded in several parts
+    parts = [ROUNDED[form](torch.randn(n, 512).bfloat16()) for n in (32, 16, 16)]
+    bias = torch.randn(64).bfloat16() if biased else None
+    linear = make_linear(parts, bias)
+    assert not isinstance(linear, SideBySide)
+    x = torch.randn(rows, 512).bfloat16()
+    expected = x.float() @ torch.cat([dense_of(part) for part in parts]).T + (0 if bias is None else bias.float())
+    out = torch.full((rows, 80), float("nan")).bfloat16()
+    linear(x, out[:, 8:72])
+    assert error(out[:, 8:72], expected) < (0.04 if form == "fp8" and rows > 8 else 0.01)  # (x is rounded, too)
+    assert out[:, :8].isnan().all()
+    assert out[:, 72:].isnan().all()
+    if isinstance(linear, Fp8Linear):
+        assert not linear.takes_fp8(8)
+        assert linear.takes_fp8(9)
+        narrow, scale = torch.empty(rows, 512, dtype=torch.float8_e4m3fn), torch.empty(rows)
+        cuda_ops.quantize_rows(x, narrow, scale)
+        of_torch, linear._own_rows = linear.of_fp8(narrow, scale, torch.empty(rows, 64).bfloat16()), 1000
+        assert error(linear.of_fp8(narrow, scale, torch.empty(rows, 64).bfloat16()), of_torch) < 0.005
+
+
+def test_formats_stand_side_by_side() -> None:
+    parts = [ROUNDED[form](torch.randn(16, 256).half()) for form in ("q4_k", "q4_k", "half", "fp8")]
+    linear, bias = make_linear(parts, None), torch.randn(64).half()
+    assert [type(piece) for _, piece in linear._pieces] == [Q4Linear, CudaLinear, Fp8Linear]  # type: ignore[attr-defined]
+    x = torch.randn(5, 256).half()
+    expected = x.float() @ torch.cat([dense_of(part) for part in parts]).T
+    assert error(linear(x, torch.empty(5, 64).half()), expected) < 0.03
+    assert error(make_linear(parts, bias)(x, torch.empty(5, 64).half()), expected + bias.float()) < 0.03
+
+
+# ---------------------------------------------------------------- weights of files
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def float8(path: Path, strategy: str, *, suffix: str = "_scale", config: dict[str, Any] | None = None) -> Path:
+    """Turns a dense tiny checkpoint into one of float8 with a scale for each tensor, channel or block of 128 x 128."""
+    weights = load_file(path / "model.safetensors")
+    for name in [name for name in weights if "_proj.weight" in name]:
+        dense = weights[name].float()
+        n, k = dense.shape
+        if strategy == "block":
+            scale = dense.abs().max().expand(-(-n // 128), -(-k // 128)) / 448 * torch.rand(-(-n // 128), -(-k // 128))
+            wide = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+        else:
+            scale = (
+                dense.abs().amax(1, keepdim=True) / 448 if strategy == "channel" else dense.abs().max().view(1) / 448
+            )
+            wide = scale
+        weights[name] = (dense / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        weights[name + suffix] = scale.contiguous()
+        if strategy == "tensor":
+            weights[name.removesuffix(".weight") + ".input_scale"] = torch.ones(1)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((path / "config.json").read_text())
+    groups = {"group_0": {"targets": ["Linear"], "weights": {**FP8, "strategy": strategy}, "input_activations": FP8}}
+    if strategy == "block":
+        groups["group_0"]["weights"]["block_structure"] = [128, 128]
+    text["quantization_config"] = config or {"quant_method": "compressed-tensors", "config_groups": groups}
+    (path / "config.json").write_text(json.dumps(text))
+    return path
+
+
+HF_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "suffix", "config", "kind", "form"),
+    [
+        ("channel", "_scale", None, "FP8", "fp8"),
+        ("tensor", "_scale", {"quant_method": "fp8", "activation_scheme": "static"}, "FP8", "fp8"),
+        ("block", "_scale", None, "FP8_BLOCKS", "half"),
+        ("block", "_scale_inv", HF_BLOCKS, "FP8_BLOCKS", "half"),
+    ],
+    ids=["channel", "tensor", "block", "hf block"],
+)
+def test_float8_checkpoints(
+    tmp_path: Path, strategy: str, suffix: str, config: dict[str, Any] | None, kind: str, form: str
+) -> None:
+    path = float8(make_tiny(tmp_path, dtype="bfloat16", **WIDE), strategy, suffix=suffix, config=config)
+    files = find_model(path)
+    arch = read_arch(files)
+    assert arch.weights_kind == kind
+    source = open_weights(files, arch)
+    assert not [name for name in source.names() if "scale" in name]
+    name = "model.layers.1.mlp.down_proj.weight"
+    matrix = device_weights(source, torch.bfloat16, CPU).factor(name, 256, 320)
+    assert matrix.format == form
+    stored = load_file(path / "model.safetensors")
+    values, scale = stored[name].float(), stored[name + suffix]
+    if strategy == "block":
+        scale = scale.repeat_interleave(128, 0)[:256].repeat_interleave(128, 1)[:, :320]
+    expected = values * scale
+    torch.testing.assert_close(dense_of(matrix).float(), expected, rtol=0.004 if form == "half" else 1e-6, atol=1e-7)
+    # and on the CPU, where every kernel takes the values as 16 bits
+    assert source.matrix(name, 256, 320).computable(None).kind in ("F16", "BF16")
+    torch.testing.assert_close(
+        torch.from_numpy(source.matrix(name, 256, 320).computable(None).as_float32()), expected, rtol=0.004, atol=1e-7
+    )
+    load(path)
+
+
+def test_float8_without_scales_is_refused(tmp_path: Path) -> None:
+    path = float8(make_tiny(tmp_path, dtype="bfloat16", **WIDE), "channel")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight_scale"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    files = find_model(path)
+    source = open_weights(files, read_arch(files))
+    with pytest.raises(ModelError, match=r"up_proj\.weight in .* is of float8 and has no scales"):
+        source.matrix("model.layers.1.mlp.up_proj.weight", 320, 256)
+
+
+def bytes_of_layers(path: Path, scheme: str | None) -> tuple[int, int]:
+    """(what the matrices of a model take as they are loaded, what the plan says)."""
+    files = find_model(path)
+    arch = read_arch(files)
+    weights = device_weights(open_weights(files, arch), torch.bfloat16, CPU, scheme=scheme)
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    shapes = {"self_attn.q_proj": (q, arch.hidden), "self_attn.k_proj": (kv, arch.hidden)}
+    shapes |= {"self_attn.v_proj": (kv, arch.hidden), "self_attn.o_proj": (arch.hidden, q)}
+    shapes |= {"mlp.gate_proj": (arch.ffn, arch.hidden), "mlp.up_proj": (arch.ffn, arch.hidden)}
+    shapes |= {"mlp.down_proj": (arch.hidden, arch.ffn)}
+    total = weights.matrix("model.embed_tokens.weight", arch.vocab_size, arch.hidden).nbytes
+    if not arch.tie_embeddings:
+        total += weights.factor("lm_head.weight", arch.vocab_size, arch.hidden).nbytes
+    for layer in range(arch.num_layers):
+        for name, (n, k) in shapes.items():
+            total += weights.factor(f"model.layers.{layer}.{name}.weight", n, k).nbytes
+    return total, gpu_weight_bytes(ModelConfig(model=str(path), quantize=scheme), arch, stored_of(files))
+
+
+BLOCKS = {**WIDE, "intermediate_size": 512}
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8", "q4_k"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plan_counts_what_a_load_takes(tmp_path: Path, scheme: Any, tied: bool) -> None:
+    path = make_tiny(tmp_path, dtype="bfloat16", tie_word_embeddings=tied, **BLOCKS)
+    taken, planned = bytes_of_layers(path, scheme)
+    assert planned <= taken < planned * 1.02, "scales are not counted"
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8"])
+def test_the_plan_counts_mixed_blocks(tmp_path: Path, scheme: Any) -> None:
+    path = make_tiny(tmp_path, **BLOCKS)
+    kinds = {"ffn_down.weight": "Q8_0", "token_embd.weight": "Q8_0", "output.weight": "F16"}
+    file = gguf_from_directory(path, path / "model.gguf", "Q4_K", kinds=kinds)
+    taken, planned = bytes_of_layers(file, scheme)
+    assert planned <= taken < planned * 1.02
+    stored = stored_of(find_model(file))
+    assert stored is not None
+    assert set(stored.weights) == {"Q4_K", "Q8_0"} | ({"F16"} if "F16" in stored.weights else set())
+
+
+def test_blocks_come_as_they_lie(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, **BLOCKS)
+    file = gguf_from_directory(path, path / "model.gguf", "Q4_K", kinds={"token_embd.weight": "Q8_0"})
+    files = find_model(file)
+    source = open_weights(files, read_arch(files))
+    name = "model.layers.0.mlp.gate_proj.weight"
+    matrix = device_weights(source, torch.bfloat16, CPU).factor(name, 512, 256)
+    assert (matrix.format, matrix.values.shape) == ("q4_k", (512, 144))
+    np.testing.assert_array_equal(dense_of(matrix).numpy(), source.matrix(name, 512, 256).as_float32())
+
+
+@pytest.mark.parametrize("piece", [1, 100, 1 << 20])
+def test_rows_are_sent_piece_by_piece(piece: int) -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (37, 60), dtype=np.uint8)
+    staging = Staging(CPU, piece=piece, threads=3)
+    for part in (rows, rows[:, 4:], rows[::2], rows[:0]):
+        np.testing.assert_array_equal(staging.send(part).numpy(), part)
+    assert staging.sent_bytes == 37 * 60 + 37 * 56 + 19 * 60
+    staging.close()
+
+
+def test_dummy_weights_are_rounded_too(tmp_path: Path) -> None:
+    files = find_model(make_tiny(tmp_path, dtype="bfloat16", **BLOCKS))
+    source = DummySource(read_arch(files), (), files.path)
+    matrix = device_weights(source, torch.bfloat16, CPU, scheme="fp8").factor("x.weight", 32, 256)
+    assert matrix.values.dtype == torch.float8_e4m3fn
+    assert error(dense_of(matrix), device_weights(source, torch.bfloat16, CPU).matrix("x.weight", 32, 256)) < 0.04
+
+
+def test_int8_checkpoints_become_halves(tmp_path: Path) -> None:
+    files = find_model(compressed(make_tiny(tmp_path, **BLOCKS)))
+    source = open_weights(files, read_arch(files))
+    assert (
+        device_weights(source, torch.bfloat16, CPU).factor("model.layers.0.mlp.gate_proj.weight", 512, 256).format
+        == "half"
+    )

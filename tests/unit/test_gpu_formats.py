@@ -1,0 +1,116 @@
+"""Formats of weights on a GPU: which one a matrix gets, what it says of blocks, refusals on a CPU, and what a plan counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launch.plan import make_plan
+from tests.unit.test_gpu_choice import BOX, changed, llama_8b, resolved
+from tests.unit.test_resolve import LAPTOP, SMOL, reasons
+from trireme.config import ModelConfig
+from trireme.device import GpuFacts
+from trireme.errors import ConfigError
+from trireme.gguf import GgufTensor
+from trireme.gpu_formats import format_of, gpu_weight_bytes, stored_in
+from trireme.resolve import ModelFacts, resolve
+from trireme.settings import load
+from trireme.sizes import GIB
+
+CARD = GpuFacts("H100", 79 * GIB, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "scheme", "expected"),
+    [
+        ("BF16", 4096, None, "half"),
+        ("BF16", 4096, "fp8", "fp8"),
+        ("BF16", 4096, "q4_k", "q4_k"),
+        ("BF16", 320, "q4_k", "half"),  # rows that are no whole super-blocks
+        ("BF16", 72, "fp8", "half"),
+        ("Q4_K", 4096, None, "q4_k"),
+        ("Q4_K", 4096, "fp8", "q4_k"),  # never rounded twice
+        ("Q6_K", 4096, None, "half"),
+        ("Q6_K", 4096, "fp8", "fp8"),
+        ("FP8", 4096, None, "fp8"),
+        ("FP8", 72, None, "half"),
+        ("INT8", 4096, None, "half"),
+    ],
+)
+def test_a_matrix_keeps_its_blocks_where_a_kernel_knows_them(kind: str, k: int, scheme: Any, expected: str) -> None:
+    assert format_of(kind, k, scheme) == expected
+
+
+def tensors(**kinds: str) -> dict[str, GgufTensor]:
+    names = {name.replace("__", "."): kind for name, kind in kinds.items()}
+    return {name: GgufTensor(name, kind, (256, 64), 0, 0) for name, kind in names.items()}
+
+
+def test_blocks_that_no_kernel_knows_are_told_of() -> None:
+    stored = stored_in(tensors(token_embd__weight="Q8_0", blk__0__a__weight="Q4_K", blk__0__b__weight="Q6_K"))
+    arch = changed(source="gguf", weights_dtype="gguf", hidden=512)
+    facts = ModelFacts(arch, "m", 98 << 20, stored=stored)
+    for flags, becomes in (({}, "16 bits"), ({"quantize": "fp8"}, "fp8")):
+        _, decisions = resolve(load(flags, environ={}).config, facts, BOX)
+        assert reasons(decisions)["weights"][0] == f"1 Q6_K as {becomes}"
+    assert "weights" not in reasons(resolve(load({}, environ={}).config, facts, LAPTOP)[1])
+
+
+def test_weights_of_a_file_are_counted_by_type() -> None:
+    arch = changed(source="gguf", vocab_size=64, hidden=256)
+    found = tensors(
+        token_embd__weight="Q8_0", blk__0__a__weight="Q4_K", blk__0__b__weight="Q6_K", output__weight="Q4_K"
+    )
+    size = 256 * 64
+    assert gpu_weight_bytes(ModelConfig(), arch, stored_in(found)) == size * 2 + 2 * size * 144 / 256 + size * 2
+    assert (
+        gpu_weight_bytes(ModelConfig(quantize="fp8"), arch, stored_in(found)) == size * 2 + 2 * size * 144 / 256 + size
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "bytes_of_8b"),
+    [({}, 16.06e9), ({"quantize": "fp8"}, 9.08e9), ({"quantize": "q4_k"}, 6.03e9)],
+)
+def test_a_plan_counts_rounded_weights(flags: dict[str, str], bytes_of_8b: float) -> None:
+    plan = make_plan(load(flags, environ={}).config, ModelFacts(llama_8b(), "8b", 16 * GIB), BOX, CARD)
+    assert plan.shares[0].total == pytest.approx(bytes_of_8b, rel=0.005)
+
+
+def test_a_cache_of_fp8_holds_twice_as_much() -> None:
+    facts = ModelFacts(llama_8b(), "8b", 16 * GIB)
+    wide, narrow = (make_plan(load(flags, environ={}).config, facts, BOX, CARD) for flags in ({}, {"kv_dtype": "fp8"}))
+    assert narrow.contexts[0].kv_bytes * 2 == wide.contexts[0].kv_bytes
+    assert narrow.config.cache.kv_dtype == "fp8"
+    assert narrow.config.model.dtype == "bfloat16"
+
+
+def test_a_plan_that_does_not_fit_names_what_halves_it() -> None:
+    plan = make_plan(load({"kv_memory": "70GiB"}, environ={}).config, ModelFacts(llama_8b(), "8b", 1), BOX, CARD)
+    assert any("--kv-dtype fp8" in cure for cure in plan.cures)
+    assert any("--quantize fp8" in cure for cure in plan.cures)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "cure"),
+    [
+        ({"quantize": "fp8"}, "--quantize fp8", "--quantize q8_0"),
+        ({"quantize": "q4_k"}, "--quantize q4_k", "--quantize q8_0"),
+        ({"kv_dtype": "fp8"}, "--kv-dtype fp8", "--kv-dtype int8"),
+    ],
+)
+def test_a_cpu_refuses_what_only_a_gpu_has(flags: dict[str, str], what: str, cure: str) -> None:
+    with pytest.raises(ConfigError, match=f"{what} is for a GPU") as caught:
+        resolved(device=LAPTOP, **flags)
+    assert caught.value.hint == cure
+
+
+def test_a_cache_of_fp8_needs_heads_that_its_kernel_has() -> None:
+    with pytest.raises(ConfigError, match="heads of 80 have no cache of fp8"):
+        resolve(
+            load({"device": "cuda", "kv_dtype": "fp8"}, environ={}).config,
+            ModelFacts(changed(head_dim=80), "m", 1),
+            BOX,
+        )
+    assert resolved(SMOL, kv_dtype="fp8")[0].cache.kv_dtype == "fp8"
