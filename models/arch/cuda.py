@@ -312,7 +312,7 @@ def _prompt_attention(
     """Causal attention of prompts over their whole contexts, by torch's flash attention."""
     _, kv_heads, block_size, dim = cache.k.shape
     block, offset = prompts.context_slots // block_size, prompts.context_slots % block_size
-    keys, values = (_tokens_of(x, scale, block, offset, qkv.dtype) for x, scale in cache.sides)
+    keys, values = (_tokens_of(x, unit, block, offset, qkv.dtype) for x, unit in cache.sides)
     query = qkv.unflatten(1, (-1, dim))[:, :q_heads]
     found = torch.ops.aten._flash_attention_forward(
         query,
@@ -332,9 +332,9 @@ def _prompt_attention(
     out.copy_(found.flatten(1))
 
 
-def _tokens_of(cache: Tensor, scale: float, block: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values [N, Hk, D] of the tokens at (block, offset), in `dtype`."""
+def _tokens_of(cache: Tensor, unit: float, block: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values [N, Hk, D] of the tokens at (block, offset), in `dtype`; `unit` is that of a cache of float8."""
     if cache.dtype == dtype:
         return cache.transpose(1, 2)[block, offset]
     found = cache.view(torch.uint8).transpose(1, 2)[block, offset].view(cache.dtype).to(dtype)
-    return found if scale == 1.0 else found.mul_(scale)
+    return found if unit == 1.0 else found.mul_(unit)
