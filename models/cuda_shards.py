@@ -39,6 +39,8 @@ def own_weights(
     source: WeightSource, dtype: torch.dtype, device: torch.device, shares: Shares, **more: Any
 ) -> DeviceWeights:
     """How this rank's share of the matrices of `source` comes to the device. `more` is what device_weights takes."""
+    if shares.are_all:
+        return device_weights(source, dtype, device, **more)
     if isinstance(source, DummySource):
         return NoiseShards(source, dtype, device, shares, **more)
     return device_weights(ShardSource(source, shares), dtype, device, **more)

@@ -40,7 +40,7 @@ class Shares:
     """What one rank of `tp` has: spans of heads, of feed-forward columns and of the vocabulary."""
 
     def __init__(self, arch: ArchSpec, mesh: Mesh) -> None:
-        self.arch, self.rank = arch, mesh.tp_rank
+        self.arch, self.rank, self.are_all = arch, mesh.tp_rank, mesh.tp == 1
         heads = split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, mesh.tp_rank)
         self.q_heads, self.kv_heads = heads.q.size, heads.kv.size
         self.q, self.kv = (Span(span.start * arch.head_dim, span.stop * arch.head_dim) for span in heads[:2])

@@ -1,5 +1,5 @@
 """Figures of a GPU, through the engine's own processes, over a model's shape with dummy weights: decode steps by batch size,
-prefill, long contexts, many requests at once. No network and no model file.
+prefill, long contexts, many requests at once. No network and no model file. `--tp 2` or `--pp 2` spread the model over cards.
 
     python scripts/gpu_figures.py --shape llama-8b --figures step:1,step:32,step:256,requests:512x1024x128,prefill:8x8192
     python scripts/gpu_figures.py --quantize fp8 --kv-dtype fp8 --figures step:1,step:16x8192
@@ -100,6 +100,9 @@ def main(words: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--max-len", type=int, default=16384)
     parser.add_argument("--quantize", help="as trireme serve has it")
     parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--share-gpus", action="store_true")
     asked = parser.parse_args(words)
     shape = " ".join([asked.shape, *(text for text in (asked.quantize, asked.kv_dtype) if text not in (None, "auto"))])
     rows = []
@@ -108,8 +111,10 @@ def main(words: list[str] | None = None) -> list[dict[str, Any]]:
         begun = time.perf_counter()
         settings = {"device": asked.device, "load_format": "dummy", "max_len": asked.max_len, "log_level": "warning"}
         settings |= {"quantize": asked.quantize, "kv_dtype": asked.kv_dtype}
+        settings |= {"tp": asked.tp, "pp": asked.pp, "share_gpus": asked.share_gpus}
         with LLM(folder, max_waiting=4096, max_waiting_tokens=1 << 24, **settings) as llm:
-            print(f"{shape} started in {time.perf_counter() - begun:.1f} s", flush=True)
+            spread = f" tp {asked.tp} pp {asked.pp}" if asked.tp * asked.pp > 1 else ""
+            print(f"{shape}{spread} started in {time.perf_counter() - begun:.1f} s", flush=True)
             bench = Bench(llm, asked.steps)
             bench.seconds(4, 16, 8)  # first use of everything
             for text in asked.figures.split(","):

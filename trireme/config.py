@@ -69,6 +69,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], _text("what computes; auto: an NVIDIA GPU where there is one that can")
     ] = "auto"
+    share_gpus: Annotated[bool, _text("let workers share GPUs where there are fewer of them (tests, small models)")] = (
+        False
+    )
     threads: Annotated[int, _count("CPU threads per worker; default: cores / workers", 1)] | None = None
     pin_cores: Annotated[
         Literal["auto", "on", "off"], _text("keep each CPU thread on a core of its own; auto: when a few are left over")

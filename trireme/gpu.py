@@ -47,15 +47,12 @@ def obstacles(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> list
     parallel, found = config.parallel, []
     if device.num_gpus == 0:
         found.append(Obstacle("this machine shows no NVIDIA GPU (/dev/nvidia0)", "--device cpu"))
-    elif parallel.dp > device.num_gpus:
-        why = f"{parallel.dp} engines need a GPU each; there are {device.num_gpus}"
-        found.append(Obstacle(why, f"--dp {device.num_gpus}"))
+    elif (needed := parallel.dp * parallel.tp * parallel.pp) > device.num_gpus and not parallel.share_gpus:
+        why = f"{needed} workers need a GPU each; there are {device.num_gpus}"
+        found.append(Obstacle(why, "fewer of --dp, --tp and --pp, or --share-gpus"))
     if not device.has_cuda_kernels:
         cure = "make native (with nvcc and a torch for CUDA), or --device cpu"
         found.append(Obstacle("the extension models._cuda is not built", cure))
-    if parallel.tp * parallel.pp > 1:
-        why = f"a model is not spread over several GPUs yet: tp is {parallel.tp}, pp is {parallel.pp}"
-        found.append(Obstacle(why, "--tp 1 --pp 1, or --device cpu"))
     if missing := lacks_on_gpu(arch):
         found.append(Obstacle(f"the GPU body lacks {', '.join(missing)}", "--device cpu"))
     if config.model.quantize is not None and config.model.quantize not in SCHEMES:

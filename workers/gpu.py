@@ -1,13 +1,15 @@
 """Worker: one NVIDIA GPU's share of an engine. The same calls as workers.worker.Worker, and `launch`, which does not wait.
 
-Used like that one, by module name. All calls but those of a Ticket come from one thread. One card holds the whole model.
+Used like that one, by module name. All calls but those of a Ticket come from one thread. Each worker has a card of its own (see
+Mesh.card), with its share of the layers.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import msgspec
@@ -16,10 +18,11 @@ import torch
 from models import cuda_ops
 from models.arch.cuda import DTYPES, CudaModel
 from models.cuda_batch import HostModel
-from models.cuda_weights import device_weights
+from models.cuda_shards import own_weights
 from models.forward import HostKV, Model, SoloGroup
 from models.load import open_checked
 from models.native import find_native
+from models.shards import Shares
 from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.arch import ArchSpec, read_arch
 from trireme.config import EngineConfig
@@ -30,8 +33,11 @@ from trireme.loaded import stored_of
 from trireme.mesh import Mesh
 from trireme.packaged import files_of
 from workers.batch import Batch
+from workers.collectives import make_cuda_group
+from workers.collectives.cuda import CudaGroup
 from workers.gpu_graphs import DecodeGraphs, sizes_up_to
 from workers.gpu_memory import GpuMemory, check_weights, largest_step, measure_step
+from workers.gpu_ranks import RankTicket, launch_with, sampling_mesh
 from workers.gpu_rows import DeviceRows
 from workers.gpu_runner import GpuRunner, Ticket
 from workers.gpu_steps import Steps
@@ -39,6 +45,7 @@ from workers.inputs import InputBuilder
 from workers.memory import read_memory, usable_cores
 from workers.runner import Runner
 
+START_S = 120.0  # what ranks do together at the start takes less
 HOST_THREADS = 8  # of the sampler for rows whose logits the host must see
 
 
@@ -49,7 +56,8 @@ class Worker:
         self.config = msgspec.msgpack.decode(init.config, type=EngineConfig)
         parallel = self.config.parallel
         self.mesh = Mesh(parallel.dp, parallel.pp, parallel.tp, init.dp_rank).at_worker(init.worker)
-        self._progress = progress
+        self._progress, self._arena = progress, init.arena
+        self._group: CudaGroup | None = None
         self._loaded: tuple[ArchSpec, CudaModel] | None = None
         self._runner: GpuRunner | None = None
         self._kv: list[Any] = []
@@ -65,20 +73,31 @@ class Worker:
         name = compute_dtype(config, arch)
         share, block_size = config.cache.gpu_memory, config.cache.block_size
         free, total = torch.cuda.mem_get_info()
-        planned = gpu_weight_bytes(config.model, arch, stored_of(files))
+        planned = gpu_weight_bytes(config.model, arch, stored_of(files)) // self.mesh.num_workers
         check_weights(_name_of(device), planned, free)
+        shares = Shares(arch, self.mesh)
+        self._group = self._open_group(2 * config.scheduler.num_rows * max(shares.vocab_sizes))
         opened = time.perf_counter()
         source = open_checked(files, arch, dummy=config.model.load_format == "dummy")
         max_len = config.model.max_len or arch.max_position
-        weights = device_weights(source, DTYPES[name], device, scheme=config.model.quantize)
-        kv_dtype = DTYPES.get(config.cache.kv_dtype)
-        model = CudaModel(arch, weights, DTYPES[name], max_len=max_len, progress=self._progress, kv_dtype=kv_dtype)
+        weights = own_weights(source, DTYPES[name], device, shares, scheme=config.model.quantize)
+        model = CudaModel(
+            arch,
+            weights,
+            DTYPES[name],
+            max_len=max_len,
+            progress=self._progress,
+            place=(self.mesh, self._group),
+            kv_dtype=DTYPES.get(config.cache.kv_dtype),
+        )
         weights.close()
         torch.cuda.synchronize()
         loaded = time.perf_counter()
         scheduler = config.scheduler
         step = largest_step(scheduler.num_tokens, max_len, scheduler.num_rows, block_size)
-        activations = measure_step(model, step, block_size)
+        ways = self._meet()
+        with self._together():
+            activations = measure_step(model, step, block_size)
         held = torch.cuda.memory_reserved()
         in_use = total - torch.cuda.mem_get_info()[0]
         kept = sum(buffer.nbytes for buffer in model.buffers)  # of the activations, counted in `held` already
@@ -91,7 +110,7 @@ class Worker:
             worker=self.mesh.worker,
             vocab_size=model.vocab_size,
             block_bytes=token_bytes * block_size,
-            free_bytes=memory.left,
+            free_bytes=memory.left // self._workers_of_card(),
             weight_bytes=model.weight_bytes,
             phases={
                 "device": opened - started,
@@ -101,6 +120,7 @@ class Worker:
             decisions=[
                 ("kernels", _name_of(device), "CUDA " + ".".join(map(str, torch.cuda.get_device_capability(device)))),
                 ("attention", "own paged kernel, torch flash", "single tokens by the one, prompts by the other"),
+                *ways,
             ],
         )
 
@@ -120,20 +140,25 @@ class Worker:
             rows = DeviceRows(max_rows, batch.blocks.shape[1], device)
             sample = cuda_ops.sample_rows
             steps = Steps(model, self._kv, rows, sample, block_size=block_size, max_tokens=max_tokens, device=device)
-            graphs = DecodeGraphs(steps, sizes_up_to(max_rows))
-            graphs.capture(self._progress)
+            is_captured = self._group is None or self._group.can_be_captured
+            graphs = DecodeGraphs(steps, sizes_up_to(max_rows) if is_captured else [])
+            with self._together():
+                graphs.capture(self._progress)
         inputs = InputBuilder(max_tokens, max_rows, -(-max_len // block_size))
         keeper = SoloGroup() if config.runs_ahead else None
         host_model, host_kv = cast(Model, HostModel(model)), cast(list[HostKV], self._kv)
-        slow = Runner(host_model, host_kv, batch, inputs, self.mesh, keeper=keeper)
+        slow = Runner(host_model, host_kv, batch, inputs, sampling_mesh(self.mesh), keeper=keeper)
         self._runner = GpuRunner(steps, graphs, batch, slow)
 
-    def launch(self, plan: StepPlan) -> Ticket:
+    def launch(self, plan: StepPlan) -> Ticket | RankTicket:
         """Starts one step behind those under way; its Ticket waits for the result, in any thread."""
+        runner = self._need_runner()
         with torch.inference_mode():
-            return self._need_runner().launch(plan)
+            if self._group is None:
+                return runner.launch(plan)
+            return launch_with(self._group, lambda: runner.launch(plan), reports=self.mesh.reports_result)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step to its end."""
         return self.launch(plan).result()
 
@@ -151,21 +176,26 @@ class Worker:
 
     def close(self) -> None:
         """Forgets model and KV and gives their memory back."""
+        if self._group is not None:
+            self._group.close()
         self._runner = None
         self._loaded = None
         self._kv = []
         torch.cuda.empty_cache()
 
     def _open_device(self) -> torch.device:
-        """The card of this engine. Raises ConfigError where torch sees none, or the kernels are not built."""
+        """This worker's card. Raises ConfigError where torch sees none, or the kernels are not built."""
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"--device cuda: torch {torch.__version__} sees no NVIDIA GPU (built for CUDA {torch.version.cuda})",
                 hint="check nvidia-smi and that torch is built for CUDA, or --device cpu",
             )
-        count, index = torch.cuda.device_count(), self.mesh.dp_rank
-        if index >= count:
-            raise ConfigError(f"engine {index} needs a GPU of its own; torch sees {count}", hint=f"--dp {count}")
+        count, needed = torch.cuda.device_count(), self.mesh.dp * self.mesh.num_workers
+        if needed > count and not self.config.parallel.share_gpus:
+            raise ConfigError(
+                f"{needed} workers need a GPU each; torch sees {count}", hint="fewer workers, or --share-gpus"
+            )
+        index = self.mesh.card(count)
         cuda_ops.load()
         torch.cuda.set_device(index)
         torch.set_num_threads(1)
@@ -173,6 +203,37 @@ class Worker:
         if native is not None:
             native.set_num_threads(min(HOST_THREADS, usable_cores()))
         return torch.device("cuda", index)
+
+    def _workers_of_card(self) -> int:
+        return -(-self.mesh.dp * self.mesh.num_workers // torch.cuda.device_count())
+
+    def _open_group(self, gathered_bytes: int) -> CudaGroup | None:
+        """The ranks of this engine, None for one that is alone."""
+        if self.mesh.num_workers == 1:
+            return None
+        wait_s = self.config.launch.start_timeout
+        return make_cuda_group(
+            self.mesh, self._arena, torch.cuda.device_count(), gathered_bytes=gathered_bytes, load_timeout_s=wait_s
+        )
+
+    def _meet(self) -> list[tuple[str, str, str]]:
+        """Waits until all ranks have their weights. What was chosen for their sums, as decisions."""
+        if self._group is None:
+            return []
+        with self._group.guard(self.config.launch.start_timeout):
+            self._group.barrier()
+        return [("sums over GPUs", self._group.measure(), "the fastest way of each size, measured at the start")]
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around work at the start in which the device may wait for other ranks."""
+        if self._group is None:
+            yield
+            return
+        with self._group.guard(START_S):
+            yield
+            torch.cuda.synchronize()
+        self._group.check()
 
     def _need_runner(self) -> GpuRunner:
         if self._runner is None:

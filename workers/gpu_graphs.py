@@ -30,12 +30,12 @@ def sizes_up_to(max_rows: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Decode steps of up to `sizes[-1]` rows."""
+    """Decode steps of up to `sizes[-1]` rows; without sizes, none."""
 
     def __init__(self, steps: Steps, sizes: list[int]) -> None:
         self.sizes = sizes
         self._steps, self._device = steps, steps.device
-        most = sizes[-1]
+        most = self._most = max(sizes, default=0)
         self._upload = Upload(len(COLUMNS) * most, steps.device)
         self._inputs = torch.zeros(len(COLUMNS) * most, dtype=torch.int32, device=steps.device)
         self._tokens = torch.zeros(most, dtype=torch.int32, device=steps.device)
@@ -56,7 +56,7 @@ class DecodeGraphs:
         progress("graphs", len(wanted), len(wanted))
 
     def fits(self, num_rows: int) -> bool:
-        return 0 < num_rows <= self.sizes[-1]
+        return 0 < num_rows <= self._most
 
     def run(self, batch: Batch, step: StepRows, changes: tuple[Indices, Ints], rows: DeviceRows) -> Tensor:
         """Launches the step; the tokens [R] it samples are valid until the next one is launched."""

@@ -119,16 +119,20 @@ class GpuRunner:
         if faults:
             step = step.where(~np.isin(step.rows, list(batch.faults)))
         changes = block_changes(plan, batch)
-        asking = step.rows[step.sample]
-        ticket = Ticket(plan.step, started, asking, (step.num_computed + step.num_tokens)[step.sample], None, faults)
+        sampling, samples_here = step.rows[step.sample], self._steps.samples
+        at_host = self._needs_host[sampling]
+        asking = sampling if samples_here else sampling[:0]
+        at = (step.num_computed + step.num_tokens)[step.sample][: asking.size]
+        ticket = Ticket(plan.step, started, asking, at, None, faults)
         if not step.rows.size:
             self._steps.change_blocks(changes)
             return ticket
-        at_host = self._needs_host[asking]
-        if at_host.any():
+        if at_host.any() and samples_here:
             return self._launch_and_sample(ticket, mix(batch, step, changes, at_host), at_host)
-        is_uniform = asking.size == step.rows.size and bool((step.num_tokens == 1).all())
-        if is_uniform and self._graphs.fits(step.rows.size):
+        is_uniform = sampling.size == step.rows.size and bool((step.num_tokens == 1).all())
+        if (
+            is_uniform and not at_host.any() and self._graphs.fits(step.rows.size)
+        ):  # on all stages alike: what passes is padded
             tokens = self._graphs.run(batch, step, changes, self._steps.rows)
         else:
             tokens, _ = self._steps.mixed(mix(batch, step, changes))
@@ -161,9 +165,10 @@ class GpuRunner:
         self.num_slow += 1
         started = time.perf_counter()
         result = self._slow.execute(plan)
-        assert result is not None
         self._place(plan.new)
         self._steps.change_blocks(block_changes(plan, self._batch))
+        if result is None:  # another stage samples
+            return Ticket(plan.step, started, np.zeros(0, np.int64), np.zeros(0, np.int32), None, [])
         rows = unpack(result.rows)
         self._steps.tell_tokens(rows, unpack(result.tokens))
         return Ticket(plan.step, started, rows.astype(np.int64), np.zeros(0, np.int32), None, [], result)

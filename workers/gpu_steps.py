@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.arch.cuda import CudaBatch, Prompts
+from trireme.mesh import Mesh
 from workers.batch import Batch
 from workers.gpu_rows import DeviceRows, Indices, Ints
 from workers.inputs import StepRows, check_rows, slot_values
@@ -34,6 +35,7 @@ class DeviceModel(Protocol):
 
     vocab_size: int
     kv_heads: int
+    mesh: Mesh
 
     def run(self, batch: CudaBatch, kv: list[Any], scratch: Tensor | None = None) -> Tensor: ...
 
@@ -140,6 +142,7 @@ class Steps:
         self.device = device
         self.rows = rows
         self._model, self._kv, self._sample = model, kv, sample
+        self.samples = model.mesh.is_last_stage
         self._block_size = block_size
         self._upload = Upload(4 * max_tokens, device)
         most = max(model.scratch_floats(count, self.splits(count, SHORT + 1)) for count in range(1, rows.padding + 1))
@@ -164,8 +167,9 @@ class Steps:
             splits=splits,
         )
         logits = self._model.run(batch, self._kv, self._scratch)
-        self._sample(logits, table.jobs, context, tokens, slots=jobs)
-        table.keep(rows, tokens)
+        if self.samples:
+            self._sample(logits, table.jobs, context, tokens, slots=jobs)
+            table.keep(rows, tokens)
 
     def mixed(self, step: Mixed) -> tuple[Tensor, Tensor]:
         """Launches any step; returns tokens [S] and logits [S, V] of the rows that sample, in plan order."""
@@ -196,7 +200,7 @@ class Steps:
         )
         logits = self._model.run(batch, self._kv, self._scratch)
         tokens = torch.empty(asking.numel(), dtype=torch.int32, device=self.device)
-        if asking.numel():
+        if asking.numel() and self.samples:
             self._sample(logits, table.jobs, asking_at, tokens, slots=jobs)
             table.keep(asking, tokens)
         return tokens, logits

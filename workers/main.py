@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -32,7 +33,8 @@ from transport.messages import (
     WorkerReady,
 )
 from transport.repeats import next_plan
-from transport.sockets import Connection, Left, Poller
+from transport.sockets import Connection, Left, Poller, Waker
+from transport.tickets import Ticket, Waiter
 from trireme.config import EngineConfig
 from trireme.errors import EngineError, TriremeError
 
@@ -67,12 +69,19 @@ def socket_name(boot: Boot) -> str:
 
 
 class Shell:
-    """Carries one order at a time from the connection to the worker, and its answer back."""
+    """Carries one order at a time from the connection to the worker, and its answer back.
+
+    A worker with `launch` gets the next plan while one runs; `waker` is set when a launched one has ended.
+    """
 
     def __init__(self, boot: Boot, connection: Connection) -> None:
+        self.waker = Waker()
         self._index = boot.index
         self._connection = connection
         self._worker: AnyWorker | None = None
+        self._launch: Callable[[StepPlan], Ticket] | None = None
+        self._results: deque[StepResult] = deque()
+        self._waiter = Waiter(self.waker.set, self._results)
         self._plan: StepPlan | None = None  # the last one
         self.is_over = False
 
@@ -83,6 +92,13 @@ class Shell:
                 self.is_over = True
             elif not self.is_over:
                 self._obey(message)
+
+    def on_results(self) -> None:
+        """Passes on what launched steps gave. Raises what one of them raised."""
+        while self._results:
+            self._send(self._results.popleft())
+        if self._waiter.error is not None:
+            raise self._waiter.error
 
     def _obey(self, message: Any) -> None:
         match message:
@@ -96,6 +112,8 @@ class Shell:
                 self._send(self._answer(message))
             case WorkerInit():
                 self._worker = make_worker(message, self._report)
+                self._launch = getattr(self._worker, "launch", None)
+                self._waiter.start()
                 self._send(self._worker.load())
             case SetupKV():
                 self._need_worker().setup_kv(message.num_blocks)
@@ -106,6 +124,9 @@ class Shell:
 
     def _execute(self, plan: StepPlan) -> None:
         self._plan = plan
+        if self._launch is not None:
+            self._waiter.put(self._launch(plan))
+            return
         result = self._need_worker().execute(plan)
         if result is not None:
             self._send(result)
@@ -130,6 +151,7 @@ class Shell:
         return self._worker
 
     def close(self) -> None:
+        self._waiter.close()
         if self._worker is not None:
             self._worker.close()
 
@@ -141,6 +163,7 @@ def main(channel: BootChannel) -> None:
     shell = Shell(boot, connection)
     poller = Poller()
     poller.add(connection, shell.on_readable)
+    poller.add(shell.waker, shell.on_results)
     poller.add(channel, lambda: setattr(shell, "is_over", shell.is_over or bool(channel.receive())))
     try:
         connection.wait_up(timeout_s=60.0)

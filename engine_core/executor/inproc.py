@@ -12,21 +12,16 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from engine_core.executor.base import MODULES, OnReply, WorkerPlace, depth_of
 from transport.messages import LoadProgress, StepPlan, StepResult, WorkerInit, WorkerLoaded
 from transport.poller import Poller, Waker
+from transport.tickets import Ticket, Waiter
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, TriremeError
-
-
-class Ticket(Protocol):
-    """A step that a worker launched without waiting for it."""
-
-    def result(self) -> StepResult: ...
 
 
 class InprocExecutor:
@@ -52,9 +47,7 @@ class InprocExecutor:
         self._is_set_up = False
         self._on_progress: Callable[[LoadProgress], None] = lambda message: None
         self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
-        # what a worker has launched without waiting, and who waits instead
-        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._waiter = threading.Thread(target=self._wait_for_tickets, name="results", daemon=True)
+        self._waiter = Waiter(self._waker.set, self._results)
 
     def load(self, progress: Callable[[LoadProgress], None]) -> list[WorkerLoaded]:
         self._on_progress = progress
@@ -73,7 +66,7 @@ class InprocExecutor:
             self._orders.put(lambda: self._results.append(self._worker.execute(plan)))
         else:
             launch = self._launch
-            self._orders.put(lambda: self._tickets.put(launch(plan)))
+            self._orders.put(lambda: self._waiter.put(launch(plan)))
 
     def take_results(self) -> list[StepResult]:
         while self._replies:
@@ -82,8 +75,9 @@ class InprocExecutor:
         results = []
         while self._results:
             results.append(self._results.popleft())
-        if self._error is not None and not results:
-            raise self._error
+        failed = self._error or self._waiter.error
+        if failed is not None and not results:
+            raise failed
         return results
 
     def call(self, method: str, args: dict[str, Any], on_reply: OnReply) -> None:
@@ -119,22 +113,9 @@ class InprocExecutor:
                 return
             if self._orders.empty():
                 self._waker.set()
-        if self._launch is not None:
-            self._tickets.put(None)
-            self._waiter.join()
+        self._waiter.close()
         if self._worker is not None:
             self._worker.close()
-
-    def _wait_for_tickets(self) -> None:
-        """The results' thread: in the order of launches."""
-        while (ticket := self._tickets.get()) is not None:
-            try:
-                self._results.append(ticket.result())
-            except BaseException as error:  # as in _work
-                self._error = error
-                self._waker.set()
-                return
-            self._waker.set()
 
     def _do_load(self) -> None:
         self._worker = importlib.import_module(self._module).Worker(self._init, self._report)

@@ -104,12 +104,13 @@ class CudaModel:
         *,
         max_len: int,
         progress: Callable[[str, int, int], None],
-        mesh: Mesh = ALONE,
-        group: Group | None = None,
+        place: tuple[Mesh, Group | None] = (ALONE, None),
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """`kv_dtype` is that of keys and values, as the weights' unless float8 is asked for."""
+        """`place` says which share, and who has the others; `kv_dtype` is that of keys and values, as the weights' unless float8 is
+        asked for."""
         refuse_uncovered(arch)
+        mesh, group = place
         self.mesh, self.group = mesh, group or SoloGroup()
         self.shares = Shares(arch, mesh)
         self.arch = arch

@@ -27,10 +27,13 @@ SCORED = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True, logpr
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+def write_model(directory: Path) -> Path:
     """A random Llama in bfloat16, whose logits are far apart."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    directory = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "llama",

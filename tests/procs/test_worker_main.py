@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from engine_core.executor.procs import _error_of
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.tiny import make_stub
+from tests.procs.engine_process import make_config, write_fake_model
 from transport.boot import Child, spawn
 from transport.codec import decode, encode
 from transport.messages import (
@@ -36,7 +37,7 @@ from transport.sockets import Left, Peer, Poller, Server
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from trireme.errors import ModelError
 from trireme.params import RowParams
-from workers.main import _fault
+from workers.main import MODULES, Shell, _fault
 
 GREEDY = RowParams(20, temperature=0.0)
 
@@ -163,3 +164,68 @@ def test_a_fault_keeps_the_kind_of_its_error():
     assert isinstance(cause, ModelError)
     assert (cause.exit_code, cause.hint) == (ModelError.exit_code, "another file")
     assert _fault(0, ValueError("x")).exit_code == 1
+
+
+class Line:
+    """A connection whose other end is this test."""
+
+    def __init__(self) -> None:
+        self.arrived: list[Any] = []
+        self.sent: list[Any] = []
+
+    def receive(self) -> list[Any]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def send(self, message: Any) -> bool:
+        self.sent.append(message)
+        return True
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Shell, Line]]]:
+    """The shell of a worker that launches its steps."""
+    monkeypatch.setitem(MODULES, "fake", "tests.procs.launching_worker")
+    made: list[Shell] = []
+
+    def make(**fake: Any) -> tuple[Shell, Line]:
+        config = msgspec.msgpack.encode(make_config(write_fake_model(tmp_path / "m", **fake)))
+        wire = Line()
+        made.append(Shell(Boot("worker", "engine-0.worker-0", 0, config, b"", "", index=0), cast(Any, wire)))
+        wire.arrived += [WorkerInit(config, 0, 0), SetupKV(64)]
+        made[-1].on_readable()
+        assert [type(message) for message in wire.sent][-2:] == [WorkerLoaded, WorkerReady]
+        wire.sent.clear()
+        return made[-1], wire
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def results_of(shell: Shell, wire: Line, count: int) -> list[StepResult]:
+    poller = Poller()
+    poller.add(shell.waker, shell.on_results)
+    deadline = time.monotonic() + 20
+    while len(found := [message for message in wire.sent if isinstance(message, StepResult)]) < count:
+        assert time.monotonic() < deadline
+        poller.wait(0.05)
+    return found
+
+
+def test_a_launched_step_does_not_keep_the_next_order_waiting(shell: Callable[..., tuple[Shell, Line]]) -> None:
+    worker, wire = shell(delay_ms=300.0)
+    first = plan_of(new=[new_row(0, [5, 6, 7], RowParams(8), blocks=[1, 2])], rows=[0], num_tokens=[3])
+    wire.arrived += [first, plan_of(step=2, rows=[0], num_computed=[3], tokens=[-1]), Call(1, "started")]
+    worker.on_readable()
+    (reply,) = wire.sent
+    assert (reply.ok, reply.result) == (True, 2)
+    assert [result.step for result in results_of(worker, wire, 2)] == [1, 2]
+
+
+def test_what_a_launched_step_raises_ends_the_worker(shell: Callable[..., tuple[Shell, Line]]) -> None:
+    worker, wire = shell(crash_token=7)
+    wire.arrived.append(plan_of(new=[new_row(0, [5, 6, 7], RowParams(8), blocks=[1])], rows=[0], num_tokens=[3]))
+    worker.on_readable()
+    with pytest.raises(RuntimeError, match="scripted crash"):
+        results_of(worker, wire, 1)

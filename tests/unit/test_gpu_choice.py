@@ -22,6 +22,12 @@ def resolved(arch=SMOL, device=BOX, **flags):
     return resolve(load(flags, environ={}).config, ModelFacts(arch, "m", 98 << 20), device)
 
 
+@pytest.mark.parametrize("flags", [{"tp": 2}, {"pp": 2}, {"dp": 2}, {"tp": 2, "share_gpus": True}], ids=str)
+def test_a_model_is_spread_over_gpus_where_there_are_enough(flags):
+    box = msgspec.structs.replace(BOX, num_gpus=1 if "share_gpus" in flags else 2)
+    assert resolved(device=box, **flags)[0].parallel.worker_kind == "cuda"
+
+
 def changed(**fields):
     return msgspec.structs.replace(SMOL, **fields)
 
@@ -62,8 +68,8 @@ def test_the_cpu_is_chosen_with_the_reason_against_the_gpu():
     [
         (SMOL, {"num_gpus": 0}, {}, "no NVIDIA GPU", "--device cpu"),
         (SMOL, {"has_cuda_kernels": False}, {}, "models._cuda is not built", "make native"),
-        (SMOL, {}, {"dp": 2}, "2 engines need a GPU each; there are 1", "--dp 1"),
-        (SMOL, {}, {"tp": 2}, "tp is 2", "--tp 1 --pp 1"),
+        (SMOL, {}, {"dp": 2}, "2 workers need a GPU each; there are 1", "--share-gpus"),
+        (SMOL, {"num_gpus": 3}, {"tp": 2, "pp": 2}, "4 workers need a GPU each; there are 3", "fewer of --dp"),
         (SMOL, {}, {"quantize": "q8_0"}, "--quantize q8_0", "--quantize fp8"),
         (SMOL, {}, {"dtype": "float32"}, "16 bits", "--dtype bfloat16"),
         (SMOL, {}, {"kv_dtype": "int8"}, "does not hold int8", "--kv-dtype auto"),

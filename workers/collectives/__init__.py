@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from models.forward import Group, SoloGroup
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh
+
+if TYPE_CHECKING:
+    from workers.collectives.cuda import CudaGroup
 
 
 def make_group(mesh: Mesh, arena: str, *, timeout_s: float = 15.0, step_timeout_s: float = 60.0) -> Group:
@@ -14,8 +19,7 @@ def make_group(mesh: Mesh, arena: str, *, timeout_s: float = 15.0, step_timeout_
     """
     if mesh.num_workers == 1:
         return SoloGroup()
-    if not arena:
-        raise ConfigError(f"worker {mesh.worker} of {mesh.num_workers} was given no arena to meet the others in")
+    _need_arena(mesh, arena)
     if arena.startswith(("tcp://", "file://")):
         from workers.collectives.gloo import GlooGroup
 
@@ -23,3 +27,21 @@ def make_group(mesh: Mesh, arena: str, *, timeout_s: float = 15.0, step_timeout_
     from workers.collectives.shm import ShmGroup
 
     return ShmGroup(arena, mesh, timeout_s=timeout_s, step_timeout_s=step_timeout_s)
+
+
+def make_cuda_group(mesh: Mesh, arena: str, num_cards: int, *, gathered_bytes: int, load_timeout_s: float) -> CudaGroup:
+    """The group of worker `mesh`, one of several whose tensors are on GPUs. Ranks wait for each other's weights `load_timeout_s`.
+
+    Raises as make_group.
+    """
+    from workers.collectives.cuda import CudaGroup
+    from workers.collectives.shm import ShmGroup
+
+    _need_arena(mesh, arena)
+    host = ShmGroup(arena, mesh, timeout_s=load_timeout_s, step_timeout_s=load_timeout_s)
+    return CudaGroup(mesh, host, num_cards, gathered_bytes=gathered_bytes)
+
+
+def _need_arena(mesh: Mesh, arena: str) -> None:
+    if not arena:
+        raise ConfigError(f"worker {mesh.worker} of {mesh.num_workers} was given no arena to meet the others in")

@@ -1,0 +1,106 @@
+"""One engine over several GPUs: the tokens of one card up to near ties, and ranks that are killed or stopped.
+
+Where there are fewer than two cards the ranks share one: slow, and without NCCL, but the same code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.deployment import Deployment, is_alive, wait_for
+from tests.gpu.test_cuda_engine import (
+    GREEDY,
+    LENGTH,
+    PROMPTS,
+    SCORED,
+    SEEDED,
+    assert_same_up_to_ties,
+    engine,
+    tokens,
+    write_model,
+)
+
+CARDS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CARDS == 0, reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(300),
+]
+SHAPES = [{"tp": 2}, {"pp": 2}, *([{"tp": 2, "pp": 2}] if CARDS >= 4 else [])]
+STOPPED_S = 15.0  # after which a rank that stands still must have been noticed
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[str, Any]:
+    with engine(model) as llm:
+        return {"greedy": tokens(llm.generate(PROMPTS, GREEDY)), "seeded": tokens(llm.generate(PROMPTS, SEEDED))}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tokens_are_those_of_one_card(model: Path, alone: dict[str, Any], shape: dict[str, int]) -> None:
+    with engine(model, share_gpus=CARDS < 2, **shape) as llm:
+        assert llm.config.parallel.device == "cuda"
+        greedy = tokens(llm.generate(PROMPTS, GREEDY))
+        assert_same_up_to_ties(model, greedy, alone["greedy"])
+        scored = llm.generate(PROMPTS, SCORED)  # sampled by the host, on every rank
+        assert_same_up_to_ties(model, tokens(scored), greedy)
+        assert all(output.outputs[0].logprobs for output in scored)
+        seeded = tokens(llm.generate(PROMPTS, SEEDED))
+        again = tokens(llm.generate(PROMPTS, GREEDY))
+    assert_same_up_to_ties(model, again, greedy)
+    same = sum(a == b for a, b in zip(seeded, alone["seeded"], strict=True))
+    assert same >= len(PROMPTS) // 2  # one near tie changes all that follows
+
+
+def test_dummy_weights_are_the_same_numbers(model: Path, tmp_path: Path) -> None:
+    """Greedy answers of a model of noise: they part at near ties only, and one of these prompts comes to none at first."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((model / name).read_text())
+    found = []
+    for shape in ({}, {"tp": 2}):
+        with engine(tmp_path, load_format="dummy", share_gpus=CARDS < 2, **shape) as llm:
+            found.append(tokens(llm.generate(PROMPTS, GREEDY)))
+    assert all(len(ids) == LENGTH for ids in found[0])
+    assert sum(a[0] == b[0] for a, b in zip(*found, strict=True)) >= len(PROMPTS) // 2
+
+
+def answer(deployment: Deployment, max_tokens: int = 8) -> Any:
+    body = {"model": "m", "prompt": PROMPTS[1], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return deployment.post("/v1/completions", body, timeout_s=90)["choices"][0]["text"]
+
+
+@pytest.mark.skipif(CARDS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("shape", ["--tp", "--pp"])
+def test_a_rank_that_is_gone_ends_the_others_and_the_engine_comes_back(model: Path, blow: int, shape: str) -> None:
+    flags = ("--served-name", "m", "--device", "cuda", shape, "2", "--max-len", "1024", "--kv-memory", "256MiB")
+    with Deployment(model, *flags, timeout_s=150) as deployment:
+        before = answer(deployment)
+        free = torch.cuda.mem_get_info(0)[0]
+        workers = deployment.pids("workers.main")
+        assert len(workers) == 2
+        stream = deployment.stream(
+            {"model": "m", "prompt": "x", "max_tokens": 900, "temperature": 0, "ignore_eos": True}, timeout_s=60
+        )
+        next(stream)
+        os.kill(workers[1], blow)
+        ended = [event for event in stream if "error" in event]
+        assert ended, "the stream ends with an error"
+        wait_for(lambda: not is_alive(workers[0]), STOPPED_S, "the other rank gone")
+        wait_for(lambda: not is_alive(workers[1]), 5, "the rank itself gone")
+        wait_for(
+            lambda: deployment.status("/ready") == 200 and len(deployment.pids("workers.main")) == 2, 120, "restart"
+        )
+        assert answer(deployment) == before
+        assert abs(torch.cuda.mem_get_info(0)[0] - free) < 64 << 20

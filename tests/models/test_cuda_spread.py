@@ -1,0 +1,151 @@
+"""The GPU's model body spread over ranks and stages, on the CPU: ops in plain torch, ranks in threads, the logits of one card."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from models import cuda_ops, cuda_reference
+from models.arch.cuda import CudaBatch, CudaModel
+from models.arch.stage import weight_names
+from models.cuda_shards import own_weights
+from models.layers import cuda_linear
+from models.shards import Shares
+from tests.models.test_shards import Stored, arch_of
+from trireme.arch_spec import ArchSpec
+from trireme.mesh import Mesh
+
+CPU = torch.device("cpu")
+ROWS, STEPS, BLOCK = 3, 4, 4
+OPS = ("rms_norm", "rotary_and_cache", "decode_attention", "gated_activation", "gather_rows", "skinny_linear")
+
+
+class OnCpu(TorchFunctionMode):
+    """Whatever asks for the GPU gets the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        if func is Tensor.cuda:
+            return args[0]
+        return func(*("cpu" if isinstance(arg, str) and arg == "cuda" else arg for arg in args), **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OPS:
+        monkeypatch.setattr(cuda_ops, name, getattr(cuda_reference, name + "_reference"))
+    for name in ("skinny_rows", "rows_of_own_kernel"):
+        monkeypatch.setattr(cuda_linear, name, lambda *args: 0, raising=False)
+
+
+class Meeting:
+    """Where the threads of one engine exchange tensors."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.stages = [threading.Barrier(mesh.tp) for _ in range(mesh.pp)]
+        self.held: dict[int, Tensor] = {}
+        self.pipes: dict[int, queue.SimpleQueue[Tensor]] = {w: queue.SimpleQueue() for w in range(mesh.num_workers)}
+
+
+class ThreadGroup:
+    """models.forward.Group between threads."""
+
+    def __init__(self, mesh: Mesh, meeting: Meeting) -> None:
+        self.rank, self.size, self._mesh, self._meeting = mesh.tp_rank, mesh.tp, mesh, meeting
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        meeting, barrier = self._meeting, self._meeting.stages[self._mesh.pp_rank]
+        meeting.held[self._mesh.worker] = x.clone()
+        barrier.wait(30)
+        parts = [meeting.held[worker] for worker in self._mesh.tp_group()]
+        barrier.wait(30)
+        return parts
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x.copy_(torch.stack(self._parts(x)).sum(0))
+
+    def all_gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+        assert x.shape[-1] == sizes[self.rank]
+        return torch.cat(self._parts(x), -1) if self.size > 1 else x
+
+    def send_next(self, x: Tensor) -> None:
+        self._meeting.pipes[self._mesh.worker + self._mesh.tp].put(x.clone())
+
+    def recv_prev(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        found = self._meeting.pipes[self._mesh.worker].get(timeout=30)
+        assert tuple(found.shape) == shape
+        return found
+
+
+def batch_of(step: int) -> CudaBatch:
+    """Token `step` of every row; rows have blocks of their own."""
+    ints = {"dtype": torch.int32}
+    table = torch.arange(ROWS * 2, **ints).view(ROWS, 2)  # type: ignore[call-overload]
+    slots = table[:, step // BLOCK] * BLOCK + step % BLOCK
+    return CudaBatch(
+        token_ids=torch.tensor([(7 * row + 11 * step) % 50 for row in range(ROWS)], **ints),  # type: ignore[call-overload]
+        positions=torch.full((ROWS,), step, **ints),  # type: ignore[call-overload]
+        slots=slots,
+        context_len=torch.full((ROWS,), step + 1, **ints),  # type: ignore[call-overload]
+        block_table=table,
+        logits_index=None,
+        num_decodes=ROWS,
+    )
+
+
+def run_rank(arch: ArchSpec, mesh: Mesh, meeting: Meeting, make_source: Callable[[Shares], Any]) -> list[Tensor]:
+    with OnCpu(), torch.inference_mode():
+        place = (mesh, ThreadGroup(mesh, meeting) if mesh.num_workers > 1 else None)
+        source = make_source(Shares(arch, mesh))
+        model = CudaModel(arch, source, torch.float32, max_len=16, progress=lambda *_: None, place=place)
+        kv = model.allocate_kv(ROWS * 2, BLOCK)
+        return [model.run(batch_of(step), kv).clone() for step in range(STEPS)]
+
+
+def logits_of(arch: ArchSpec, tp: int, pp: int, make_source: Callable[[Shares], Any]) -> list[Tensor]:
+    """Of every step; all ranks of the last stage must agree to the bit."""
+    mesh = Mesh(1, pp, tp)
+    meeting = Meeting(mesh)
+    places = [mesh.at_worker(worker) for worker in range(mesh.num_workers)]
+    with ThreadPoolExecutor(mesh.num_workers) as pool:
+        found = list(pool.map(lambda place: run_rank(arch, place, meeting, make_source), places))
+    last = found[-tp:]
+    for other in last[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, last[0], strict=True))
+    return last[0]
+
+
+def stored(arch: ArchSpec) -> Callable[[Shares], Any]:
+    """Weights small enough that logits stay comparable, through the same classes as a model's files."""
+
+    class Small(Stored):
+        def names(self) -> set[str]:
+            return set(weight_names(arch))
+
+    return lambda shares: own_weights(Small(), torch.float32, CPU, shares)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (3, 1), (1, 2), (2, 2)], ids=["tp2", "tp3", "pp2", "tp2pp2"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_embeddings": True, "qkv_bias": False, "o_bias": False, "mlp_bias": False}, {"norm_placement": "both"}],
+    ids=["biases", "tied", "post-norms"],
+)
+def test_logits_are_those_of_one_card(shape: tuple[int, int], changes: dict[str, Any]) -> None:
+    arch = arch_of(**{"tie_embeddings": False, **changes})
+    alone = logits_of(arch, 1, 1, stored(arch))
+    spread = logits_of(arch, *shape, stored(arch))
+    assert alone[0].shape == (ROWS, arch.vocab_size)
+    assert alone[-1].std() > 0.1
+    for a, b in zip(alone, spread, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()))

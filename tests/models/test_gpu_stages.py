@@ -1,0 +1,92 @@
+"""Two pipeline stages of the GPU's step loop on the CPU: any plan passes as many hidden states as are awaited, and gives what one
+stage gives."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any, cast
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models.cuda_batch import HostModel
+from models.cuda_ops import PagedKV
+from models.forward import HostKV
+from tests.models.device_twin import VOCAB, TwinModel, sample_rows
+from tests.models.planner import Job, RandomPlanner, job_of
+from tests.models.test_gpu_runner import BLOCK, CPU, MAX_LEN, NUM_BLOCKS, NUM_ROWS, alone, is_plain
+from transport.messages import StepPlan, StepResult
+from trireme.mesh import Mesh
+from trireme.params import RowParams
+from workers.batch import Batch
+from workers.gpu_graphs import DecodeGraphs, sizes_up_to
+from workers.gpu_ranks import sampling_mesh
+from workers.gpu_rows import DeviceRows
+from workers.gpu_runner import GpuRunner
+from workers.gpu_steps import Steps
+from workers.inputs import InputBuilder
+from workers.runner import Runner
+
+
+class StageModel(TwinModel):
+    """A stage: the first tells how many tokens it has computed, the last one computes as many."""
+
+    def __init__(self, mesh: Mesh, passed: deque[list[int]]) -> None:
+        self.mesh, self._passed = mesh, passed
+
+    def run(self, batch: Any, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
+        positions = batch.positions.tolist()
+        if not self.mesh.is_last_stage:
+            self._passed.append(positions)
+            return batch.token_ids
+        assert self._passed.popleft() == positions
+        return super().run(batch, kv, scratch)
+
+
+def make_stage(mesh: Mesh, passed: deque[list[int]], num_graphs: int) -> tuple[GpuRunner, list[HostKV]]:
+    model = StageModel(mesh, passed)
+    kv = model.allocate_kv(NUM_BLOCKS, BLOCK)
+    batch = Batch(NUM_ROWS, MAX_LEN, BLOCK, VOCAB, NUM_BLOCKS)
+    inputs = InputBuilder(128, NUM_ROWS, MAX_LEN // BLOCK)
+    slow = Runner(cast(Any, HostModel(cast(Any, model), "cpu")), cast(Any, kv), batch, inputs, sampling_mesh(mesh))
+    rows = DeviceRows(NUM_ROWS, batch.blocks.shape[1], CPU)
+    steps = Steps(model, kv, rows, sample_rows, block_size=BLOCK, max_tokens=16, device=CPU)
+    graphs = DecodeGraphs(steps, sizes_up_to(num_graphs) if num_graphs else [])
+    graphs.capture(lambda phase, done, total: None)
+    return GpuRunner(steps, graphs, batch, slow), [HostKV(layer.k.numpy(), layer.v.numpy()) for layer in kv]
+
+
+class Pipeline:
+    """Both stages behind one runner's interface."""
+
+    def __init__(self, num_graphs: int) -> None:
+        passed: deque[list[int]] = deque()
+        mesh = Mesh(1, 2, 1)
+        self._first, _ = make_stage(mesh.at_worker(0), passed, num_graphs)
+        self._last, self.kv = make_stage(mesh.at_worker(1), passed, num_graphs)
+        self.keeps_tokens, self.max_logits = False, self._last.max_logits
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._first.launch(plan)
+        return self._last.execute(plan)
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.one_of(job_of(VOCAB), job_of(VOCAB).map(is_plain)), min_size=1, max_size=5),
+    st.integers(0, 2**32),
+    st.sampled_from([0, 2, NUM_ROWS]),
+)
+def test_any_plan_gives_what_one_stage_gives(
+    jobs: list[tuple[list[int], RowParams]], seed: int, num_graphs: int
+) -> None:
+    runner = Pipeline(num_graphs)
+    together = [Job(*job) for job in jobs]
+    planner = RandomPlanner(
+        random.Random(seed), together, cast(Any, runner), runner.kv, num_rows=NUM_ROWS, block_size=BLOCK, tolerance=0.0
+    )
+    planner.run()
+    for mine, job in zip(together, jobs, strict=True):
+        assert mine.outputs == alone(job).outputs

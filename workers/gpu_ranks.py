@@ -1,0 +1,52 @@
+"""Several GPUs that carry out the same steps: a launched step of one of them, bounded in time. Used by workers.gpu.
+
+Every rank of a stage samples every row by itself: logits are gathered, so all see the same bits, and noise is a function of the
+request alone. So no token waits for a broadcast, and what the host samples is the same everywhere too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from transport.messages import StepResult
+from trireme.mesh import Mesh
+from workers.collectives.cuda import CudaGroup
+from workers.gpu_runner import Ticket
+
+ALONE = Mesh(1, 1, 1)
+
+
+class RankTicket:
+    """A step that other ranks have a part in. Its result is None on all workers but the one that reports."""
+
+    def __init__(self, ticket: Ticket, group: CudaGroup, number: int, *, reports: bool) -> None:
+        self._ticket, self._group, self._number, self._reports = ticket, group, number, reports
+        self._end = torch.cuda.Event()
+        self._end.record()
+
+    def result(self) -> StepResult | None:
+        """Waits for the step. Raises CollectiveError where another rank did not do its part in time."""
+        try:
+            found = self._ticket.result()
+            self._end.synchronize()
+        finally:
+            self._group.watch.end(self._number)
+        self._group.check()
+        return found if self._reports else None
+
+
+def launch_with(group: CudaGroup, launch: Callable[[], Ticket], *, reports: bool) -> RankTicket:
+    """Launches a step. When that raises, the other ranks are not kept waiting."""
+    number = group.watch.begin()
+    try:
+        return RankTicket(launch(), group, number, reports=reports)
+    except BaseException:
+        group.abort()
+        raise
+
+
+def sampling_mesh(mesh: Mesh) -> Mesh:
+    """How the host's runner sees its place: on the last stage every rank samples as if it were alone."""
+    return ALONE if mesh.is_last_stage else mesh
