@@ -96,9 +96,9 @@ def llama_8b():
     return changed(**shape, vocab_size=128256, max_position=131072, weights_dtype="bfloat16", tie_embeddings=False)
 
 
-def plan_for(card, **flags):
+def plan_for(card, box=BOX, **flags):
     facts = ModelFacts(llama_8b(), "8b", 16 * GIB)
-    return make_plan(load(flags, environ={}).config, facts, BOX, card)
+    return make_plan(load(flags, environ={}).config, facts, box, card)
 
 
 def test_a_plan_for_a_gpu_counts_the_cards_memory():
@@ -109,6 +109,17 @@ def test_a_plan_for_a_gpu_counts_the_cards_memory():
     assert plan.largest_len == 131072
     # what was left for KV when such a card was measured: 53.7 GiB
     assert plan.shares[1].total == pytest.approx(53.7 * GIB, rel=0.03)
+
+
+@pytest.mark.parametrize("flags", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_a_plan_for_two_gpus_is_that_of_one_of_them_with_its_share(flags):
+    card = GpuFacts("H100", 79 * GIB, 80 * GIB)
+    plan = plan_for(card, msgspec.structs.replace(BOX, num_gpus=2), **flags)
+    alone = plan_for(card)
+    assert not plan.refusal
+    assert plan.shares[0].total == pytest.approx(alone.shares[0].total / 2, rel=0.001)
+    # half the weights and half the bytes of a token
+    assert plan.contexts[-1].at_once > 2 * alone.contexts[-1].at_once
 
 
 def test_a_plan_for_a_small_gpu_names_the_length_that_fits():
