@@ -58,6 +58,7 @@ class Worker:
         self.mesh = Mesh(parallel.dp, parallel.pp, parallel.tp, init.dp_rank).at_worker(init.worker)
         self._progress, self._arena = progress, init.arena
         self._group: CudaGroup | None = None
+        self._device = torch.device("cuda")
         self._loaded: tuple[ArchSpec, CudaModel] | None = None
         self._runner: GpuRunner | None = None
         self._kv: list[Any] = []
@@ -66,7 +67,7 @@ class Worker:
     def load(self) -> WorkerLoaded:
         """Loads the weights onto the device and measures the largest step. Raises ModelError or ConfigError with the cause."""
         started = time.perf_counter()
-        device = self._open_device()
+        device = self._device = self._open_device()
         config = self.config
         files = files_of(config.model)
         arch = read_arch(files)
@@ -136,7 +137,7 @@ class Worker:
             self._kv = model.allocate_kv(num_blocks, block_size)
             model.reserve(max(max_tokens, max_rows))
             batch = Batch(max_rows, max_len, block_size, model.vocab_size, num_blocks)
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = self._device
             rows = DeviceRows(max_rows, batch.blocks.shape[1], device)
             sample = cuda_ops.sample_rows
             steps = Steps(model, self._kv, rows, sample, block_size=block_size, max_tokens=max_tokens, device=device)
@@ -156,7 +157,8 @@ class Worker:
         with torch.inference_mode():
             if self._group is None:
                 return runner.launch(plan)
-            return launch_with(self._group, lambda: runner.launch(plan), reports=self.mesh.reports_result)
+            reports = self.mesh.reports_result
+            return launch_with(self._group, lambda: runner.launch(plan), self._device, reports=reports)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step to its end."""

@@ -7,41 +7,53 @@ request alone. So no token waits for a broadcast, and what the host samples is t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from transport.messages import StepResult
 from trireme.mesh import Mesh
-from workers.collectives.cuda import CudaGroup
+from workers.collectives.watch import Watch
 from workers.gpu_runner import Ticket
+from workers.staging import Event
 
 ALONE = Mesh(1, 1, 1)
+
+
+class Ranks(Protocol):
+    """What is needed of workers.collectives.cuda.CudaGroup."""
+
+    watch: Watch
+
+    def check(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 class RankTicket:
     """A step that other ranks have a part in. Its result is None on all workers but the one that reports."""
 
-    def __init__(self, ticket: Ticket, group: CudaGroup, number: int, *, reports: bool) -> None:
+    def __init__(self, ticket: Ticket, group: Ranks, number: int, device: torch.device, *, reports: bool) -> None:
         self._ticket, self._group, self._number, self._reports = ticket, group, number, reports
-        self._end = torch.cuda.Event()
+        self._end = Event(device)
         self._end.record()
 
     def result(self) -> StepResult | None:
         """Waits for the step. Raises CollectiveError where another rank did not do its part in time."""
         try:
             found = self._ticket.result()
-            self._end.synchronize()
+            self._end.wait()
         finally:
             self._group.watch.end(self._number)
         self._group.check()
         return found if self._reports else None
 
 
-def launch_with(group: CudaGroup, launch: Callable[[], Ticket], *, reports: bool) -> RankTicket:
+def launch_with(group: Ranks, launch: Callable[[], Ticket], device: torch.device, *, reports: bool) -> RankTicket:
     """Launches a step. When that raises, the other ranks are not kept waiting."""
     number = group.watch.begin()
     try:
-        return RankTicket(launch(), group, number, reports=reports)
+        return RankTicket(launch(), group, number, device, reports=reports)
     except BaseException:
         group.abort()
         raise

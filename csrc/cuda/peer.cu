@@ -13,7 +13,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kPushThreads = 256;
 constexpr int kMaxBlocks = 64;
-constexpr uint32_t kLook = 1024;  // turns of waiting between looks at the clock and at the host's word
+constexpr uint32_t kLook = 4096;  // turns of waiting (about 2 ms) between looks at the clock and at the host's word, which is far
 constexpr int64_t kPack = 16;
 
 struct Counter {

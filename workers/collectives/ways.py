@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-TRIED = tuple(1 << shift for shift in range(13, 25))  # bytes: 8 KiB to 16 MiB
+TRIED = tuple(1 << shift for shift in range(13, 27))  # bytes: 8 KiB to 64 MiB
 PUSHED_BYTES = 512 << 10  # payload of a pushed message, at most
 STAGED_BYTES = 8 << 20  # of a staged one, at least
 
