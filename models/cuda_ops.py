@@ -9,7 +9,7 @@ Legend: T tokens, H hidden, Hq query heads, Hk KV heads, D head dim, R rows, M r
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,8 @@ class PagedKV:
     v: Tensor
     k_scale: float = 1.0
     v_scale: float = 1.0
+    _native: Any = field(default=None, init=False, repr=False, compare=False)
+    _native_of: tuple[int, int] = field(default=(0, 0), init=False, repr=False, compare=False)
 
     @property
     def sides(self) -> tuple[tuple[Tensor, float], tuple[Tensor, float]]:
@@ -68,15 +70,17 @@ class PagedKV:
     @property
     def native(self) -> Any:
         """What the kernels take; valid while the tensors live."""
-        _, heads, block_size, dim = self.k.shape
-        code = TYPE_CODES[self.k.dtype]
-        return load().PagedCache(
-            self.k.data_ptr(), self.v.data_ptr(), code, self.k_scale, self.v_scale, heads, dim, block_size
-        )
+        at = self.k.data_ptr(), self.v.data_ptr()
+        if self._native is None or self._native_of != at:
+            _, heads, block_size, dim = self.k.shape
+            code = TYPE_CODES[self.k.dtype]
+            self._native = load().PagedCache(*at, code, self.k_scale, self.v_scale, heads, dim, block_size)
+            self._native_of = at
+        return self._native
 
 
 def _stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from models.attention.cuda_prompt import Prompts
 from models.cuda_ops import FP8_MAX, Q4_K_BYTES, PagedKV
 
 
@@ -103,6 +104,19 @@ def decode_attention_reference(
         weights = scores.softmax(-1)[..., :context]
         out[row] = torch.einsum("hgt,thd->hgd", weights, values).flatten().to(out.dtype)
     return out
+
+
+def piece_attention_reference(
+    qkv: Tensor, q_heads: int, kv: PagedKV, prompts: Prompts, scale: float, window: int, out: Tensor
+) -> None:
+    """In float64, piece by piece, each of its queries as if it were decoded."""
+    bounds, firsts, contexts = (x.tolist() for x in (prompts.bounds, prompts.firsts, prompts.contexts))
+    for i, place in enumerate(prompts.places.tolist()):
+        count = bounds[i + 1] - bounds[i]
+        rows = slice(firsts[i], firsts[i] + count)
+        lengths = torch.arange(contexts[i] - count + 1, contexts[i] + 1)
+        table = prompts.table[place].expand(count, -1)
+        decode_attention_reference(qkv[rows], q_heads, kv, table, lengths, scale, out[rows], window=window)
 
 
 def quantize_rows_reference(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:

@@ -103,6 +103,8 @@ def main(words: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--share-gpus", action="store_true")
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--max-num-tokens", type=int)
     asked = parser.parse_args(words)
     shape = " ".join([asked.shape, *(text for text in (asked.quantize, asked.kv_dtype) if text not in (None, "auto"))])
     rows = []
@@ -112,6 +114,7 @@ def main(words: list[str] | None = None) -> list[dict[str, Any]]:
         settings = {"device": asked.device, "load_format": "dummy", "max_len": asked.max_len, "log_level": "warning"}
         settings |= {"quantize": asked.quantize, "kv_dtype": asked.kv_dtype}
         settings |= {"tp": asked.tp, "pp": asked.pp, "share_gpus": asked.share_gpus}
+        settings |= {"max_num_seqs": asked.max_num_seqs, "max_num_tokens": asked.max_num_tokens}
         with LLM(folder, max_waiting=4096, max_waiting_tokens=1 << 24, **settings) as llm:
             spread = f" tp {asked.tp} pp {asked.pp}" if asked.tp * asked.pp > 1 else ""
             print(f"{shape}{spread} started in {time.perf_counter() - begun:.1f} s", flush=True)

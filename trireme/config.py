@@ -11,7 +11,7 @@ from msgspec import Meta
 
 # Of one step. Products on a CPU are as fast with 256 rows as with 2048, and a first token waits for less.
 CPU_ROWS, CPU_TOKENS = 64, 256
-GPU_ROWS, GPU_TOKENS = 256, 8192
+GPU_ROWS, GPU_TOKENS = 256, 16384
 LEAST_QUEUE = 16384
 
 
@@ -95,7 +95,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     max_num_tokens: (
         Annotated[
-            int, _count("token budget of one step; default: 256, and 8192 on a GPU, at least 2 x max-num-seqs", 1)
+            int, _count("token budget of one step; default: 256, and 16384 on a GPU, at least 2 x max-num-seqs", 1)
         ]
         | None
     ) = None

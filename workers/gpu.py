@@ -35,7 +35,7 @@ from trireme.packaged import files_of
 from workers.batch import Batch
 from workers.collectives import make_cuda_group
 from workers.collectives.cuda import CudaGroup
-from workers.gpu_graphs import DecodeGraphs, sizes_up_to
+from workers.gpu_graphs import DecodeGraphs, MixedGraphs, graph_pool, mixed_sizes, sizes_up_to
 from workers.gpu_memory import GpuMemory, check_weights, largest_step, measure_step
 from workers.gpu_ranks import RankTicket, launch_with, sampling_mesh
 from workers.gpu_rows import DeviceRows
@@ -120,7 +120,7 @@ class Worker:
             },
             decisions=[
                 ("kernels", _name_of(device), "CUDA " + ".".join(map(str, torch.cuda.get_device_capability(device)))),
-                ("attention", "own paged kernel, torch flash", "single tokens by the one, prompts by the other"),
+                *model.chosen_attention.decisions(),
                 *ways,
             ],
         )
@@ -140,16 +140,19 @@ class Worker:
             device = self._device
             rows = DeviceRows(max_rows, batch.blocks.shape[1], device)
             sample = cuda_ops.sample_rows
-            steps = Steps(model, self._kv, rows, sample, block_size=block_size, max_tokens=max_tokens, device=device)
+            steps = Steps(model, self._kv, rows, sample, max_tokens=max_tokens, device=device)
             is_captured = self._group is None or self._group.can_be_captured
-            graphs = DecodeGraphs(steps, sizes_up_to(max_rows) if is_captured else [])
+            graphs, pool = DecodeGraphs(steps, sizes_up_to(max_rows) if is_captured else []), graph_pool(device)
+            fits = is_captured and model.chosen_attention.fits_graphs
+            mixed = MixedGraphs(steps, mixed_sizes(max_rows, max_tokens) if fits else [])
             with self._together():
-                graphs.capture(self._progress)
+                graphs.capture(self._progress, pool)
+                mixed.capture(self._progress, pool)
         inputs = InputBuilder(max_tokens, max_rows, -(-max_len // block_size))
         keeper = SoloGroup() if config.runs_ahead else None
         host_model, host_kv = cast(Model, HostModel(model)), cast(list[HostKV], self._kv)
         slow = Runner(host_model, host_kv, batch, inputs, sampling_mesh(self.mesh), keeper=keeper)
-        self._runner = GpuRunner(steps, graphs, batch, slow)
+        self._runner = GpuRunner(steps, graphs, batch, slow, mixed)
 
     def launch(self, plan: StepPlan) -> Ticket | RankTicket:
         """Starts one step behind those under way; its Ticket waits for the result, in any thread."""

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from models.attention.prompt_plan import PIECES
 from models.cuda_ops import JOB
 from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
 from transport.packed import pack, unpack, unpack_flags
 from workers.batch import Batch
-from workers.gpu_graphs import DecodeGraphs
+from workers.gpu_graphs import DecodeGraphs, MixedGraphs
 from workers.gpu_rows import block_changes, is_for_device, job_of
 from workers.gpu_steps import Mixed, Steps, mix
 from workers.inputs import StepRows
@@ -65,8 +66,11 @@ class Ticket:
 class GpuRunner:
     """The step loop body of one device. `slow` is the runner over the same batch and cache whose logits come to the host."""
 
-    def __init__(self, steps: Steps, graphs: DecodeGraphs, batch: Batch, slow: Runner) -> None:
+    def __init__(
+        self, steps: Steps, graphs: DecodeGraphs, batch: Batch, slow: Runner, mixed: MixedGraphs | None = None
+    ) -> None:
         self._steps, self._graphs, self._batch, self._slow = steps, graphs, batch, slow
+        self._mixed_graphs = mixed
         num_rows = len(batch.params)
         self._sampler = Sampler(batch.vocab_size)
         self._needs_host = np.zeros(num_rows, np.bool_)
@@ -128,14 +132,15 @@ class GpuRunner:
             self._steps.change_blocks(changes)
             return ticket
         if at_host.any() and samples_here:
-            return self._launch_and_sample(ticket, mix(batch, step, changes, at_host), at_host)
+            return self._launch_and_sample(ticket, mix(batch, step, changes, self._steps.rules, at_host), at_host)
         is_uniform = sampling.size == step.rows.size and bool((step.num_tokens == 1).all())
-        if (
-            is_uniform and not at_host.any() and self._graphs.fits(step.rows.size)
-        ):  # on all stages alike: what passes is padded
+        is_plain = not at_host.any()  # on all stages alike: what passes between them is padded
+        if is_uniform and is_plain and self._graphs.fits(step.rows.size):
             tokens = self._graphs.run(batch, step, changes, self._steps.rows)
+        elif is_plain and self._mixed_graphs is not None and (size := self._mixed_graphs.size_for(step)):
+            tokens = self._mixed_graphs.run(size, mix(batch, step, changes, PIECES))
         else:
-            tokens, _ = self._steps.mixed(mix(batch, step, changes))
+            tokens, _ = self._steps.mixed(mix(batch, step, changes, self._steps.rules))
         if asking.size:
             ticket.answer = Answer(tokens)
             if self.keeps_tokens:

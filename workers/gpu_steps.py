@@ -1,12 +1,13 @@
 """The two kinds of steps on a GPU, from the host's columns to sampled tokens that never leave the device: one token for every
 row (`decode`, fit for a CUDA graph), and anything else (`mixed`). Used by workers.gpu_runner and workers.gpu_graphs.
 
-Nothing here waits for the device. Legend: P rows with padding, R rows, T tokens, S rows that sample, K changed block entries.
+Nothing here waits for the device. Legend: P rows with padding, R rows, T tokens, S rows that sample, K changed block entries;
+pieces as in models.attention.prompt_plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.arch.cuda import CudaBatch, Prompts
+from models.arch.cuda import CudaBatch
+from models.attention.cuda_prompt import Prompts
+from models.attention.prompt_plan import PromptPlan, Rules, order_prompts, plan_prompts
 from trireme.mesh import Mesh
 from workers.batch import Batch
 from workers.gpu_rows import DeviceRows, Indices, Ints
@@ -36,6 +39,7 @@ class DeviceModel(Protocol):
     vocab_size: int
     kv_heads: int
     mesh: Mesh
+    prompt_attention: Any  # models.attention.cuda_prompt.PromptAttention
 
     def run(self, batch: CudaBatch, kv: list[Any], scratch: Tensor | None = None) -> Tensor: ...
 
@@ -71,29 +75,45 @@ def fill_decode(out: Ints, batch: Batch, step: StepRows, changes: tuple[Indices,
 
 @dataclass(slots=True)
 class Mixed:
-    """Numbers of a step of any kind. On the device rows with one token come first; those that sample are in plan order."""
+    """A step of any kind. On the device rows with one token come first; those that sample are in plan order."""
 
     num_decodes: int
     longest: int  # context of a decoding row
-    longest_query: int
-    longest_context: int
-    total_context: int  # tokens that the prompts look back on
-    columns: list[NDArray[Any]]
+    plan: PromptPlan
+    columns: list[NDArray[Any]]  # by the names of MIXED
 
     @property
     def sizes(self) -> list[int]:
         return [column.size for column in self.columns]
 
 
-def mix(batch: Batch, step: StepRows, changes: tuple[Indices, Ints], at_host: NDArray[np.bool_] | None = None) -> Mixed:
-    """The columns of `step` in the order that Steps.mixed unpacks. Of the rows that sample, those of `at_host` get no token
-    there. Raises EngineError like fill_decode."""
+MIXED = (
+    *("ids", "positions", "slots"),  # of tokens
+    *("rows", "contexts"),  # of decodes
+    *("places", "firsts", "bounds", "reach", "fresh"),  # of pieces, and where packed prompts begin
+    *("last", "asking", "jobs", "asking_at"),  # of rows that sample
+    *("at", "blocks"),
+)
+
+
+def mix(
+    batch: Batch,
+    step: StepRows,
+    changes: tuple[Indices, Ints],
+    rules: Rules,
+    at_host: NDArray[np.bool_] | None = None,
+) -> Mixed:
+    """The columns of `step` in the order of MIXED. Of the rows that sample, those of `at_host` get no token on the device. Raises
+    EngineError like fill_decode."""
     context = step.num_computed + step.num_tokens
     check_rows(batch, step, context)
     is_decode = step.num_tokens == 1
-    order = np.concatenate((np.flatnonzero(is_decode), np.flatnonzero(~is_decode)))
+    prompts = np.flatnonzero(~is_decode)
+    prompts = prompts[order_prompts(step.num_tokens[prompts], step.num_computed[prompts], rules)]
+    order = np.concatenate((np.flatnonzero(is_decode), prompts))
     decodes = int(is_decode.sum())
     counts, contexts, rows = step.num_tokens[order], context[order], step.rows[order]
+    plan = plan_prompts(counts[decodes:], step.num_computed[prompts], rules)
     ends = np.cumsum(counts)
     owner = np.repeat(rows, counts)
     positions = (np.arange(int(ends[-1])) + np.repeat(step.num_computed[order] - (ends - counts), counts)).astype(
@@ -102,27 +122,15 @@ def mix(batch: Batch, step: StepRows, changes: tuple[Indices, Ints], at_host: ND
     last = np.empty_like(ends)
     last[order] = ends - 1
     asking = step.rows[step.sample]
-    queries, reach = counts[decodes:], contexts[decodes:]
     columns = [
-        batch.tokens[owner, positions],
-        positions,
-        slot_values(batch, owner, positions),
-        rows,
-        contexts,
-        last[step.sample],
-        asking,
-        asking if at_host is None else np.where(at_host, -1, asking),
+        *(batch.tokens[owner, positions], positions, slot_values(batch, owner, positions)),
+        *(rows[:decodes], contexts[:decodes]),
+        *(rows[decodes:][plan.piece_row], *plan.columns[1:]),
+        *(last[step.sample], asking, asking if at_host is None else np.where(at_host, -1, asking)),
         context[step.sample],
-        _from_zero(queries),
-        _from_zero(reach),
         *changes,
     ]
-    longest = int(contexts[:decodes].max(initial=0))
-    return Mixed(decodes, longest, int(queries.max(initial=0)), int(reach.max(initial=0)), int(reach.sum()), columns)
-
-
-def _from_zero(sizes: Ints) -> NDArray[np.int64]:
-    return np.concatenate(([0], np.cumsum(sizes)))
+    return Mixed(decodes, int(contexts[:decodes].max(initial=0)), plan, columns)
 
 
 class Steps:
@@ -135,7 +143,6 @@ class Steps:
         rows: DeviceRows,
         sample: Sample,
         *,
-        block_size: int,
         max_tokens: int,
         device: torch.device,
     ) -> None:
@@ -143,10 +150,15 @@ class Steps:
         self.rows = rows
         self._model, self._kv, self._sample = model, kv, sample
         self.samples = model.mesh.is_last_stage
-        self._block_size = block_size
         self._upload = Upload(4 * max_tokens, device)
         most = max(model.scratch_floats(count, self.splits(count, SHORT + 1)) for count in range(1, rows.padding + 1))
         self._scratch = torch.empty(max(most, 1), dtype=torch.float32, device=device)
+
+    @property
+    def rules(self) -> Rules:
+        """How the prompts of a step are planned."""
+        found: Rules = self._model.prompt_attention.rules
+        return found
 
     def splits(self, rows: int, longest: int) -> int:
         return choose_splits(rows, self._model.kv_heads, longest)
@@ -176,34 +188,39 @@ class Steps:
         host = self._upload.take(sum(step.sizes))
         np.concatenate(step.columns, out=host, casting="same_kind")
         parts = self._upload.send(host.size).split(step.sizes)
-        ids, positions, slots, rows, contexts, last, asking, jobs, asking_at, *rest = parts
-        query_start, context_start, at, blocks = rest
-        table, decodes = self.rows, step.num_decodes
+        tokens = torch.empty(step.columns[MIXED.index("asking")].size, dtype=torch.int32, device=self.device)
+        return tokens, self.launch_mixed(parts, step.plan, tokens, self.splits(step.num_decodes, step.longest))
+
+    def launch_mixed(
+        self, parts: Sequence[Tensor], plan: PromptPlan, tokens: Tensor, splits: int, *, most_queries: int = 0
+    ) -> Tensor:
+        """A step from its columns on the device: tokens [S] are filled, and logits [S, V] returned. Allocates only what a graph may
+        where `plan` has nothing but pieces, of `most_queries` queries at most."""
+        ids, positions, slots, rows, contexts, *of_prompts, last, asking, jobs, asking_at, at, blocks = parts
+        table, decodes = self.rows, rows.numel()
         if at.numel():
             table.write_blocks(at, blocks)
         if decodes:
-            ids[:decodes] = table.newest(rows[:decodes], ids[:decodes])
+            ids[:decodes] = table.newest(rows, ids[:decodes])
         prompts = None
-        if decodes < rows.numel():
-            context_slots = self._context_slots(rows[decodes:], contexts[decodes:], context_start, step.total_context)
-            prompts = Prompts(query_start, context_start, context_slots, step.longest_query, step.longest_context)
+        if decodes < ids.numel():
+            prompts = Prompts.of(plan, table.blocks, of_prompts, most_queries=most_queries)
         batch = CudaBatch(
             token_ids=ids,
             positions=positions,
             slots=slots,
             context_len=contexts,
-            block_table=table.blocks.index_select(0, rows[:decodes]),
+            block_table=table.blocks.index_select(0, rows),
             logits_index=last.long(),
             num_decodes=decodes,
-            splits=self.splits(decodes, step.longest),
+            splits=splits,
             prompts=prompts,
         )
         logits = self._model.run(batch, self._kv, self._scratch)
-        tokens = torch.empty(asking.numel(), dtype=torch.int32, device=self.device)
         if asking.numel() and self.samples:
             self._sample(logits, table.jobs, asking_at, tokens, slots=jobs)
             table.keep(asking, tokens)
-        return tokens, logits
+        return logits
 
     def change_blocks(self, changes: tuple[Indices, Ints]) -> None:
         """Block-table differences by themselves."""
@@ -227,12 +244,3 @@ class Steps:
         host[: first.size], host[first.size :] = first, second.reshape(-1)
         sent = self._upload.send(host.size)
         return sent[: first.size], sent[first.size :]
-
-    def _context_slots(self, rows: Tensor, contexts: Tensor, starts: Tensor, total: int) -> Tensor:
-        """Where each token of the prompts' contexts lies in the cache, from the resident block table."""
-        owner = torch.repeat_interleave(rows.long(), contexts.long(), output_size=total)
-        begin = torch.repeat_interleave(starts[:-1].long(), contexts.long(), output_size=total)
-        position = torch.arange(total, device=self.device) - begin
-        table, size = self.rows.blocks, self._block_size
-        block = table.view(-1)[owner * table.shape[1] + position // size]
-        return block.long() * size + position % size

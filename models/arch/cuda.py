@@ -1,5 +1,6 @@
 """The Llama-like families on one NVIDIA GPU: weights in half precision on the device, kernels of csrc/cuda, products by the
-faster of our own kernel and cuBLAS, prompts by torch's flash attention. One stage, on one rank of those that share its layers.
+faster of our own kernel and cuBLAS, attention of prompts by what is fastest on the card. One stage, on one rank of those that
+share its layers.
 
 Built by workers' GPU side; `run` launches a step on the current stream without waiting and takes only tensors made before, so a
 step of decoding rows can be captured in a CUDA graph.
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from models import cuda_ops as ops
 from models.arch.stage import NORM_NAMES, attention_scale_of
+from models.attention.cuda_prompt import Prompts
+from models.attention.cuda_registry import Need, choose_on_card
 from models.cuda_ops import PagedKV
 from models.cuda_weights import DeviceWeights
 from models.forward import Group, SoloGroup
@@ -31,17 +34,6 @@ from trireme.mesh import Mesh
 
 ALONE = Mesh(1, 1, 1)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
-
-
-@dataclass(slots=True)
-class Prompts:
-    """What flash attention needs of the rows that are no decodes. Contexts are read back from the cache."""
-
-    query_start: Tensor  # [P + 1] int32, from 0
-    context_start: Tensor  # [P + 1] int32
-    context_slots: Tensor  # [sum of contexts] int64: where each context token lies in the cache
-    longest_query: int
-    longest_context: int
 
 
 @dataclass(slots=True)
@@ -133,6 +125,11 @@ class CudaModel:
             self._layers.append(_Layer(self, source, index))
         self._build_ends(source)
         self._scale = attention_scale_of(arch)
+        windows = [layer.window for layer in self._layers if layer.window]
+        is_fp8 = self.kv_dtype == torch.float8_e4m3fn
+        need = Need(dtype, arch.head_dim, min(windows, default=0), fp8_cache=is_fp8)
+        self.chosen_attention = choose_on_card(need, self.q_heads, self.kv_heads)
+        self.prompt_attention = self.chosen_attention.attention()
         self.buffers = self._allocate(0)
         progress("weights", total, total)
 
@@ -197,8 +194,8 @@ class CudaModel:
                 k_norm=layer.k_norm,
                 eps=arch.norm_eps,
             )
-            self._attend(batch, qkv, cache, attended, layer.window, scratch)
-            branch = self._post(self._summed(layer.o(attended, normed)), layer.attn_post)
+            found = self._attend(batch, qkv, cache, attended, layer.window, scratch)
+            branch = self._post(self._summed(layer.o(found, normed)), layer.attn_post)
             self._normed_product(layer.gate_up, gate_up, normed, layer.ffn_norm, residual, branch)
             ops.gated_activation(gate_up, product, arch.activation)
             pending = self._post(self._summed(layer.down(product, normed)), layer.ffn_post)
@@ -265,7 +262,8 @@ class CudaModel:
 
     def _attend(
         self, batch: CudaBatch, qkv: Tensor, cache: PagedKV, out: Tensor, window: int, scratch: Tensor | None
-    ) -> None:
+    ) -> Tensor:
+        """In `out`, or where the kernel has put it."""
         heads, decodes = self.q_heads, batch.num_decodes
         if decodes:
             ops.decode_attention(
@@ -280,8 +278,11 @@ class CudaModel:
                 splits=batch.splits,
                 scratch=scratch,
             )
-        if batch.prompts is not None:
-            _prompt_attention(qkv[decodes:], heads, cache, batch.prompts, self._scale, window, out[decodes:])
+        if batch.prompts is None:
+            return out
+        rest = qkv[decodes:], heads, cache, batch.prompts, self._scale, window, out[decodes:]
+        found = self.prompt_attention(*rest, may_move=not decodes)
+        return out if decodes else found
 
     def _finished(self, logits: Tensor) -> Tensor:
         arch = self.arch
@@ -305,37 +306,3 @@ class CudaModel:
         q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
         widths = (hidden, hidden, q + 2 * kv, q, 2 * ffn, ffn)
         return [torch.empty(num_tokens, width, dtype=self.dtype, device="cuda") for width in widths]
-
-
-def _prompt_attention(
-    qkv: Tensor, q_heads: int, cache: PagedKV, prompts: Prompts, scale: float, window: int, out: Tensor
-) -> None:
-    """Causal attention of prompts over their whole contexts, by torch's flash attention."""
-    _, kv_heads, block_size, dim = cache.k.shape
-    block, offset = prompts.context_slots // block_size, prompts.context_slots % block_size
-    keys, values = (_tokens_of(x, unit, block, offset, qkv.dtype) for x, unit in cache.sides)
-    query = qkv.unflatten(1, (-1, dim))[:, :q_heads]
-    found = torch.ops.aten._flash_attention_forward(
-        query,
-        keys,
-        values,
-        prompts.query_start,
-        prompts.context_start,
-        prompts.longest_query,
-        prompts.longest_context,
-        0.0,
-        True,
-        False,
-        scale=scale,
-        window_size_left=window - 1 if window else None,
-        window_size_right=0 if window else None,
-    )[0]
-    out.copy_(found.flatten(1))
-
-
-def _tokens_of(cache: Tensor, unit: float, block: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values [N, Hk, D] of the tokens at (block, offset), in `dtype`; `unit` is that of a cache of float8."""
-    if cache.dtype == dtype:
-        return cache.transpose(1, 2)[block, offset]
-    found = cache.view(torch.uint8).transpose(1, 2)[block, offset].view(cache.dtype).to(dtype)
-    return found if unit == 1.0 else found.mul_(unit)

@@ -52,7 +52,8 @@ def write_model(family: str, directory: Path) -> tuple[Any, Any]:
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family]})
-    twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # Eager: their other attention prepares itself for each of many lengths anew.
+    twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -4,12 +4,15 @@ so a wrong block, slot, position or token shows in what is sampled next.
 
 from __future__ import annotations
 
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from models.attention.prompt_plan import PIECES, Rules
 from models.cuda_ops import JOB, NOT_FINITE, PagedKV
 from trireme.mesh import Mesh
 from workers.noise import NoiseField, noise_key, race_among
@@ -23,6 +26,9 @@ class TwinModel:
 
     vocab_size, num_kv_layers, kv_heads, head_dim = VOCAB, 1, 1, 2
     mesh = Mesh(1, 1, 1)
+
+    def __init__(self, rules: Rules = PIECES) -> None:
+        self.prompt_attention = SimpleNamespace(rules=rules)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
         shape = (num_blocks, 1, block_size, 2)
@@ -38,23 +44,29 @@ class TwinModel:
         written = batch.slots >= 0
         flat[batch.slots[written].long()] = (batch.token_ids[written] + 1).float()[:, None]
         cache.copy_(flat.view(cache.shape[0], size, 1, 2).transpose(1, 2))
-        found = [
-            self._logits(flat[_slots(batch.block_table[row], int(context), size), 0])
-            for row, context in enumerate(batch.context_len[: batch.num_decodes].tolist())
-        ]
+        logits = torch.zeros(batch.token_ids.numel(), VOCAB)
+        for row, context in enumerate(batch.context_len[: batch.num_decodes].tolist()):
+            logits[row] = self._logits(flat[_slots(batch.block_table[row], int(context), size), 0])
         if batch.prompts is not None:
-            found += self._of_prompts(batch, flat)
-        logits = torch.stack(found)
+            self._attend_prompts(batch, flat, size, logits[batch.num_decodes :])
         return logits if batch.logits_index is None else logits[batch.logits_index]
 
-    def _of_prompts(self, batch: Any, flat: Tensor) -> list[Tensor]:
-        prompts, found = batch.prompts, []
-        for row in range(prompts.query_start.numel() - 1):
-            queries = int(prompts.query_start[row + 1] - prompts.query_start[row])
-            start, stop = prompts.context_start[row : row + 2].tolist()
-            tokens = flat[prompts.context_slots[start:stop], 0]
-            found += [self._logits(tokens[: stop - start - queries + 1 + i]) for i in range(queries)]
-        return found
+    def _attend_prompts(self, batch: Any, flat: Tensor, size: int, logits: Tensor) -> None:
+        """Each way as its kernels see it: squares and packed prompts have their own tokens alone."""
+        prompts, plan = batch.prompts, batch.prompts.plan
+        own = (batch.token_ids[batch.num_decodes :] + 1).float()
+        runs = [(w.first + i * w.length, w.length) for w in plan.whole for i in range(w.num)]
+        starts = prompts.fresh_start.tolist()
+        runs += [(plan.fresh_first + a, b - a) for a, b in pairwise(starts)]
+        for first, count in runs:
+            for i in range(first, first + count):
+                logits[i] = self._logits(own[first : i + 1])
+        bounds = pairwise(prompts.bounds.tolist())
+        pieces = zip(bounds, prompts.places.tolist(), prompts.firsts.tolist(), prompts.contexts.tolist(), strict=True)
+        for (begin, stop), place, first, context in pieces:
+            tokens = flat[_slots(prompts.table[place], context, size), 0]
+            for i in range(stop - begin):
+                logits[first + i] = self._logits(tokens[: context - (stop - begin) + i + 1])
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Logits [V] that every token and its position have a say in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from models.attention.prompt_plan import PIECES, Rules
 from models.cuda_batch import HostModel
 from models.forward import HostKV, SoloGroup
 from tests.models.device_twin import VOCAB, TwinModel, sample_rows
@@ -20,7 +22,7 @@ from trireme.errors import EngineError
 from trireme.mesh import Mesh
 from trireme.params import RowParams
 from workers.batch import Batch
-from workers.gpu_graphs import DecodeGraphs, sizes_up_to
+from workers.gpu_graphs import DecodeGraphs, MixedGraphs, mixed_sizes, sizes_up_to
 from workers.gpu_rows import DeviceRows
 from workers.gpu_runner import NOT_FINITE, GpuRunner
 from workers.gpu_steps import Steps, choose_splits
@@ -40,16 +42,21 @@ def host_runner(model: Any, kv: list[Any], *, keeps: bool) -> Runner:
     return Runner(host, kv, batch, inputs, Mesh(1, 1, 1), keeper=SoloGroup() if keeps else None)
 
 
-def make_runner(*, keeps: bool = True, num_graphs: int = NUM_ROWS) -> tuple[GpuRunner, list[HostKV]]:
-    """A runner, and its cache as arrays."""
-    model = cast(Any, TwinModel())
+def make_runner(
+    *, keeps: bool = True, num_graphs: int = NUM_ROWS, rules: Rules = PIECES, sizes: Sequence[tuple[int, int]] = ()
+) -> tuple[GpuRunner, list[HostKV]]:
+    """A runner, and its cache as arrays. `sizes` are those of graphs of small steps with prompts."""
+    model = cast(Any, TwinModel(rules))
     kv = model.allocate_kv(NUM_BLOCKS, BLOCK)
     slow = host_runner(model, kv, keeps=keeps)
     rows = DeviceRows(NUM_ROWS, slow._batch.blocks.shape[1], CPU)
-    steps = Steps(model, kv, rows, sample_rows, block_size=BLOCK, max_tokens=16, device=CPU)
-    graphs = DecodeGraphs(steps, sizes_up_to(num_graphs))
-    graphs.capture(lambda phase, done, total: None)
-    return GpuRunner(steps, graphs, slow._batch, slow), [HostKV(layer.k.numpy(), layer.v.numpy()) for layer in kv]
+    steps = Steps(model, kv, rows, sample_rows, max_tokens=16, device=CPU)
+    graphs, mixed = DecodeGraphs(steps, sizes_up_to(num_graphs)), MixedGraphs(steps, [*sizes])
+    for each in (graphs, mixed):
+        each.capture(lambda phase, done, total: None)
+    return GpuRunner(steps, graphs, slow._batch, slow, mixed), [
+        HostKV(layer.k.numpy(), layer.v.numpy()) for layer in kv
+    ]
 
 
 def alone(job: tuple[list[int], RowParams]) -> Job:
@@ -70,15 +77,24 @@ def is_plain(job: tuple[list[int], RowParams]) -> tuple[list[int], RowParams]:
     st.booleans(),
     st.sampled_from([1, 2, NUM_ROWS]),
     st.booleans(),
+    st.sampled_from([PIECES, Rules(whole_from=4, packs_fresh=True), Rules(whole_from=2, whole_to=6)]),
+    st.sampled_from([(), ((0, 8), (2, 4), (4, 40))]),
 )
 def test_any_plan_gives_what_the_host_gives(
-    jobs: list[Any], seed: int, keeps: bool, num_graphs: int, are_late: bool
+    jobs: list[Any],
+    seed: int,
+    keeps: bool,
+    num_graphs: int,
+    are_late: bool,
+    rules: Rules,
+    sizes: tuple[tuple[int, int], ...],
 ) -> None:
-    """With graphs for few rows or all, tokens kept or told again, and answers that are seen at once or as late as can be."""
+    """With graphs for few rows or all, tokens kept or told again, answers that are seen at once or as late as can be, and prompts
+    that go any way."""
     with pytest.MonkeyPatch.context() as patch:
         if are_late:
             patch.setattr(Answer, "has_come", lambda self: False)
-        runner, kv = make_runner(keeps=keeps, num_graphs=num_graphs)
+        runner, kv = make_runner(keeps=keeps, num_graphs=num_graphs, rules=rules, sizes=sizes)
         together = [Job(*job) for job in jobs]
         planner = RandomPlanner(
             random.Random(seed), together, cast(Any, runner), kv, num_rows=NUM_ROWS, block_size=BLOCK, tolerance=0.0
@@ -172,6 +188,33 @@ def test_graph_sizes_end_with_the_batch() -> None:
     assert sizes_up_to(256)[-1] == 256
     assert len(sizes_up_to(256)) == 23
     assert sizes_up_to(4096)[-1] == 512
+
+
+def test_small_steps_with_prompts_have_graphs_up_to_the_batch() -> None:
+    assert mixed_sizes(256, 8192)[:5] == [(0, 32), (0, 128), (0, 256), (0, 512), (8, 32)]
+    assert mixed_sizes(256, 8192)[-1] == (256, 512)
+    assert mixed_sizes(4, 100) == [(0, 32), (4, 32)]
+
+
+def test_a_small_step_is_padded_to_the_least_size_that_holds_it() -> None:
+    runner, _ = make_runner(sizes=[(0, 4), (2, 4), (2, 16)])
+    sizes: list[tuple[int, int]] = []
+    graphs = runner._mixed_graphs
+    assert graphs is not None
+    graphs._launch = {
+        size: (lambda size=size, launch=launch: (sizes.append(size), launch()))
+        for size, launch in graphs._launch.items()
+    }
+    first = new_row(0, [5, 6, 7], RowParams(4), blocks=[3, 8])
+    second = new_row(1, [*range(1, 10)], RowParams(4), blocks=[9, 4, 30])
+    assert rows_and_tokens(runner.execute(plan_of(new=[first], rows=[0], num_tokens=[3]))) == (
+        [0],
+        alone(([5, 6, 7], RowParams(4))).outputs[:1],
+    )
+    found = runner.execute(plan_of(step=2, new=[second], rows=[0, 1], num_tokens=[1, 9], num_computed=[3, 0]))
+    expected = alone(([5, 6, 7], RowParams(4))).outputs[1:2] + alone(([*range(1, 10)], RowParams(4))).outputs[:1]
+    assert rows_and_tokens(found) == ([0, 1], expected)
+    assert sizes == [(0, 4), (2, 16)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""Every attention kernel for prompts that is here, and plans that mix them, against attention in float64. Skipped without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.attention.cuda_prompt import PromptAttention, Prompts
+from models.attention.cuda_registry import KERNELS, Kernel, Need, candidates, choose_on_card
+from models.attention.prompt_plan import PIECES, Rules, order_prompts, plan_prompts
+from models.cuda_ops import PagedKV
+from models.cuda_reference import piece_attention_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+COUNTS, COMPUTED = [2, 300, 300, 70, 1100, 33, 64, 5], [700, 0, 0, 0, 0, 16, 0, 90]
+WAYS = {"pieces": PIECES, "fresh": Rules(packs_fresh=True), "whole": Rules(whole_from=300)}
+
+
+class Case:
+    """Prompts of many lengths, some behind a past, after rotation: a step's own keys are in the cache already."""
+
+    def __init__(
+        self, heads: tuple[int, int], dim: int, dtype: torch.dtype, rules: Rules, block_size: int = 16
+    ) -> None:
+        torch.manual_seed(0)
+        counts, computed = (torch.tensor(x, dtype=torch.int32).numpy() for x in (COUNTS, COMPUTED))
+        order = order_prompts(counts, computed, rules)
+        self.heads, self.dim, counts, computed = heads, dim, counts[order], computed[order]
+        self.counts, self.computed = counts, computed
+        self.qkv = torch.randn(int(counts.sum()), (heads[0] + 2 * heads[1]) * dim, device="cuda").to(dtype)
+        width = int(-(-(counts + computed).max() // block_size)) + 1
+        self.table = torch.randperm(counts.size * width, device="cuda").view(-1, width).int()
+        shape = (counts.size * width, heads[1], block_size, dim)
+        self.cache = PagedKV(*(torch.randn(shape, device="cuda").to(dtype) for _ in range(2)))
+        row = torch.repeat_interleave(torch.arange(counts.size), torch.from_numpy(counts).long()).cuda()
+        start = torch.from_numpy(counts.cumsum() - counts).cuda()
+        at = torch.arange(len(row), device="cuda") - start[row] + torch.from_numpy(computed).cuda()[row]
+        block = self.table[row, at // block_size].long()
+        k, v = self.qkv.unflatten(1, (-1, dim))[:, heads[0] :].split(heads[1], 1)
+        self.cache.k[block, :, at % block_size], self.cache.v[block, :, at % block_size] = k, v
+
+    def run(self, attention: Any, rules: Rules, window: int) -> Tensor:
+        plan = plan_prompts(self.counts, self.computed, rules)
+        prompts = Prompts.of(plan, self.table, (torch.from_numpy(column).cuda() for column in plan.columns))
+        out = torch.full((len(self.qkv), self.heads[0] * self.dim), float("nan"), device="cuda", dtype=self.qkv.dtype)
+        found = attention(self.qkv, self.heads[0], self.cache, prompts, self.dim**-0.5, window, out)
+        return out if found is None else found
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.way in WAYS], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize(("heads", "dim"), [((8, 2), 128), ((3, 3), 64), ((16, 1), 256)])
+def test_a_kernel_gives_attention(kernel: Kernel, window: int, heads: tuple[int, int], dim: int) -> None:
+    missing = kernel.lacks(Need(torch.bfloat16, dim, window))
+    if missing or (window and kernel.way == "whole"):
+        pytest.skip(missing or "squares have no windows")
+    rules = WAYS[kernel.way]
+    case, run = Case(heads, dim, torch.bfloat16, rules), kernel.load()
+    ways: dict[str, Any] = {kernel.way: run} if kernel.way != "pieces" else {}
+    pieces = run if kernel.way == "pieces" else piece_attention_reference
+    found = case.run(PromptAttention(rules, pieces, **ways), rules, window)
+    expected = case.run(piece_attention_reference, PIECES, window)
+    assert error(found, expected) < 6e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 600])
+def test_what_is_chosen_gives_attention(dtype: torch.dtype, window: int) -> None:
+    chosen = choose_on_card(Need(dtype, 128, window), 8, 2)
+    for rules in {chosen.rules, PIECES}:
+        case = Case((8, 2), 128, dtype, rules)
+        expected = case.run(piece_attention_reference, PIECES, window)
+        assert error(case.run(chosen.attention(), rules, window), expected) < 6e-3
+
+
+@pytest.mark.parametrize("kernel", candidates("pieces", Need(torch.bfloat16, 64))[0], ids=lambda kernel: kernel.name)
+def test_pieces_read_an_fp8_cache_and_any_block_size(kernel: Kernel) -> None:
+    case = Case((4, 2), 64, torch.bfloat16, PIECES, block_size=32)
+    cache = case.cache
+    case.cache = PagedKV(*((x.float() / 0.5).to(torch.float8_e4m3fn) for x in (cache.k, cache.v)), 0.5, 0.5)
+    expected = case.run(piece_attention_reference, PIECES, 0)
+    assert error(case.run(kernel.load(), PIECES, 0), expected) < 6e-3
