@@ -27,12 +27,12 @@ class Order(NamedTuple):
     decodes: int
 
 
-def order_of(batch: HostBatch, rules: Rules = PIECES) -> Order:
+def order_of(batch: HostBatch) -> Order:
     counts = np.diff(batch.query_start)
     is_decode = counts == 1
     rows = np.flatnonzero(~is_decode)
     computed = batch.context_len[rows] - counts[rows]
-    rows = np.concatenate((np.flatnonzero(is_decode), rows[order_prompts(counts[rows], computed, rules)]))
+    rows = np.concatenate((np.flatnonzero(is_decode), rows[order_prompts(counts[rows], computed)]))
     starts = batch.query_start[:-1][rows].astype(np.int64)
     sizes = counts[rows]
     ends = np.cumsum(sizes)
@@ -46,7 +46,7 @@ def upload(batch: HostBatch, *, rules: Rules = PIECES, splits: int = 1, device: 
     def sent(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
-    rows, tokens, decodes = order_of(batch, rules)
+    rows, tokens, decodes = order_of(batch)
     place = np.empty_like(tokens)
     place[tokens] = np.arange(tokens.size)
     index = place[batch.logits_index]

@@ -109,7 +109,7 @@ def mix(
     check_rows(batch, step, context)
     is_decode = step.num_tokens == 1
     prompts = np.flatnonzero(~is_decode)
-    prompts = prompts[order_prompts(step.num_tokens[prompts], step.num_computed[prompts], rules)]
+    prompts = prompts[order_prompts(step.num_tokens[prompts], step.num_computed[prompts])]
     order = np.concatenate((np.flatnonzero(is_decode), prompts))
     decodes = int(is_decode.sum())
     counts, contexts, rows = step.num_tokens[order], context[order], step.rows[order]

@@ -300,6 +300,7 @@ class CudaModel:
     def reserve(self, num_tokens: int) -> None:
         """Makes the activations of the largest step, so that no later one moves them: graphs remember addresses."""
         self.buffers = self._allocate(num_tokens)
+        self.prompt_attention.prepare(self.buffers[2], self.q_heads, self.kv_heads, self._scale)
 
     def _allocate(self, num_tokens: int) -> list[Tensor]:
         hidden, ffn = self.arch.hidden, self.shares.ffn.size

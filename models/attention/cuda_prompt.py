@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from models.attention.prompt_plan import PromptPlan, Rules, Whole
+from models.attention.prompt_plan import PromptPlan, Rules, Whole, usual_squares
 from models.cuda_ops import PagedKV
 
 
@@ -95,6 +95,12 @@ class PromptAttention:
         if plan.piece_row.size:
             self._pieces(qkv, q_heads, cache, prompts, scale, window, out)
         return out
+
+    def prepare(self, qkv: Tensor, q_heads: int, kv_heads: int, scale: float) -> None:
+        """Computes the usual squares once, over whatever `qkv` [most tokens, (Hq + 2 Hk) * D] holds: some libraries plan each shape
+        when they first meet it, for 50 ms. By the thread that will launch: they remember for each thread."""
+        for whole in usual_squares(self.rules, qkv.shape[0]):
+            self._square(qkv, q_heads, kv_heads, whole, scale)
 
     def _square(self, qkv: Tensor, q_heads: int, kv_heads: int, whole: Whole, scale: float) -> Tensor:
         assert self._whole is not None

@@ -24,8 +24,8 @@ class Rules(NamedTuple):
     """What goes which way. By default everything is pieces."""
 
     whole_from: int = 0  # tokens; prompts from here on are dense squares, 0: none
-    whole_to: int = 1 << 30  # a sliding window: longer ones are not
-    packs_fresh: bool = False
+    whole_to: int = 1 << 30  # a sliding window: longer ones are pieces
+    packs_fresh: bool = False  # those that are shorter
 
 
 PIECES = Rules()
@@ -63,17 +63,28 @@ class PromptPlan:
         return int(self.piece_bounds[-1])
 
 
+def usual_squares(rules: Rules, most_tokens: int) -> list[Whole]:
+    """Squares that are likely to come, in steps of up to `most_tokens`: of lengths that are powers of two."""
+    found = []
+    length = 1 << max(rules.whole_from - 1, 0).bit_length()
+    while rules.whole_from and length <= min(rules.whole_to, most_tokens):
+        most = min(MOST_TOGETHER, most_tokens // length)
+        found += [Whole(0, 1 << power, length) for power in range(most.bit_length())]
+        length *= 2
+    return found
+
+
 def square_of(length: int) -> int:
     """The greatest usual length within `length`: eight to an octave."""
     unit = max(1, (1 << length.bit_length() - 1) // PER_OCTAVE)
     return length // unit * unit
 
 
-def order_prompts(counts: Ints, computed: Ints, rules: Rules) -> NDArray[np.int64]:
-    """The order in which prompts stand in a step: those with a past, whole ones by length, fresh ones."""
-    is_whole = _are_whole(counts, computed, rules)
-    kind = np.where(is_whole, 1, np.where(computed == 0, 2, 0))
-    return np.lexsort((np.where(is_whole, counts, 0), kind))
+def order_prompts(counts: Ints, computed: Ints) -> NDArray[np.int64]:
+    """The order in which prompts stand in a step: those with a past, then new ones, the longest first. It depends on no rules,
+    since ranks that share a model may have chosen different kernels."""
+    is_new = computed == 0
+    return np.lexsort((np.where(is_new, -counts, 0), is_new))
 
 
 def plan_prompts(counts: Ints, computed: Ints, rules: Rules) -> PromptPlan:
@@ -81,7 +92,7 @@ def plan_prompts(counts: Ints, computed: Ints, rules: Rules) -> PromptPlan:
     ends = np.cumsum(counts)
     starts = ends - counts
     is_whole = _are_whole(counts, computed, rules)
-    is_fresh = rules.packs_fresh & ~is_whole & (computed == 0)
+    is_fresh = (computed == 0) & (counts < (rules.whole_from or counts + 1)) & rules.packs_fresh
     squares = np.zeros_like(counts)
     squares[is_whole] = [square_of(count) for count in counts[is_whole].tolist()]
     left = np.where(is_fresh, 0, counts - squares)

@@ -106,7 +106,7 @@ def _attend(
 # Sizes and addresses that differ between steps must not lead to another compilation.
 @triton.jit(
     do_not_specialize=["num_pieces", "table_stride"],
-    do_not_specialize_on_alignment=["q_base", "out_base", "table", "places", "firsts", "bounds", "contexts"],
+    do_not_specialize_on_alignment=["table", "places", "firsts", "bounds", "contexts"],
 )
 def _piece_kernel(
     q_base,

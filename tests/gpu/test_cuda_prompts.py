@@ -25,12 +25,10 @@ WAYS = {"pieces": PIECES, "fresh": Rules(packs_fresh=True), "whole": Rules(whole
 class Case:
     """Prompts of many lengths, some behind a past, after rotation: a step's own keys are in the cache already."""
 
-    def __init__(
-        self, heads: tuple[int, int], dim: int, dtype: torch.dtype, rules: Rules, block_size: int = 16
-    ) -> None:
+    def __init__(self, heads: tuple[int, int], dim: int, dtype: torch.dtype, block_size: int = 16) -> None:
         torch.manual_seed(0)
         counts, computed = (torch.tensor(x, dtype=torch.int32).numpy() for x in (COUNTS, COMPUTED))
-        order = order_prompts(counts, computed, rules)
+        order = order_prompts(counts, computed)
         self.heads, self.dim, counts, computed = heads, dim, counts[order], computed[order]
         self.counts, self.computed = counts, computed
         self.qkv = torch.randn(int(counts.sum()), (heads[0] + 2 * heads[1]) * dim, device="cuda").to(dtype)
@@ -65,7 +63,7 @@ def test_a_kernel_gives_attention(kernel: Kernel, window: int, heads: tuple[int,
     if missing or (window and kernel.way == "whole"):
         pytest.skip(missing or "squares have no windows")
     rules = WAYS[kernel.way]
-    case, run = Case(heads, dim, torch.bfloat16, rules), kernel.load()
+    case, run = Case(heads, dim, torch.bfloat16), kernel.load()
     ways: dict[str, Any] = {kernel.way: run} if kernel.way != "pieces" else {}
     pieces = run if kernel.way == "pieces" else piece_attention_reference
     found = case.run(PromptAttention(rules, pieces, **ways), rules, window)
@@ -78,14 +76,14 @@ def test_a_kernel_gives_attention(kernel: Kernel, window: int, heads: tuple[int,
 def test_what_is_chosen_gives_attention(dtype: torch.dtype, window: int) -> None:
     chosen = choose_on_card(Need(dtype, 128, window), 8, 2)
     for rules in {chosen.rules, PIECES}:
-        case = Case((8, 2), 128, dtype, rules)
+        case = Case((8, 2), 128, dtype)
         expected = case.run(piece_attention_reference, PIECES, window)
         assert error(case.run(chosen.attention(), rules, window), expected) < 6e-3
 
 
 @pytest.mark.parametrize("kernel", candidates("pieces", Need(torch.bfloat16, 64))[0], ids=lambda kernel: kernel.name)
 def test_pieces_read_an_fp8_cache_and_any_block_size(kernel: Kernel) -> None:
-    case = Case((4, 2), 64, torch.bfloat16, PIECES, block_size=32)
+    case = Case((4, 2), 64, torch.bfloat16, block_size=32)
     cache = case.cache
     case.cache = PagedKV(*((x.float() / 0.5).to(torch.float8_e4m3fn) for x in (cache.k, cache.v)), 0.5, 0.5)
     expected = case.run(piece_attention_reference, PIECES, 0)

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from models.attention.cuda_prompt import PromptAttention, Prompts, gather
 from models.attention.cuda_registry import KERNELS, LENGTHS, UNTRIED, Kernel, Need, Timing, candidates, choose
-from models.attention.prompt_plan import PIECES, PromptPlan, Rules, Whole, order_prompts, plan_prompts, square_of
+from models.attention.prompt_plan import (
+    PIECES,
+    PromptPlan,
+    Rules,
+    Whole,
+    order_prompts,
+    plan_prompts,
+    square_of,
+    usual_squares,
+)
 from models.cuda_ops import PagedKV
 from models.cuda_reference import piece_attention_reference
 
@@ -25,13 +34,13 @@ RULES = [
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
 
 
-def random_prompts(seed: int, rules: Rules) -> tuple[Any, Any]:
+def random_prompts(seed: int) -> tuple[Any, Any]:
     """(counts, computed) in a plan's order."""
     rng = random.Random(seed)
     size = rng.randrange(1, 9)
     counts = np.array([rng.choice([2, 3, 8, 8, 8, 11, 17, 40]) for _ in range(size)], np.int32)
     computed = np.array([rng.choice([0, 0, 0, 1, 9]) for _ in range(size)], np.int32)
-    order = order_prompts(counts, computed, rules)
+    order = order_prompts(counts, computed)
     return counts[order], computed[order]
 
 
@@ -48,7 +57,7 @@ def covered(plan: PromptPlan, num_tokens: int) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("seed", range(12))
 def test_every_query_is_in_one_part(rules: Rules, seed: int) -> None:
-    counts, computed = random_prompts(seed, rules)
+    counts, computed = random_prompts(seed)
     assert (covered(plan_prompts(counts, computed, rules), int(counts.sum())) == 1).all()
 
 
@@ -67,6 +76,50 @@ def test_prompts_of_a_usual_length_go_together_by_powers_of_two() -> None:
     plan = plan_prompts(counts, 0 * counts, Rules(whole_from=512))
     assert [(whole.first, whole.num) for whole in plan.whole] == [(0, 4), (4096, 2), (6144, 1)]
     assert plan.num_queries == 0
+
+
+def test_the_order_is_the_same_under_all_rules_and_keeps_equal_lengths_together() -> None:
+    counts, computed = np.array([5, 30, 8, 30, 2], np.int32), np.array([0, 0, 7, 0, 0], np.int32)
+    assert order_prompts(counts, computed).tolist() == [2, 1, 3, 0, 4]
+
+
+def test_prompts_longer_than_a_window_are_pieces() -> None:
+    counts = np.array([50, 20, 7], np.int32)
+    plan = plan_prompts(counts, 0 * counts, Rules(whole_from=10, whole_to=30, packs_fresh=True))
+    assert plan.whole == (Whole(50, 1, 20),)
+    assert (plan.piece_first.tolist(), plan.num_queries) == ([0], 50)
+    assert (plan.fresh_first, plan.fresh_start.tolist()) == (70, [0, 7])
+
+
+def test_usual_squares_fill_a_step() -> None:
+    assert usual_squares(Rules(whole_from=1000), 4096) == [
+        *(Whole(0, num, 1024) for num in (1, 2, 4)),
+        *(Whole(0, num, 2048) for num in (1, 2)),
+        Whole(0, 1, 4096),
+    ]
+    assert [whole.length for whole in usual_squares(Rules(1024, whole_to=1024), 1 << 16)] == [1024] * 5
+    assert usual_squares(PIECES, 4096) == []
+
+
+def test_prepared_are_the_shapes_that_plans_ask_for() -> None:
+    shapes = []
+
+    def seen(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        shapes.append((q.shape, k.shape, q.stride(), v.stride()))
+        return whole(q, k, v, scale)
+
+    rules, qkv = Rules(whole_from=8), torch.randn(40, (HEADS + 2 * KV_HEADS) * DIM)
+    attention = PromptAttention(rules, piece_attention_reference, whole=seen)
+    attention.prepare(qkv[:32], HEADS, KV_HEADS, 0.3)
+    prepared = set(shapes)
+    counts = np.array([16, 8, 8, 8], np.int32)
+    plan = plan_prompts(counts, 0 * counts, rules)
+    cache = PagedKV(torch.empty(1, KV_HEADS, BLOCK, DIM), torch.empty(1, KV_HEADS, BLOCK, DIM))
+    prompts = Prompts.of(plan, torch.zeros(4, 1).int(), map(torch.from_numpy, plan.columns))
+    shapes.clear()
+    attention(qkv, HEADS, cache, prompts, 0.3, 0, torch.empty(40, HEADS * DIM))
+    assert len(shapes) == 3
+    assert set(shapes) <= prepared
 
 
 def test_squares_have_eight_lengths_to_an_octave() -> None:
@@ -120,7 +173,7 @@ def over_copies(
 @pytest.mark.parametrize("seed", range(4))
 def test_parts_together_are_attention_over_whole_contexts(pieces: Any, rules: Rules, seed: int) -> None:
     torch.manual_seed(seed)
-    counts, computed = random_prompts(seed, rules)
+    counts, computed = random_prompts(seed)
     plan, tokens = plan_prompts(counts, computed, rules), int(counts.sum())
     qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * DIM)
     width = int(-(-(counts + computed).max() // BLOCK))

@@ -37,7 +37,7 @@ def test_a_gpu_is_chosen_where_there_is_one_that_can():
     assert config.parallel.device == "cuda"
     assert config.parallel.worker_kind == "cuda"
     assert (config.model.dtype, config.cache.kv_dtype) == ("bfloat16", "bfloat16")
-    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_tokens) == (256, 8192)
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_tokens) == (256, 16384)
     assert config.cache.kv_memory is None  # the worker measures what is left
     assert {"device", "dtype", "kv-dtype"} <= set(reasons(decisions))
     again, _ = resolve(config, ModelFacts(SMOL, "m", 98 << 20), BOX)
