@@ -8,16 +8,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from models import cuda_ops, cuda_reference
+from models.arch import cuda
 from models.arch.cuda import CudaBatch, CudaModel
 from models.arch.stage import weight_names
+from models.attention.cuda_prompt import PromptAttention, Prompts
+from models.attention.cuda_registry import LENGTHS, Kernel, Timing, choose
+from models.attention.prompt_plan import PIECES, Rules, plan_prompts
 from models.cuda_shards import own_weights
 from models.shards import Shares
+from tests.models.test_prompt_plan import fresh, whole
 from tests.models.test_shards import Stored, arch_of
 from trireme.arch_spec import ArchSpec
 from trireme.mesh import Mesh
@@ -44,6 +50,8 @@ class OnCpu(TorchFunctionMode):
 def plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OPS:
         monkeypatch.setattr(cuda_ops, name, getattr(cuda_reference, name + "_reference"))
+    kernel = Kernel("reference", "pieces", lambda: cuda_reference.piece_attention_reference)
+    monkeypatch.setattr(cuda, "choose_on_card", lambda need, *_: choose(need, [Timing(kernel, (1.0,) * len(LENGTHS))]))
 
 
 class Meeting:
@@ -147,3 +155,48 @@ def test_logits_are_those_of_one_card(shape: tuple[int, int], changes: dict[str,
     assert alone[-1].std() > 0.1
     for a, b in zip(alone, spread, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "rules", [PIECES, Rules(packs_fresh=True), Rules(whole_from=3)], ids=["pieces", "fresh", "whole"]
+)
+def test_prompts_give_what_their_tokens_give_one_by_one(rules: Rules) -> None:
+    """All prompts in one step, beside nothing, and the last row as a decode of its last token beside the others."""
+    arch = arch_of(tie_embeddings=False)
+    make_source = stored(arch)
+    expected = torch.stack(logits_of(arch, 1, 1, make_source), 1)  # [rows, steps, vocabulary]
+    with OnCpu(), torch.inference_mode():
+        model = CudaModel(
+            arch, make_source(Shares(arch, Mesh(1, 1, 1))), torch.float32, max_len=16, progress=lambda *_: None
+        )
+        model.prompt_attention = PromptAttention(
+            rules, cuda_reference.piece_attention_reference, whole=whole, fresh=fresh
+        )
+        kv = model.allocate_kv(ROWS * 2, BLOCK)
+        found = model.run(prompts_of([*range(ROWS)], rules), kv).view(ROWS, STEPS, -1)
+        again = model.run(prompts_of([ROWS - 1, *range(ROWS - 1)], rules, num_decodes=1), kv)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(again[0], expected[-1, -1], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(again[1:].view(ROWS - 1, STEPS, -1), expected[:-1], rtol=1e-3, atol=1e-3)
+
+
+def prompts_of(rows: list[int], rules: Rules, num_decodes: int = 0) -> CudaBatch:
+    """All STEPS tokens of `rows` as prompts, but of the first `num_decodes` the last token alone."""
+    whole_rows = [(row, step) for row in rows[num_decodes:] for step in range(STEPS)]
+    tokens = [(row, STEPS - 1) for row in rows[:num_decodes]] + whole_rows
+    row, step = torch.tensor(tokens).T.int()
+    every = batch_of(0).block_table
+    counts = np.full(len(rows) - num_decodes, STEPS, np.int32)
+    plan = plan_prompts(counts, 0 * counts, rules)
+    _, *columns = map(torch.from_numpy, plan.columns)
+    places = torch.tensor(rows[num_decodes:]).int()[plan.piece_row.tolist()]
+    return CudaBatch(
+        token_ids=(7 * row + 11 * step) % 50,
+        positions=step,
+        slots=every[row.long(), (step // BLOCK).long()] * BLOCK + step % BLOCK,
+        context_len=torch.full((num_decodes,), STEPS).int(),
+        block_table=every[rows[:num_decodes]],
+        logits_index=None,
+        num_decodes=num_decodes,
+        prompts=Prompts.of(plan, every, (places, *columns)),
+    )

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from models.attention.prompt_plan import PIECES, Rules
 from models.cuda_batch import HostModel
 from models.cuda_ops import PagedKV
 from models.forward import HostKV
@@ -21,7 +22,7 @@ from transport.messages import StepPlan, StepResult
 from trireme.mesh import Mesh
 from trireme.params import RowParams
 from workers.batch import Batch
-from workers.gpu_graphs import DecodeGraphs, sizes_up_to
+from workers.gpu_graphs import DecodeGraphs, MixedGraphs, sizes_up_to
 from workers.gpu_ranks import sampling_mesh
 from workers.gpu_rows import DeviceRows
 from workers.gpu_runner import GpuRunner
@@ -31,9 +32,10 @@ from workers.runner import Runner
 
 
 class StageModel(TwinModel):
-    """A stage: the first tells how many tokens it has computed, the last one computes as many."""
+    """A stage: the first tells which tokens it has computed, the last one computes as many. They plan prompts differently."""
 
     def __init__(self, mesh: Mesh, passed: deque[list[int]]) -> None:
+        super().__init__(Rules(whole_from=4, packs_fresh=True) if mesh.is_last_stage else PIECES)
         self.mesh, self._passed = mesh, passed
 
     def run(self, batch: Any, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
@@ -52,10 +54,12 @@ def make_stage(mesh: Mesh, passed: deque[list[int]], num_graphs: int) -> tuple[G
     inputs = InputBuilder(128, NUM_ROWS, MAX_LEN // BLOCK)
     slow = Runner(cast(Any, HostModel(cast(Any, model), "cpu")), cast(Any, kv), batch, inputs, sampling_mesh(mesh))
     rows = DeviceRows(NUM_ROWS, batch.blocks.shape[1], CPU)
-    steps = Steps(model, kv, rows, sample_rows, block_size=BLOCK, max_tokens=16, device=CPU)
+    steps = Steps(model, kv, rows, sample_rows, max_tokens=16, device=CPU)
     graphs = DecodeGraphs(steps, sizes_up_to(num_graphs) if num_graphs else [])
-    graphs.capture(lambda phase, done, total: None)
-    return GpuRunner(steps, graphs, batch, slow), [HostKV(layer.k.numpy(), layer.v.numpy()) for layer in kv]
+    mixed = MixedGraphs(steps, [(0, 8), (2, 4)] if num_graphs > 1 else [])
+    for each in (graphs, mixed):
+        each.capture(lambda phase, done, total: None)
+    return GpuRunner(steps, graphs, batch, slow, mixed), [HostKV(layer.k.numpy(), layer.v.numpy()) for layer in kv]
 
 
 class Pipeline:
