@@ -1,5 +1,5 @@
 // Products of few rows of x with a weight of float8 values and a scale per output: half the bytes of skinny.cu, the same plan.
-// A thread's 16 bytes are 16 neighbouring k's of one row; x is read with the same assignment, one piece ahead. x keeps its 16 bits, the
+// A thread's 16 bytes are 16 neighbouring k's of one row; x is read with the same assignment. x keeps its 16 bits, the
 // weight being unpacked (four k's to a step), or is float8 itself with a scale per row, which halves what more rows read of x.
 #include "cuda/products.cuh"
 
@@ -56,17 +56,6 @@ __global__ void __launch_bounds__(kProductWarps * 32) fp8_kernel(SkinnyArgs args
 #pragma unroll
   for (int m = 0; m < MT; ++m) columns[m] = static_cast<const T*>(args.x) + (m * 8 + g < args.m ? m * 8 + g : 0) * args.x_stride + t * 16;
   float acc[NT][MT][4] = {};
-  uint4 next[MT][2] = {};
-  auto fetch_x = [&](int k) {
-    if (k < args.k) {
-#pragma unroll
-      for (int m = 0; m < MT; ++m) {
-        next[m][0] = *reinterpret_cast<const uint4*>(columns[m] + k);
-        next[m][1] = *reinterpret_cast<const uint4*>(columns[m] + k + 8);
-      }
-    }
-  };
-  fetch_x(warp * kPiece);
   for (int k = warp * kPiece; k < args.k;) {
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
@@ -74,10 +63,9 @@ __global__ void __launch_bounds__(kProductWarps * 32) fp8_kernel(SkinnyArgs args
         uint4 x[MT][2];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-          x[m][0] = next[m][0];
-          x[m][1] = next[m][1];
+          x[m][0] = *reinterpret_cast<const uint4*>(columns[m] + k);
+          x[m][1] = *reinterpret_cast<const uint4*>(columns[m] + k + 8);
         }
-        fetch_x(k + step);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
           const uint32_t low[4] = {pieces[i][n][0].x, pieces[i][n][0].y, pieces[i][n][0].z, pieces[i][n][0].w};
@@ -124,7 +112,7 @@ __device__ __forceinline__ void multiply_fp8(float (&c)[4], uint32_t a0, uint32_
 }
 
 template <class T, int NT, int MT, int DEPTH>
-__global__ void __launch_bounds__(kProductWarps * 32) fp8_both_kernel(SkinnyArgs args) {
+__global__ void __launch_bounds__(kProductWarps * 32, 2) fp8_both_kernel(SkinnyArgs args) {
   extern __shared__ float sums[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first = blockIdx.x * 16 * NT, step = kProductWarps * kPiece;
@@ -187,7 +175,7 @@ template <class T>
 void run_both(const SkinnyArgs& args, Stream stream) {
   if (args.m <= 8) return launch_products<1, 1>(fp8_both_kernel<T, 1, 1, 4>, args, stream);
   if (args.m <= 16) return launch_products<2, 2>(fp8_both_kernel<T, 2, 2, 3>, args, stream);
-  launch_products<2, 4>(fp8_both_kernel<T, 2, 4, 3>, args, stream);
+  launch_products<2, 4>(fp8_both_kernel<T, 2, 4, 2>, args, stream);
 }
 
 }  // namespace

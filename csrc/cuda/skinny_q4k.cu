@@ -9,16 +9,11 @@ namespace {
 
 constexpr int kValues = 256, kBytes = 144;  // of a super-block
 
-__device__ __forceinline__ uint2 load_stream_half(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-
-// What a thread has of a super-block: heads of rows g and g + 8, and of each of their four 32-byte chunks the t-th 8 bytes.
+// What a thread has of a super-block: heads of rows g and g + 8, and of both halves of their nibbles the t-th 16 bytes. Those lie in
+// chunk 2 * j + t / 2 of 32 bytes, whose low nibbles are one run of 32 values, and whose high ones are the next.
 struct Super {
   uint4 head[2];
-  uint2 nibbles[2][4];
+  uint4 nibbles[2][2];
 };
 
 __device__ __forceinline__ Super load_super(const uint8_t* const (&rows)[2], int64_t index, int t) {
@@ -28,7 +23,7 @@ __device__ __forceinline__ Super load_super(const uint8_t* const (&rows)[2], int
     const uint8_t* p = rows[half] + index * kBytes;
     super.head[half] = load_stream(p);
 #pragma unroll
-    for (int chunk = 0; chunk < 4; ++chunk) super.nibbles[half][chunk] = load_stream_half(p + 16 + chunk * 32 + t * 8);
+    for (int j = 0; j < 2; ++j) super.nibbles[half][j] = load_stream(p + 16 + j * 64 + t * 16);
   }
   return super;
 }
@@ -98,39 +93,54 @@ struct Factors {
 
 __device__ __forceinline__ Factors factors_of(const Scales& s) { return {s.d, -8388608.0f * s.d, -s.dmin, 8388608.0f * s.dmin}; }
 
-// Byte i of a word times `factor`, as a pair of T.
+// A byte of a word (by its __byte_perm selector) times `factor`, as a pair of T.
 template <class T>
-__device__ __forceinline__ uint32_t scaled_byte(uint32_t word, int i, float factor, float zero) {
-  const float value = fmaf(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u | i)), factor, zero);
-  return pair_of<T>(value, value);
+__device__ __forceinline__ uint32_t scaled_byte(uint32_t word, uint32_t selector, float factor, float zero) {
+  const T value = from_float<T>(fmaf(__uint_as_float(__byte_perm(word, 0x4b000000u, selector)), factor, zero));
+  const uint32_t bits = *reinterpret_cast<const uint16_t*>(&value);
+  return __byte_perm(bits, bits, 0x1010);
 }
 
+// `columns` are rows of x from the thread's first value on: k's of its chunk, 16 of each run.
 template <class T, int MT>
-__device__ __forceinline__ void add_super(float (&total)[MT][4], const Super& super, const T* const (&columns)[MT], int64_t k) {
+__device__ __forceinline__ void add_super(float (&total)[MT][4], const Super& super, const T* const (&columns)[MT], int64_t k, uint32_t pick) {
   const Scales scales[2] = {unpack_scales(super.head[0]), unpack_scales(super.head[1])};
   const Factors factors[2] = {factors_of(scales[0]), factors_of(scales[1])};
 #pragma unroll
-  for (int run = 0; run < 8; ++run) {
-    uint4 x[MT];
+  for (int j = 0; j < 2; ++j) {
 #pragma unroll
-    for (int m = 0; m < MT; ++m) x[m] = *reinterpret_cast<const uint4*>(columns[m] + k + run * 32);
-    const int shift = run % 2 * 4;
-    uint32_t a[2][4];  // of two steps: row g, row g + 8, both again
+    for (int high = 0; high < 2; ++high) {
+      uint4 x[MT][2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Factors& f = factors[half];
-      const uint32_t scale = scaled_byte<T>(scales[half].scales[run / 4], run % 4, f.d, f.zero);
-      const uint32_t less = scaled_byte<T>(scales[half].minima[run / 4], run % 4, f.dmin, f.zero_min);
-      const uint2 bytes = super.nibbles[half][run / 2];
-      a[0][half] = value_pair<T>(nibble_pair<T>(bytes.x >> shift), scale, less);
-      a[0][half + 2] = value_pair<T>(nibble_pair<T>(bytes.x >> (shift + 8)), scale, less);
-      a[1][half] = value_pair<T>(nibble_pair<T>(bytes.y >> shift), scale, less);
-      a[1][half + 2] = value_pair<T>(nibble_pair<T>(bytes.y >> (shift + 8)), scale, less);
-    }
+      for (int m = 0; m < MT; ++m) {
+        const uint4* p = reinterpret_cast<const uint4*>(columns[m] + k + j * 128 + high * 32);
+        x[m][0] = p[0];
+        x[m][1] = p[1];
+      }
+      uint32_t scale[2], less[2];
 #pragma unroll
-    for (int m = 0; m < MT; ++m) {
-      multiply<T>(total[m], a[0][0], a[0][1], a[0][2], a[0][3], evens_of(x[m].x, x[m].y), odds_of(x[m].x, x[m].y));
-      multiply<T>(total[m], a[1][0], a[1][1], a[1][2], a[1][3], evens_of(x[m].z, x[m].w), odds_of(x[m].z, x[m].w));
+      for (int half = 0; half < 2; ++half) {
+        const Factors& f = factors[half];
+        scale[half] = scaled_byte<T>(scales[half].scales[j], pick + high, f.d, f.zero);
+        less[half] = scaled_byte<T>(scales[half].minima[j], pick + high, f.dmin, f.zero_min);
+      }
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        uint32_t a[4];  // rows g, g + 8, both again: values 0 and 2, then 1 and 3
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4& n = super.nibbles[half][j];
+          const uint32_t bytes = (word == 0 ? n.x : word == 1 ? n.y : word == 2 ? n.z : n.w) >> (4 * high);
+          a[half] = value_pair<T>(nibble_pair<T>(bytes), scale[half], less[half]);
+          a[half + 2] = value_pair<T>(nibble_pair<T>(bytes >> 8), scale[half], less[half]);
+        }
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+          const uint4& v = x[m][word / 2];
+          const uint32_t c = word % 2 == 0 ? v.x : v.z, d = word % 2 == 0 ? v.y : v.w;
+          multiply<T>(total[m], a[0], a[1], a[2], a[3], evens_of(c, d), odds_of(c, d));
+        }
+      }
     }
   }
 }
@@ -152,19 +162,20 @@ __global__ void __launch_bounds__(kProductWarps * 32) q4_k_kernel(SkinnyArgs arg
   wait_for_inputs();
   const T* columns[MT];
 #pragma unroll
-  for (int m = 0; m < MT; ++m) columns[m] = static_cast<const T*>(args.x) + (m * 8 + g < args.m ? m * 8 + g : 0) * args.x_stride + t * 8;
+  for (int m = 0; m < MT; ++m) columns[m] = static_cast<const T*>(args.x) + (m * 8 + g < args.m ? m * 8 + g : 0) * args.x_stride + t / 2 * 64 + t % 2 * 16;
+  const uint32_t pick = 0x7440u + t / 2 * 2;  // of the thread's byte of a word of scales, for low nibbles
   float acc[1][MT][4] = {};
   for (int index = warp % W; index < supers; index += W) {
     const Super now = next;
     if (index + W < supers) next = load_super(rows, index + W, t);
-    add_super<T, MT>(acc[0], now, columns, static_cast<int64_t>(index) * kValues);
+    add_super<T, MT>(acc[0], now, columns, static_cast<int64_t>(index) * kValues, pick);
   }
   store_products<T, 1, MT, W>(args, acc, sums, first);
 }
 
-// As many warps as a large card holds at once, twice: one alone does not read fast enough.
+// As many warps as a large card holds at once.
 int ways_of(const SkinnyArgs& args) {
-  constexpr int kWarps = 4224;
+  constexpr int kWarps = 2112;
   int ways = kProductWarps;
   while (ways > 1 && (args.n + 15) / 16 * ways > kWarps) ways /= 2;
   return ways;

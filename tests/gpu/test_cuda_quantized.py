@@ -53,6 +53,19 @@ def test_expand_q4_k(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("ways", [0, 1, 2, 4, 8])
+def test_q4_k_by_any_number_of_ways(dtype: torch.dtype, ways: int) -> None:
+    """n is no multiple of a block's outputs, and 3 super-blocks are not one for each of 8 warps."""
+    weight, bias = q4_k_from(torch.randn(200, 768, device="cuda")), torch.randn(200, device="cuda").to(dtype)
+    for rows in (1, 8, 9, 16, 17, 32):
+        x = torch.randn(rows, 768, device="cuda").to(dtype)
+        exact = torch.empty(rows, 200, device="cuda", dtype=torch.float64)
+        reference.skinny_linear_reference(x, weight, exact, bias)
+        found = ops.skinny_linear(x, weight, poisoned(rows, 200, dtype=dtype), bias, ways=ways)
+        assert error(found, exact) < EXACT[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("forms", [("fp8", "fp8"), ("q4_k", "q4_k"), ("q4_k", "half"), ("half", "fp8")], ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 32, 33, 100, 200])
 def test_products_of_every_format(dtype: torch.dtype, forms: tuple[str, ...], rows: int) -> None:
@@ -108,10 +121,12 @@ def test_rounded_models(form: str, family: str, tmp_path: Path) -> None:
     driver = GpuDriver(model, 1, 128)
     many = driver.step([(0, prompt[:60])], all_logits=True)
     assert many is not None
-    assert error(many, expected[:60]) < (0.15 if form == "fp8" else MARGIN * error(halves, expected))
+    # a Q4_K value is rounded to 16 bits after scale and minimum were, which adds to what 16 bits err by
+    bound = {"fp8": MARGIN, "q4_k": 2.0}[form] * error(halves, expected)
+    assert error(many, expected[:60]) < (0.15 if form == "fp8" else bound)
     driver = GpuDriver(model, 1, 128)
     few = torch.cat([driver.step([(0, [token])]) for token in prompt])
-    assert error(few, expected) < MARGIN * error(halves, expected)
+    assert error(few, expected) < bound
 
 
 def test_a_cache_of_float8(tmp_path: Path) -> None:
