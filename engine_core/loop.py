@@ -16,6 +16,7 @@ import msgspec
 
 from engine_core.core import EngineCore
 from engine_core.executor.base import Executor
+from engine_core.rest import Rest
 from transport.messages import Abort, Call, CallReply, Drain, EngineDown, Hello, Load, Submit, Wire
 from transport.poller import Poller, Source
 from transport.server import Peer
@@ -76,6 +77,7 @@ class EngineLoop:
         self._step_s: deque[float] = deque(maxlen=64)  # processor time per step: answer, next plan, outputs
         self._was_idle = True
         self._drain_from = self._drain_until = float("inf")
+        self._rest = Rest(self._order)
         poller.add(server, self._on_messages)
 
     def run(self) -> None:
@@ -90,7 +92,9 @@ class EngineLoop:
             self.core.on_result(result, now)
             self._changed = True
         self.core.tick(now)
-        while (plan := self.core.next_plan(now)) is not None:
+        if not self._rest.is_awake and self.core.requests:
+            self._rest.work_came()
+        while self._rest.is_awake and (plan := self.core.next_plan(now)) is not None:
             self._executor.submit(plan)
         self._send_outputs()
         self._server.progress = self.core.counters.steps
@@ -153,10 +157,23 @@ class EngineLoop:
             self._server.send(peer, CallReply(call.call_id, True, own[call.method]()))
         elif call.method == "workers":
             self._executor.call("info", {}, lambda found, error: self._reply(peer, call.call_id, found, error))
+        elif call.method == "sleep":
+            self._sleep(call.args.get("level", 1), lambda error: self._reply(peer, call.call_id, [], error))
+        elif call.method == "wake":
+            self._rest.wake(lambda error: self._reply(peer, call.call_id, [], error))
         else:
-            known = ", ".join([*own, "workers"])
+            known = ", ".join([*own, "workers", "sleep", "wake"])
             error = f"an engine has no method {call.method!r:.40}; it has {known}"
             self._server.send(peer, CallReply(call.call_id, False, None, error))
+
+    def _sleep(self, level: Any, answer: Callable[[str], object]) -> None:
+        under_way = 0 if self.core.is_idle else max(1, len(self.core.requests))
+        if self._rest.sleep(level, under_way, answer):
+            self.core.reset_prefix_cache()
+
+    def _order(self, method: str, args: dict[str, Any]) -> None:
+        log.info("%s %s", method, facts(**args))
+        self._executor.call(method, args, lambda found, error: self._rest.done(error))
 
     def _reply(self, peer: Peer, call_id: int, found: list[Any], error: str) -> None:
         self._server.send(peer, CallReply(call_id, not error, found, error))
@@ -178,6 +195,7 @@ class EngineLoop:
             "blocks_cached": len(cache.pool.cached),
             "blocks_owned": core.limits.num_blocks - cache.num_available,
             "num_in_flight": len(scheduler.in_flight),
+            "state": self._rest.state,
             "core_s": time.thread_time(),
             "core_step_s": list(self._step_s),
             "socket": self._server.counts(),

@@ -30,6 +30,7 @@ Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
 """A conversation in the OpenAI form: `[{"role": "user", "content": "..."}]`."""
 
 CONNECT_TIMEOUT_S = 30.0
+REST_S = 300.0  # that falling asleep or waking may take
 
 
 class AsyncSession:
@@ -163,6 +164,17 @@ class AsyncSession:
         found: dict[str, Any] = await self._ready()[0].call(engine, "stats")
         return found
 
+    async def sleep(self, level: int = 1) -> None:
+        """Gives the GPUs' memory back until there is work again: 1 keeps the weights in the host's memory, 2 drops them and reads
+        the files again; cached prefixes are lost. Raises EngineError while requests are under way, and on a CPU."""
+        for state in self.health():
+            await self._ready()[0].call(state.engine, "sleep", timeout_s=REST_S, level=level)
+
+    async def wake(self) -> None:
+        """Ends a sleep before the next request does."""
+        for state in self.health():
+            await self._ready()[0].call(state.engine, "wake", timeout_s=REST_S)
+
     def _ready(self) -> tuple[EngineClient, TextSide, InFlight]:
         if self._client is None or self._text is None or self._in_flight is None:
             raise RuntimeError("not started, or closed")
@@ -289,6 +301,14 @@ class Session:
     def stats(self, engine: int = 0) -> dict[str, Any]:
         """Counters and load of one engine."""
         return self._loop.wait(self._session.stats(engine))
+
+    def sleep(self, level: int = 1) -> None:
+        """AsyncSession.sleep: gives the GPUs' memory back until there is work again."""
+        self._loop.wait(self._session.sleep(level))
+
+    def wake(self) -> None:
+        """Ends a sleep before the next request does."""
+        self._loop.wait(self._session.wake())
 
     def close(self) -> None:
         """Aborts what runs and lets go of the engines. May be called twice."""

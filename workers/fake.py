@@ -86,6 +86,7 @@ class FakeWorker:
         self.before_forward: Callable[[], object] = lambda: None  # called before other threads get the interpreter
         self.failed: set[int] = set()  # rows that gave a fault, until they are freed
         self.num_steps = 0
+        self.is_asleep = False
 
     def load(self) -> WorkerLoaded:
         """Pretends to read weights, in two progress ticks."""
@@ -112,6 +113,8 @@ class FakeWorker:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Applies the plan, writes KV, samples. None unless this worker reports."""
         started = time.monotonic()
+        if self.is_asleep:
+            raise EngineError("a step arrived while this worker was asleep")
         self.before_forward()
         if self.model.fake.skip_kv:
             rows = unpack(plan.rows)[unpack_flags(plan.sample)]
@@ -129,9 +132,14 @@ class FakeWorker:
         return result if self.mesh.reports_result else None
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        """`info` tells the mesh place and the steps run; anything else raises EngineError."""
+        """`info` tells the mesh place and the steps run; `sleep` and `wake` lose what the KV memory holds. Others raise
+        EngineError."""
         if method == "info":
             return {"worker": self.mesh.worker, "steps": self.num_steps, "rows": len(self.rows), "pid": os.getpid()}
+        if method in ("sleep", "wake"):
+            self.is_asleep = method == "sleep"
+            self.kv[:] = -7
+            return None
         raise EngineError(f"the fake worker has no method {method!r}")
 
     def close(self) -> None:

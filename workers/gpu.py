@@ -6,6 +6,7 @@ Mesh.card), with its share of the layers.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from models import cuda_ops
 from models.arch.cuda import DTYPES, CudaModel
 from models.cuda_batch import HostModel
 from models.cuda_shards import own_weights
+from models.cuda_shelf import Shelf, tensors_of
 from models.forward import HostKV, Model, SoloGroup
 from models.load import open_checked
 from models.native import find_native
@@ -32,6 +34,7 @@ from trireme.gpu_formats import gpu_weight_bytes
 from trireme.loaded import stored_of
 from trireme.mesh import Mesh
 from trireme.packaged import files_of
+from trireme.sizes import format_bytes
 from workers.batch import Batch
 from workers.collectives import make_cuda_group
 from workers.collectives.cuda import CudaGroup
@@ -60,6 +63,10 @@ class Worker:
         self._group: CudaGroup | None = None
         self._device = torch.device("cuda")
         self._loaded: tuple[ArchSpec, CudaModel] | None = None
+        self._batch: Batch | None = None
+        self._num_blocks = 0
+        self._shelf: Shelf | None = None  # the weights of a model that sleeps, where they are kept
+        self._is_asleep = False
         self._runner: GpuRunner | None = None
         self._kv: list[Any] = []
         self.before_forward: Callable[[], object] = lambda: None  # nobody needs to be told: launching takes no time
@@ -71,7 +78,6 @@ class Worker:
         config = self.config
         files = files_of(config.model)
         arch = read_arch(files)
-        name = compute_dtype(config, arch)
         share, block_size = config.cache.gpu_memory, config.cache.block_size
         free, total = torch.cuda.mem_get_info()
         planned = gpu_weight_bytes(config.model, arch, stored_of(files)) // self.mesh.num_workers
@@ -79,20 +85,8 @@ class Worker:
         shares = Shares(arch, self.mesh)
         self._group = self._open_group(2 * config.scheduler.num_rows * max(shares.vocab_sizes))
         opened = time.perf_counter()
-        source = open_checked(files, arch, dummy=config.model.load_format == "dummy")
+        model = self._load_model(arch, device, shares)
         max_len = config.model.max_len or arch.max_position
-        weights = own_weights(source, DTYPES[name], device, shares, scheme=config.model.quantize)
-        model = CudaModel(
-            arch,
-            weights,
-            DTYPES[name],
-            max_len=max_len,
-            progress=self._progress,
-            place=(self.mesh, self._group),
-            kv_dtype=DTYPES.get(config.cache.kv_dtype),
-        )
-        weights.close()
-        torch.cuda.synchronize()
         loaded = time.perf_counter()
         scheduler = config.scheduler
         step = largest_step(scheduler.num_tokens, max_len, scheduler.num_rows, block_size)
@@ -125,18 +119,44 @@ class Worker:
             ],
         )
 
+    def _load_model(self, arch: ArchSpec, device: torch.device, shares: Shares) -> CudaModel:
+        """This worker's weights on the device."""
+        config = self.config
+        source = open_checked(files_of(config.model), arch, dummy=config.model.load_format == "dummy")
+        dtype = DTYPES[compute_dtype(config, arch)]
+        weights = own_weights(source, dtype, device, shares, scheme=config.model.quantize)
+        model = CudaModel(
+            arch,
+            weights,
+            dtype,
+            max_len=config.model.max_len or arch.max_position,
+            progress=self._progress,
+            place=(self.mesh, self._group),
+            kv_dtype=DTYPES.get(config.cache.kv_dtype),
+        )
+        weights.close()
+        torch.cuda.synchronize()
+        return model
+
     def setup_kv(self, num_blocks: int) -> None:
         """Allocates `num_blocks` blocks and the batch, and captures the graphs; the worker can run steps afterwards."""
         if self._loaded is None:
             raise EngineError("setup_kv was called before load")
         arch, model = self._loaded
         config = self.config
+        max_len = config.model.max_len or arch.max_position
+        rows, block_size = config.scheduler.num_rows, config.cache.block_size
+        self._num_blocks = num_blocks
+        self._make_runner(arch, model, Batch(rows, max_len, block_size, model.vocab_size, num_blocks))
+
+    def _make_runner(self, arch: ArchSpec, model: CudaModel, batch: Batch) -> None:
+        """Everything on the device but the weights, over a batch that has no rows, or none that will be computed again."""
+        config, self._batch = self.config, batch
         block_size, max_rows = config.cache.block_size, config.scheduler.num_rows
         max_tokens, max_len = config.scheduler.num_tokens, config.model.max_len or arch.max_position
         with torch.inference_mode():
-            self._kv = model.allocate_kv(num_blocks, block_size)
+            self._kv = model.allocate_kv(self._num_blocks, block_size)
             model.reserve(max(max_tokens, max_rows))
-            batch = Batch(max_rows, max_len, block_size, model.vocab_size, num_blocks)
             device = self._device
             rows = DeviceRows(max_rows, batch.blocks.shape[1], device)
             sample = cuda_ops.sample_rows
@@ -168,16 +188,60 @@ class Worker:
         return self.launch(plan).result()
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        """Rare requests, by name: `info`, and `poison` (fills KV blocks with NaN; tests). Others raise EngineError."""
+        """Rare requests, by name: `info`, `sleep` and `wake`, and `poison` (fills KV blocks with NaN; tests). Others raise
+        EngineError."""
         if method == "info":
             return self._info()
+        if method in ("sleep", "wake"):
+            return self._sleep(int(args["level"])) if method == "sleep" else self._wake()
         if method == "poison":
             for layer in self._kv:
                 for side in (layer.k, layer.v):  # (torch cannot index float8; its NaN is all ones)
                     part = side.view(torch.uint8) if side.element_size() == 1 else side
                     part[args["blocks"]] = 127 if part.dtype == torch.uint8 else float("nan")
             return None
-        raise EngineError(f"a worker has no method {method!r}; it has info, poison")
+        raise EngineError(f"a worker has no method {method!r}; it has info, sleep, wake, poison")
+
+    def _sleep(self, level: int) -> None:
+        """Gives the memory of keys, values, graphs and activations back, and that of the weights: level 1 keeps them in the host's
+        memory. Every earlier step must have ended."""
+        if self._loaded is None or self._runner is None:
+            raise EngineError("this worker has nothing to put away")
+        arch, model = self._loaded
+        torch.cuda.synchronize()
+        self._runner, self._kv = None, []
+        model.reserve(0)
+        self._shelf = Shelf(tensors_of(model)) if level == 1 else None
+        if self._shelf is not None:
+            self._shelf.put_away()
+        else:
+            self._loaded = None
+        del model
+        self._is_asleep = True
+        gc.collect()  # what refers to a graph may be a circle
+        torch.cuda.empty_cache()
+
+    def _wake(self) -> None:
+        """As before the sleep, with no key or value. Raises ConfigError where others have taken the memory."""
+        try:
+            if self._shelf is not None:
+                self._shelf.bring_back()
+                assert self._loaded is not None
+                arch, model = self._loaded
+            else:
+                arch = read_arch(files_of(self.config.model))
+                model = self._load_model(arch, self._device, Shares(arch, self.mesh))
+            self._meet()
+            assert self._batch is not None
+            self._loaded, self._shelf = (arch, model), None
+            self._make_runner(arch, model, self._batch)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info()
+            raise ConfigError(
+                f"waking needs more memory than {_name_of(self._device)} has free: {format_bytes(free)} of {format_bytes(total)}",
+                hint="end what else uses the GPU",
+            ) from error
+        self._is_asleep = False
 
     def close(self) -> None:
         """Forgets model and KV and gives their memory back."""
@@ -242,7 +306,7 @@ class Worker:
 
     def _need_runner(self) -> GpuRunner:
         if self._runner is None:
-            raise EngineError("a step arrived before setup_kv")
+            raise EngineError(f"a step arrived {'during a sleep' if self._is_asleep else 'before setup_kv'}")
         return self._runner
 
     def _info(self) -> dict[str, Any]:

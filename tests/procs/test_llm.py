@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.deployment import Deployment
 from tests.models.tiny import make_stub, make_tiny_llama
 from trireme import LLM, AsyncLLM, Client, SamplingParams
-from trireme.errors import ConfigError, ModelError, RequestError, TriremeError
+from trireme.errors import ConfigError, EngineError, ModelError, RequestError, TriremeError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=12, temperature=1.0, seed=7, n=2, ignore_eos=True)
@@ -55,6 +55,39 @@ def test_seeds_and_choices_differ_but_repeat(alone):
 def test_other_topologies_say_the_same(tiny, alone, shape):
     with LLM(tiny, **SMALL, **shape) as llm:
         assert (tokens(llm.generate(PROMPTS, GREEDY)), tokens(llm.generate(PROMPTS, SEEDED))) == alone
+
+
+@pytest.mark.parametrize("shape", [{}, {"executor": "procs"}, {"dp": 2}], ids=str)
+def test_an_engine_sleeps_and_work_wakes_it(tmp_path, shape):
+    """The fake worker loses its KV memory in a sleep, and a step during one is an error."""
+    with LLM(make_stub(tmp_path), worker="fake", **SMALL, **shape) as llm:
+        before = tokens(llm.generate(PROMPTS, GREEDY))
+        for level in (1, 2):
+            llm.sleep(level)
+            assert llm.stats()["state"] == "asleep"
+            assert llm.stats()["blocks_cached"] == 0
+            assert tokens(llm.generate(PROMPTS, GREEDY)) == before
+        llm.sleep()
+        llm.sleep()
+        llm.wake()
+        llm.wake()
+        assert llm.stats()["state"] == "awake"
+        with pytest.raises(EngineError, match="no sleep of level 9"):
+            llm.sleep(9)
+        stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
+        next(stream)
+        with pytest.raises(EngineError, match="1 requests are under way"):
+            llm.sleep()
+        stream.close()
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == before
+
+
+def test_a_cpu_does_not_sleep_and_goes_on(tiny, alone):
+    with LLM(tiny, **SMALL) as llm:
+        with pytest.raises(EngineError, match="no method 'sleep'"):
+            llm.sleep()
+        assert llm.stats()["state"] == "awake"
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == alone[0]
 
 
 async def test_async_streams_side_by_side(tiny, alone):
