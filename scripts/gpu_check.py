@@ -220,7 +220,7 @@ def row_cases() -> Iterator[Case]:
         yield Case("rms_norm_fp8", f"{rows}x{HIDDEN}", rows * HIDDEN * 7, lambda rows=rows: norm_fp8(rows))
         yield Case("quantize_rows", f"{rows}x{FFN}", rows * FFN * 3, lambda rows=rows: quantize(rows))
         yield Case("gated_activation", f"{rows}x{FFN}", rows * FFN * 6, lambda rows=rows: gated(rows))
-        moved = rows * DIM * (2 * HEADS + 4 * KV_HEADS)
+        moved = rows * DIM * (2 * HEADS + 5 * KV_HEADS)
         for dtype, size in ((torch.bfloat16, 2), (fp8, 1)):
             num_bytes = 2 * moved - rows * DIM * 2 * KV_HEADS * (2 - size)
             shape = f"{rows} {str(dtype)[6:14]}"
@@ -263,6 +263,34 @@ def attention_cases() -> Iterator[Case]:
                 rows * context * 2 * KV_HEADS * DIM * size,
                 lambda rows=rows, context=context, splits=splits, dtype=dtype: attention(rows, context, splits, dtype),
             )
+
+
+def prompt_cases() -> Iterator[Case]:
+    """Attention of new prompts by what is chosen for this card, bound by operations; the rival is torch's flash attention."""
+    import torch
+
+    from models.attention.cuda_registry import KERNELS, Need, Trial, choose_on_card
+
+    need, tokens = Need(torch.bfloat16, DIM), 8192
+    flash = next(kernel for kernel in KERNELS if kernel.name == "torch flash")
+
+    def chosen(length: int) -> Callable[[], object]:
+        attention = choose_on_card(need, HEADS, KV_HEADS).attention()
+        return Trial(length, need, HEADS, KV_HEADS, tokens=tokens).launch(attention)
+
+    def rival(length: int) -> Callable[[], object]:
+        trial = Trial(length, need, HEADS, KV_HEADS, tokens=tokens)
+        return trial.launch(trial.attention("fresh", flash.load()))
+
+    for length in (128, 1024, tokens):
+        yield Case(
+            "prompt_attention",
+            f"{tokens // length} x {length}",
+            tokens * DIM * 2 * (2 * HEADS + 2 * KV_HEADS),
+            lambda length=length: chosen(length),
+            lambda length=length: rival(length),
+            2.0 * HEADS * DIM * tokens * length,
+        )
 
 
 def choose_splits(rows: int, context: int) -> int:
@@ -342,8 +370,8 @@ def sampling_cases() -> Iterator[Case]:
 
 
 def time_ops(report: Report, ceilings: Ceilings) -> None:
-    report.say("op                 shape                          time                       over   cuBLAS us")
-    for cases in (row_cases, attention_cases, product_cases, sampling_cases):
+    report.say("op                 shape                          time                       over    rival us")
+    for cases in (row_cases, attention_cases, prompt_cases, product_cases, sampling_cases):
         for case in cases():
             report.add("ops", time_case(case, ceilings))
 

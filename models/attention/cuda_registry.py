@@ -199,19 +199,21 @@ def candidates(way: Way, need: Need) -> tuple[list[Kernel], list[str]]:
 
 
 class Trial:
-    """`TOKENS` tokens in prompts of one length, as each way takes them."""
+    """`tokens` tokens in prompts of one length, as each way takes them."""
 
-    def __init__(self, length: int, need: Need, q_heads: int, kv_heads: int, block_size: int = 16) -> None:
-        count, dim = TOKENS // length, need.dim
+    def __init__(
+        self, length: int, need: Need, q_heads: int, kv_heads: int, *, tokens: int = TOKENS, block_size: int = 16
+    ) -> None:
+        count, dim = tokens // length, need.dim
         self.need, self.q_heads, self.scale = need, q_heads, dim**-0.5
         self._whole_rules, self._fresh_rules = Rules(whole_from=1), Rules(packs_fresh=True)
-        self.qkv = torch.randn(TOKENS, (q_heads + 2 * kv_heads) * dim, device="cuda").to(need.dtype)
-        self.out = torch.empty(TOKENS, q_heads * dim, device="cuda", dtype=need.dtype)
+        self.qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim, device="cuda").to(need.dtype)
+        self.out = torch.empty(tokens, q_heads * dim, device="cuda", dtype=need.dtype)
         k, v = self.qkv.unflatten(1, (-1, dim))[:, q_heads:].split(kv_heads, 1)
         dtype = torch.float8_e4m3fn if need.fp8_cache else need.dtype
         paged = (x.unflatten(0, (-1, block_size)).transpose(1, 2).contiguous().to(dtype) for x in (k, v))
         self.cache = PagedKV(*paged)
-        self.table = torch.arange(TOKENS // block_size, device="cuda", dtype=torch.int32).view(count, -1)
+        self.table = torch.arange(tokens // block_size, device="cuda", dtype=torch.int32).view(count, -1)
         self.counts = torch.full((count,), length, dtype=torch.int32).numpy()
 
     def prompts(self, rules: Rules) -> Prompts:
@@ -226,15 +228,13 @@ class Trial:
             return PromptAttention(self._fresh_rules, _nothing, fresh=run)
         return PromptAttention(Rules(), run)
 
+    def launch(self, attention: PromptAttention, window: int = 0) -> Callable[[], Tensor]:
+        prompts = self.prompts(attention.rules)
+        return lambda: attention(self.qkv, self.q_heads, self.cache, prompts, self.scale, window, self.out)
+
     def run(self, way: Way, run: Any) -> tuple[Tensor, float]:
         """What it gives, and microseconds."""
-        attention = self.attention(way, run)
-        prompts = self.prompts(attention.rules)
-
-        def launch() -> Tensor:
-            window = 0 if way == "whole" else self.need.window
-            return attention(self.qkv, self.q_heads, self.cache, prompts, self.scale, window, self.out)
-
+        launch = self.launch(self.attention(way, run), 0 if way == "whole" else self.need.window)
         found = launch().float()
         return found, min(_us(launch) for _ in range(3))
 
