@@ -40,7 +40,8 @@ class Shelf:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = [tensor.untyped_storage() for tensor in tensors]
-        self._storages = list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
+        own = [storage for storage in storages if storage.nbytes() and storage.resizable()]  # not the memory of others
+        self._storages = list({storage.data_ptr(): storage for storage in own}.values())
         self._kept: list[Tensor] = []
         self.nbytes = sum(storage.nbytes() for storage in self._storages)
 

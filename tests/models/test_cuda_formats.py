@@ -1,0 +1,136 @@
+"""The GPU's model body on the CPU, ops in plain torch: families and formats of weights against the CPU's own body, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models import cuda_ops, cuda_reference
+from models.arch.cuda import CudaModel
+from models.cuda_batch import HostModel
+from models.cuda_shelf import Shelf, tensors_of
+from models.cuda_weights import device_weights
+from models.load import open_weights
+from tests.models.drive import Driver, load
+from tests.models.test_cuda_linear import TWINS, WIDE, dense_of, error
+from tests.models.test_cuda_spread import OPS, OnCpu, plain_ops  # noqa: F401  (a fixture)
+from tests.models.test_families import MODELS, make
+from tests.models.tiny import make_tiny
+from tests.models.tiny_gguf import gguf_from_directory
+from trireme.arch import read_arch
+from trireme.gpu import lacks_on_gpu
+from trireme.packaged import find_model
+
+CPU = torch.device("cpu")
+TOKENS = [[(7 * row + 11 * i * i) % 250 for i in range(24)] for row in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def _more_ops(monkeypatch: pytest.MonkeyPatch, plain_ops: None) -> None:  # noqa: F811
+    for name in TWINS:
+        monkeypatch.setattr(cuda_ops, name, getattr(cuda_reference, name + "_reference"))
+    monkeypatch.setattr(cuda_ops, "skinny_max_rows", lambda: 32)
+    monkeypatch.setattr(cuda_ops, "rms_norm_fp8", rms_norm_fp8)
+
+
+def rms_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor, *, residual: Tensor | None = None
+) -> Tensor:
+    normed = cuda_reference.rms_norm_reference(x, weight, eps, torch.empty_like(x), residual=residual)
+    return cuda_reference.quantize_rows_reference(normed, out, scale)
+
+
+def body(path: Path, *, scheme: str | None = None, kv_dtype: torch.dtype | None = None) -> Any:
+    files = find_model(path)
+    arch = read_arch(files)
+    assert lacks_on_gpu(arch) == []
+    source = device_weights(open_weights(files, arch), torch.float32, CPU, scheme=scheme)
+    with OnCpu(), torch.inference_mode():
+        model = CudaModel(arch, source, torch.float32, max_len=64, progress=lambda *_: None, kv_dtype=kv_dtype)
+    source.close()
+    return model
+
+
+def decoded(model: CudaModel, rows: int) -> Tensor:
+    """Logits [rows, tokens, V] of TOKENS, one token of every row at a time."""
+    host: Any = HostModel(model, "cpu")
+    with OnCpu():
+        driver = Driver(host, rows, 64, block_size=4)
+        driver.kv = model.allocate_kv(driver.kv[0].k.shape[0], 4)  # type: ignore[assignment]
+        steps = [driver.step([(row, [TOKENS[row][i]]) for row in range(rows)]) for i in range(len(TOKENS[0]))]
+    return torch.stack([step for step in steps if step is not None], 1)
+
+
+def expected_of(path: Path, rows: int) -> Tensor:
+    """By the CPU's body, a row at a time."""
+    model, found = load(path), []
+    for row in range(rows):
+        logits = Driver(model, 1, 64).step([(0, TOKENS[row])], all_logits=True)
+        assert logits is not None
+        found.append(logits)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "granite", "phi3"])
+def test_families_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    """Windows, two rotary tables, norms before and after, offsets and scales; more tokens than a window has."""
+    assert name in MODELS
+    path = make(tmp_path, name)
+    assert error(decoded(body(path), 2), expected_of(path, 2)) < 1e-3
+
+
+def rounded(path: Path, scheme: str, directory: Path) -> Path:
+    """The checkpoint with the values that `scheme` rounds its layers to."""
+    from models.cuda_weights import ROUNDED
+
+    directory.mkdir()
+    weights = load_file(path / "model.safetensors")
+    for name in weights:
+        if "_proj.weight" in name:
+            weights[name] = dense_of(ROUNDED[scheme](weights[name])).float().contiguous()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text((path / "config.json").read_text())
+    return directory
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "q4_k"])
+def test_rounded_weights_in_a_whole_model(scheme: str, tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "a", **{**WIDE, "intermediate_size": 512})
+    same = rounded(path, scheme, tmp_path / "b")
+    model = body(path, scheme=scheme)
+    assert error(decoded(model, 2), expected_of(same, 2)) < 1e-3
+    many = error(decoded(model, 12), expected_of(same, 12))
+    assert many < (0.15 if scheme == "fp8" else 1e-3)
+    assert (many > 0.002) is (scheme == "fp8"), "the inputs of many rows are rounded to float8, and only there"
+
+
+def test_a_gguf_file_of_mixed_types(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, **{**WIDE, "intermediate_size": 512})
+    kinds = {"ffn_down.weight": "Q8_0", "attn_v.weight": "Q5_0", "token_embd.weight": "F16", "output.weight": "F16"}
+    file = gguf_from_directory(path, tmp_path / "m.gguf", "Q4_K", kinds=kinds)
+    assert error(decoded(body(file), 2), expected_of(file, 2)) < 0.03, "the CPU rounds inputs of blocks to 8 bits"
+
+
+def test_a_cache_of_float8(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, **WIDE)
+    model = body(path, kv_dtype=torch.float8_e4m3fn)
+    found = error(decoded(model, 2), expected_of(path, 2))
+    assert 0.001 < found < 0.1
+
+
+def test_a_model_that_was_put_away_says_the_same(tmp_path: Path) -> None:
+    model = body(make_tiny(tmp_path, **WIDE), scheme="fp8")
+    before = decoded(model, 2)
+    tensors = tensors_of(model)
+    shelf = Shelf(tensors)
+    assert shelf.nbytes >= model.weight_bytes
+    shelf.put_away()
+    left = [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
+    assert sum(tensor.nbytes for tensor in left) < 0.1 * shelf.nbytes, "vectors that lie in numpy's memory, on the CPU"
+    shelf.bring_back()
+    assert torch.equal(decoded(model, 2), before)
