@@ -1,0 +1,177 @@
+"""How GPU ranks find each other and what they fall back on, without a GPU: ranks in threads, peer memory and NCCL as stand-ins."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.test_cuda_spread import PATIENCE_S, Meeting, ThreadGroup
+from trireme.errors import CollectiveError
+from trireme.mesh import Mesh
+from workers.collectives import cuda
+from workers.collectives.cuda import CudaGroup
+from workers.collectives.nccl import ID_BYTES
+from workers.collectives.ways import Way
+
+
+class Host(ThreadGroup):
+    """ShmGroup between threads."""
+
+    aborted = False
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        return x.copy_(self._parts(x)[root])
+
+    def barrier(self) -> None:
+        self._meeting.stages[self._mesh.pp_rank].wait(PATIENCE_S)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Peers:
+    """PeerMemory of ranks that are not in `unable`."""
+
+    HANDLE_BYTES = 64
+    unable: tuple[int, ...] = ()
+
+    def __init__(self, rank: int, size: int, **sizes: int) -> None:
+        self.rank, self.size, self.handles, self.aborts, self.trouble = rank, size, list[bytes](), 0, ""
+        if rank in self.unable:
+            raise CollectiveError("no memory for collectives")
+
+    def handle(self) -> bytes:
+        return bytes([self.rank + 1]) * 64
+
+    def open(self, handles: list[bytes]) -> None:
+        self.handles = handles
+
+    def failure(self) -> str:
+        return self.trouble
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+
+class Nccl:
+    """One communicator; ranks with the same id are together, and gather through the host's meeting."""
+
+    def __init__(self, library: Any, unique_id: bytes, rank: int, size: int, *, timeout_s: float) -> None:
+        self.id, self.rank, self.size, self.aborts = unique_id, rank, size, 0
+        self.gather: Callable[[Tensor], list[Tensor]] | None = None
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
+        assert self.gather is not None
+        return out.copy_(torch.stack(self.gather(x)))
+
+    def failure(self) -> str:
+        return ""
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+
+class Library:
+    ids = itertools.count(1)
+
+    def unique_id(self) -> bytes:
+        return bytes([next(self.ids) % 256]) * ID_BYTES
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "PeerMemory", Peers)
+    monkeypatch.setattr(cuda, "NcclComm", Nccl)
+    monkeypatch.setattr(cuda, "load_nccl", Library)
+
+
+def meet(tp: int, pp: int, num_cards: int) -> list[Any]:
+    mesh = Mesh(1, pp, tp)
+    meeting = Meeting(mesh)
+
+    def one(worker: int) -> CudaGroup:
+        place = mesh.at_worker(worker)
+        group = CudaGroup(place, cast(Any, Host(place, meeting)), num_cards, gathered_bytes=1000)
+        if group._nccl is not None:
+            cast(Any, group._nccl).gather = cast(Any, group._host)._parts
+        return group
+
+    with ThreadPoolExecutor(mesh.num_workers) as pool:
+        groups = list(pool.map(one, range(mesh.num_workers)))
+    for group in groups:
+        group.close()
+    return groups
+
+
+def test_ranks_with_cards_of_their_own_have_peer_memory_and_one_communicator() -> None:
+    groups = meet(2, 1, 2)
+    assert [group._peers.handles for group in groups] == [[b"\1" * 64, b"\2" * 64]] * 2
+    assert groups[0]._nccl.id == groups[1]._nccl.id
+    assert [(group._nccl.rank, group._nccl.size) for group in groups] == [(0, 2), (1, 2)]
+    assert all(group.can_be_captured and group.ways[-1].way is Way.NCCL for group in groups)
+
+
+def test_ranks_that_share_a_card_do_without_nccl() -> None:
+    groups = meet(2, 1, 1)
+    assert all(group._nccl is None and group._peers is not None and group.can_be_captured for group in groups)
+    assert all(group.ways[-1].way is Way.TWO_SHOT for group in groups)
+
+
+def test_one_rank_without_peer_memory_is_enough_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Peers, "unable", (1,))
+    groups = meet(2, 1, 2)
+    assert all(group._peers is None and group._nccl is not None for group in groups)
+    with pytest.raises(CollectiveError, match="neither by peer memory nor by NCCL"):
+        meet(2, 1, 1)
+
+
+def test_stages_have_a_communicator_for_each_pair_of_neighbours() -> None:
+    groups = meet(1, 3, 3)
+    assert [group._behind and group._behind.id for group in groups[:2]] == [g._before.id for g in groups[1:]]
+    assert groups[0]._behind.id != groups[1]._behind.id
+    assert (groups[0]._before, groups[2]._behind) == (None, None)
+    assert all(group.can_be_captured for group in groups)
+
+
+def test_stages_on_one_card_pass_through_the_host() -> None:
+    first, last = meet(1, 2, 1)
+    assert not first.can_be_captured
+    assert not last.can_be_captured
+    sent = torch.randn(3, 5).bfloat16()
+    first.send_next(sent)
+    found = last.recv_into(torch.empty(3, 5, dtype=torch.bfloat16))
+    assert torch.equal(found, sent)
+
+
+def test_columns_of_uneven_widths_are_gathered_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Peers, "unable", (0,))
+    groups = meet(2, 1, 2)
+    parts = [torch.randn(4, 3), torch.randn(4, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda group: group.all_gather(parts[group.rank], [3, 2]), groups))
+    assert all(torch.equal(one, torch.cat(parts, 1)) for one in found)
+    with pytest.raises(CollectiveError, match="3 columns were expected"):
+        groups[0].all_gather(parts[1], [3, 2])
+
+
+def test_ranks_agree_on_the_times_of_the_slowest() -> None:
+    groups = meet(2, 1, 2)
+    times = [{8192: {Way.PUSHED: 3.0, Way.NCCL: 9.0}}, {8192: {Way.PUSHED: 10.0, Way.NCCL: 8.0}}]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda group: group._agreed(times[group.rank]), groups))
+    assert found == [{8192: {Way.PUSHED: 10.0, Way.NCCL: 9.0}}] * 2
+
+
+def test_trouble_of_a_kernel_is_an_error_and_ends_everything() -> None:
+    group = meet(2, 1, 2)[0]
+    group.check()
+    group._peers.trouble = "another rank did not take part in a sum"
+    with pytest.raises(CollectiveError, match="rank 0: another rank did not take part"):
+        group.check()
+    assert (group._peers.aborts, group._nccl.aborts, group._host.aborted) == (1, 1, True)
