@@ -22,7 +22,7 @@ class Staging:
     """Sends rows of bytes. Used by one thread; `close` gives the host's memory back."""
 
     def __init__(self, device: torch.device, *, piece: int = PIECE, threads: int = THREADS) -> None:
-        self._device, self._piece, self._threads = device, piece, threads
+        self.device, self._piece, self._threads = device, piece, threads
         self._is_cuda = device.type == "cuda"
         self._buffers: list[Tensor] = []
         self._sent: list[torch.cuda.Event | None] = [None] * NUM_BUFFERS
@@ -33,7 +33,7 @@ class Staging:
     def send(self, rows: Bytes) -> Tensor:
         """uint8 [n, row bytes], as `rows`, on the device; in the order of the current stream. `rows` may be strided."""
         n, width = rows.shape
-        out = torch.empty(n, width, dtype=torch.uint8, device=self._device)
+        out = torch.empty(n, width, dtype=torch.uint8, device=self.device)
         step = max(1, self._piece // max(width, 1))
         for start in range(0, n, step):
             part = rows[start : start + step]

@@ -6,20 +6,24 @@ computes with are expanded on the way. Which format a matrix gets is said by tri
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from models.cuda_rounding import fp8_from, q4_k_from
-from models.cuda_staging import Staging
+from models.cuda_staging import THREADS, Staging
 from models.dummy import DEVIATION, DummySource
 from models.layers.cuda_linear import DeviceMatrix
 from models.quant.packed import Floats
 from models.weights import DENSE_KINDS, RawMatrix, WeightSource
 from trireme.gpu_formats import format_of
+from trireme.mesh import Span
 
 ROUNDED: dict[str, Callable[[Tensor], DeviceMatrix]] = {
     "half": lambda dense: DeviceMatrix("half", dense),
@@ -27,6 +31,7 @@ ROUNDED: dict[str, Callable[[Tensor], DeviceMatrix]] = {
     "q4_k": lambda dense: DeviceMatrix("q4_k", q4_k_from(dense)),
 }
 """A dense matrix in each format."""
+_EXPANDED = 1 << 22  # values of a part
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -66,6 +71,7 @@ class StoredWeights:
     ) -> None:
         self._source, self._dtype, self._scheme = source, dtype, scheme
         self._staging = Staging(device)
+        self._expanders = ThreadPoolExecutor(THREADS, "blocks")
 
     def names(self) -> set[str]:
         return self._source.names()
@@ -86,11 +92,25 @@ class StoredWeights:
 
     def close(self) -> None:
         self._staging.close()
+        self._expanders.shutdown()
 
     def _dense(self, raw: RawMatrix) -> Tensor:
-        dense = raw if raw.kind in DENSE_KINDS else raw.as_kind("F32")
-        sent = self._staging.send(dense.raw).view(_TYPES[dense.kind]).view(dense.n, dense.k)
-        return sent.to(self._dtype)
+        if raw.kind not in DENSE_KINDS:
+            return self._expanded(raw)
+        return self._staging.send(raw.raw).view(_TYPES[raw.kind]).view(raw.n, raw.k).to(self._dtype)
+
+    def _expanded(self, raw: RawMatrix) -> Tensor:
+        """Blocks as values, by threads of the host, which are a few parts ahead of what is sent."""
+        out = torch.empty(raw.n, raw.k, dtype=self._dtype, device=self._staging.device)
+        step = max(1, _EXPANDED // raw.k)
+        spans = [Span(start, min(start + step, raw.n)) for start in range(0, raw.n, step)]
+        ahead = deque[Future[Floats]]()
+        for done, span in enumerate(spans):
+            for other in spans[done + len(ahead) : done + 2 * THREADS]:
+                ahead.append(self._expanders.submit(raw.rows(other).as_float32))
+            part = ahead.popleft().result()
+            out[span.start : span.stop].copy_(self._staging.send(part.view(np.uint8)).view(torch.float32))
+        return out
 
     def _as_it_lies(self, form: str, raw: RawMatrix) -> DeviceMatrix:
         """Raw rows on the device; those of FP8 begin with their scale."""

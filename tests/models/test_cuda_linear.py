@@ -243,7 +243,7 @@ def test_the_plan_counts_mixed_blocks(tmp_path: Path, scheme: Any) -> None:
     assert set(stored.weights) == {"Q4_K", "Q8_0"} | ({"F16"} if "F16" in stored.weights else set())
 
 
-def test_blocks_come_as_they_lie(tmp_path: Path) -> None:
+def test_blocks_come_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_tiny(tmp_path, **BLOCKS)
     file = gguf_from_directory(path, path / "model.gguf", "Q4_K", kinds={"token_embd.weight": "Q8_0"})
     files = find_model(file)
@@ -252,6 +252,10 @@ def test_blocks_come_as_they_lie(tmp_path: Path) -> None:
     matrix = device_weights(source, torch.bfloat16, CPU).factor(name, 512, 256)
     assert (matrix.format, matrix.values.shape) == ("q4_k", (512, 144))
     np.testing.assert_array_equal(dense_of(matrix).numpy(), source.matrix(name, 512, 256).as_float32())
+    monkeypatch.setattr("models.cuda_weights._EXPANDED", 256 * 30)  # others are expanded, in several parts
+    name = "model.embed_tokens.weight"
+    found = device_weights(source, torch.float32, CPU).matrix(name, 320, 256)
+    np.testing.assert_array_equal(found.numpy(), source.matrix(name, 320, 256).as_float32())
 
 
 @pytest.mark.parametrize("piece", [1, 100, 1 << 20])
