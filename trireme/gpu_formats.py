@@ -7,12 +7,13 @@ the class that computes with each form.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from trireme.arch_spec import ArchSpec
 from trireme.budget import num_params
 from trireme.config import Decision, ModelConfig
+from trireme.errors import ConfigError
 from trireme.gguf import GgufTensor
 
 
@@ -28,6 +29,7 @@ FORMATS = {
     "fp8": WeightFormat(1.0, 64),  # e4m3 with a float32 scale for each output
     "q4_k": WeightFormat(144 / 256, 256),  # GGUF's super-blocks
 }
+LEAST_CAPABILITY = {"fp8": (8, 9)}  # of a card, for the products of a format
 SCHEMES = ("fp8", "q4_k")  # of --quantize, by their format
 OF_BLOCKS = {"Q4_K": "q4_k"}  # GGUF types that are computed with as they lie
 OF_CHECKPOINTS = {"FP8": "fp8"}  # kinds of models.weights.RawMatrix, likewise
@@ -84,6 +86,17 @@ def gpu_weight_bytes(model: ModelConfig, arch: ArchSpec, stored: Stored | None =
     """Bytes of one copy of the weights on a GPU; norms, biases and the scales of outputs are lost in the rounding."""
     found = weights_by_format(model, arch, stored)
     return round(sum(FORMATS[name].weight * count for name, count in found.items()))
+
+
+def check_card(formats: Iterable[str], capability: tuple[int, int], name: str) -> None:
+    """Raises ConfigError for a format whose products the card `name` does not have."""
+    for form in formats:
+        if capability < LEAST_CAPABILITY.get(form, (0, 0)):
+            least, have = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY[form], capability))
+            raise ConfigError(
+                f"products of {form} weights need a GPU of compute capability {least}; {name} has {have}",
+                hint="--quantize q4_k, or weights of 16 bits",
+            )
 
 
 def expansion_of(model: ModelConfig, arch: ArchSpec, stored: Stored | None) -> Decision | None:

@@ -30,7 +30,7 @@ from trireme.arch import ArchSpec, read_arch
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.gpu import compute_dtype
-from trireme.gpu_formats import gpu_weight_bytes
+from trireme.gpu_formats import check_card, gpu_weight_bytes, weights_by_format
 from trireme.loaded import stored_of
 from trireme.mesh import Mesh
 from trireme.packaged import files_of
@@ -80,6 +80,8 @@ class Worker:
         arch = read_arch(files)
         share, block_size = config.cache.gpu_memory, config.cache.block_size
         free, total = torch.cuda.mem_get_info()
+        formats = weights_by_format(config.model, arch, stored_of(files))
+        check_card(formats, torch.cuda.get_device_capability(device), _name_of(device))
         planned = gpu_weight_bytes(config.model, arch, stored_of(files)) // self.mesh.num_workers
         check_weights(_name_of(device), planned, free)
         shares = Shares(arch, self.mesh)
