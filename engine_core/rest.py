@@ -1,6 +1,6 @@
 """Sleep and wake of an engine: which state allows what, and who waits for an answer. Pure; EngineLoop carries out the orders.
 
-awake -> falling -> asleep -> waking -> awake. An engine sleeps only when it has no request, and work that comes wakes it: nobody is
+awake -> falling -> asleep -> waking -> awake, and asleep -> falling -> asleep for a deeper sleep. An engine sleeps only when it has no request, and work that comes wakes it: nobody is
 refused for its sleep. Level 1 keeps the weights in the host's memory, level 2 drops them; keys and values are dropped by both.
 """
 
@@ -22,6 +22,7 @@ class Rest:
     def __init__(self, order: Callable[[str, dict[str, Any]], object]) -> None:
         self.state: Literal["awake", "falling", "asleep", "waking"] = "awake"
         self.level = 0  # of the sleep, 0 while awake
+        self._level_before = 0  # the fall under way began here
         self._order = order
         self._sleepers: list[Answer] = []
         self._wakers: list[Answer] = []
@@ -39,7 +40,8 @@ class Rest:
             answer(f"{num_requests} requests are under way; an engine sleeps only when it has none")
         elif self.state == "asleep" and level <= self.level:
             answer("")
-        elif self.state == "awake":
+        elif self.state in ("awake", "asleep"):
+            self._level_before = self.level
             self.state, self.level = "falling", level
             self._sleepers.append(answer)
             self._order("sleep", {"level": level})
@@ -70,7 +72,8 @@ class Rest:
         waiting = self._sleepers if was_falling else self._wakers
         if was_falling:
             self._sleepers = []
-            self.state, self.level = ("awake", 0) if error else ("asleep", self.level)
+            self.level = self._level_before if error else self.level
+            self.state = "asleep" if self.level else "awake"
         else:
             self._wakers = []
             self.state, self.level = "awake", 0

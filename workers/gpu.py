@@ -206,7 +206,11 @@ class Worker:
 
     def _sleep(self, level: int) -> None:
         """Gives the memory of keys, values, graphs and activations back, and that of the weights: level 1 keeps them in the host's
-        memory. Every earlier step must have ended."""
+        memory. A worker that sleeps with its weights kept drops them for level 2. Every earlier step must have ended."""
+        if self._is_asleep:
+            self._loaded = self._shelf = None
+            gc.collect()
+            return
         if self._loaded is None or self._runner is None:
             raise EngineError("this worker has nothing to put away")
         arch, model = self._loaded

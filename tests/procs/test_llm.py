@@ -68,6 +68,7 @@ def test_an_engine_sleeps_and_work_wakes_it(tmp_path, shape):
             assert llm.stats()["blocks_cached"] == 0
             assert tokens(llm.generate(PROMPTS, GREEDY)) == before
         llm.sleep()
+        llm.sleep(2)
         llm.sleep()
         llm.wake()
         llm.wake()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -64,9 +65,20 @@ def test_who_is_as_asked_is_told_so_at_once() -> None:
     other = Watched()
     other.wake()
     assert (other.answers, other.orders) == ([""], [])
+
+
+def test_a_light_sleeper_may_sleep_deeper() -> None:
     deeper = Watched().asleep(1)
-    assert not deeper.sleep(2)
-    assert "asleep" in deeper.answers[0]
+    assert deeper.sleep(2)
+    assert (deeper.rest.state, deeper.orders, deeper.answers) == ("falling", [("sleep", {"level": 2})], [])
+    deeper.rest.done("")
+    assert (deeper.rest.state, deeper.rest.level, deeper.answers) == ("asleep", 2, [""])
+    stuck = Watched().asleep(1)
+    assert stuck.sleep(2)
+    stuck.rest.work_came()
+    stuck.rest.done("no")
+    assert (stuck.rest.state, stuck.rest.level, stuck.answers) == ("waking", 1, ["no"])
+    assert stuck.orders[1:] == [("wake", {})]
 
 
 def test_work_wakes_it() -> None:
@@ -127,8 +139,9 @@ def test_everybody_is_answered_once_and_one_order_is_under_way(events: list[str]
             case "done" if one.rest.state in ("falling", "waking"):
                 one.rest.done("")
         assert len(one.orders) - before <= 1
-        methods = [method for method, _ in one.orders]
-        assert methods == ["sleep", "wake"] * (len(methods) // 2) + ["sleep"] * (len(methods) % 2)
+        levels = [args.get("level", 0) for _, args in one.orders]  # a wake is 0
+        assert all(after == 0 or after > before for before, after in pairwise([0, *levels])), levels
+        assert all(after > 0 or before > 0 for before, after in pairwise([0, *levels])), levels
     while one.rest.state in ("falling", "waking"):
         one.rest.done("")
     assert len(one.answers) == asked
