@@ -116,6 +116,26 @@ struct Upcoming {
   int token(int sub) const { return start + sub * kLanes; }
 };
 
+// Calls f(state of a head, its cache, first token of a tile, tokens of the tile that may be seen, what is read next) for each
+// tile of a part, and within a tile for each head of the task.
+template <class Cache, class F>
+TRIREME_INLINE void each_tile(const AttentionArgs& a, const AttentionTask& task, const TaskState& task_state, int part, F f) {
+  const int num_heads = task_state.num_heads;
+  const int last_position = task.first_position + task.num_tokens - 1;
+  const int begin = larger(part * kPartTokens, first_seen(task.first_position, a.window));
+  const int end = smaller((part + 1) * kPartTokens, last_position + 1);
+  for (int tile_start = begin / kTileTokens * kTileTokens; tile_start < end; tile_start += kTileTokens) {
+    const Range available = {larger(0, begin - tile_start), smaller(kTileTokens, end - tile_start)};
+    for (int head = 0; head < num_heads; ++head) {
+      const TaskState s = task_state.of_head(head);
+      const bool is_last = head + 1 == num_heads;
+      const Cache cache(a, task, s.kv_head), next(a, task, is_last ? task.kv_head : s.kv_head + 1);
+      const int start = tile_start + (is_last ? kTileTokens : 0);
+      f(s, cache, tile_start, available, Upcoming<Cache>{&next, start, is_last ? last_position : end - 1});
+    }
+  }
+}
+
 // The lanes of `sub` that are seen.
 struct SeenLanes {
   int first, last;
@@ -187,7 +207,8 @@ TRIREME_INLINE void write_out(const AttentionArgs& a, const AttentionTask& task,
   const int token = task.first_token + of_head / s.group;
   const int head = (s.kv_head + query / s.num_queries) * s.group + of_head % s.group;
   float* out = a.out + token * a.out_stride + static_cast<int64_t>(head) * s.dim;
-  const Vec inverse = set1(1.0f / sum);
+  // Where nothing has any weight, `values` were never written.
+  const Vec inverse = set1(sum != 0.0f ? 1.0f / sum : __builtin_nanf(""));
   int d = 0;
   for (; d + kLanes <= s.dim; d += kLanes) store(out + d, mul(load(values + d), inverse));
   if (d < s.dim) store_first(out + d, mul(load(values + d), inverse), s.dim - d);

@@ -128,6 +128,15 @@ TRIREME_INLINE void clear_weights(float* scores, Range covered) {
   for (int sub = covered.first_sub(); sub < covered.last_sub(); ++sub) store(scores + sub * kLanes, zero());
 }
 
+TRIREME_INLINE float sum_of_seen(const float* scores, Range covered, Range seen) {
+  Vec sum = zero();
+  for (int sub = covered.first_sub(); sub < covered.last_sub(); ++sub) {
+    const SeenLanes lanes(seen, sub);
+    sum = add(sum, keep_lanes(load(scores + sub * kLanes), lanes.first, lanes.last, zero()));
+  }
+  return reduce_add(sum);
+}
+
 // Turns the scores of one query into weights, in place; `seen` are its tokens among the `covered` ones. Returns the factor
 // for what was summed before.
 TRIREME_INLINE float weigh_query(float* scores, Range covered, Range seen, float* max_so_far, float* sum_lanes) {
@@ -144,10 +153,13 @@ TRIREME_INLINE float weigh_query(float* scores, Range covered, Range seen, float
   }
   const float tile_max = reduce_max(best);
   const float before = *max_so_far;
-  const float after = before > tile_max ? before : tile_max;
+  float after = before > tile_max ? before : tile_max;
   if (after == kNegInf) {
-    clear_weights(scores, covered);
-    return 1.0f;
+    after = sum_of_seen(scores, covered, seen);  // a NaN that no maximum kept, if there is one
+    if (after == kNegInf) {
+      clear_weights(scores, covered);
+      return 1.0f;
+    }
   }
   const float alpha = before == after ? 1.0f : exp2_scalar(before - after);
   const Vec shift = set1(after);
@@ -312,28 +324,14 @@ static Tile<float, true> packed_tile(const HeadCache<T>& cache, const TaskState&
 
 template <class T>
 static void attend_floats(const AttentionArgs& a, const AttentionTask& task, const TaskState& task_state, int part) {
-  const int num_heads = task_state.num_heads;
-  const int last_position = task.first_position + task.num_tokens - 1;
-  const int begin = larger(part * kPartTokens, first_seen(task.first_position, a.window));
-  const int end = smaller((part + 1) * kPartTokens, last_position + 1);
   const bool is_aligned = a.kv.block_size % kLanes == 0 && a.kv.dim % kLanes == 0;
   const bool is_direct = is_aligned && task_state.num_queries <= 2 * kQueries;
-  for (int tile_start = begin / kTileTokens * kTileTokens; tile_start < end; tile_start += kTileTokens) {
-    const Range available = {larger(0, begin - tile_start), smaller(kTileTokens, end - tile_start)};
-    for (int head = 0; head < num_heads; ++head) {
-      const TaskState s = task_state.of_head(head);
-      const HeadCache<T> cache(a, task, s.kv_head);
-      if (!is_direct) {
-        attend_tile(a, task, s, packed_tile(cache, s, tile_start, available), tile_start, available);
-        continue;
-      }
-      const bool is_last = head + 1 == num_heads;
-      const HeadCache<T> next(a, task, is_last ? task.kv_head : s.kv_head + 1);
-      const int start = tile_start + (is_last ? kTileTokens : 0);
-      const Upcoming<HeadCache<T>> after{&next, start, is_last ? last_position : end - 1};
-      attend_tile(a, task, s, direct_tile(cache, tile_start, available, after), tile_start, available);
-    }
-  }
+  using Cache = HeadCache<T>;
+  each_tile<Cache>(a, task, task_state, part, [&](const TaskState& s, const Cache& cache, int tile_start, Range available,
+                                                  const Upcoming<Cache>& after) {
+    if (is_direct) attend_tile(a, task, s, direct_tile(cache, tile_start, available, after), tile_start, available);
+    else attend_tile(a, task, s, packed_tile(cache, s, tile_start, available), tile_start, available);
+  });
 }
 
 static void scale_queries(const AttentionArgs& a, const AttentionTask& task, const TaskState& s) {

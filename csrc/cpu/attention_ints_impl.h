@@ -363,32 +363,19 @@ static IntegerTile<int16_t, false> packed_integers(const IntegerCache<T>& cache,
 
 template <class T>
 static void attend_integers(const AttentionArgs& a, const AttentionTask& task, const TaskState& task_state, int part) {
-  const int num_heads = task_state.num_heads;
-  const int last_position = task.first_position + task.num_tokens - 1;
-  const int begin = larger(part * kPartTokens, first_seen(task.first_position, a.window));
-  const int end = smaller((part + 1) * kPartTokens, last_position + 1);
   const bool is_direct = a.kv.block_size % kLanes == 0 && a.kv.dim % kLanes == 0;
   const bool is_short = task_state.num_queries <= 2 * kQueries;
-  for (int tile_start = begin / kTileTokens * kTileTokens; tile_start < end; tile_start += kTileTokens) {
-    const Range available = {larger(0, begin - tile_start), smaller(kTileTokens, end - tile_start)};
-    for (int head = 0; head < num_heads; ++head) {
-      const TaskState s = task_state.of_head(head);
-      const IntegerCache<T> cache(a, task, s.kv_head);
-      if (!is_direct) {
-        attend_integer_tile(a, task, s, packed_integers(cache, s, tile_start, available), tile_start, available);
-        continue;
-      }
-      const bool is_last = head + 1 == num_heads;
-      const IntegerCache<T> next(a, task, is_last ? task.kv_head : s.kv_head + 1);
-      const int start = tile_start + (is_last ? kTileTokens : 0);
-      const Upcoming<IntegerCache<T>> after{&next, start, is_last ? last_position : end - 1};
-      if (is_short) {
-        attend_integer_tile(a, task, s, direct_integers<true>(cache, tile_start, available, after), tile_start, available);
-      } else {
-        attend_integer_tile(a, task, s, direct_integers<false>(cache, tile_start, available, after), tile_start, available);
-      }
+  using Cache = IntegerCache<T>;
+  each_tile<Cache>(a, task, task_state, part, [&](const TaskState& s, const Cache& cache, int tile_start, Range available,
+                                                  const Upcoming<Cache>& after) {
+    if (!is_direct) {
+      attend_integer_tile(a, task, s, packed_integers(cache, s, tile_start, available), tile_start, available);
+    } else if (is_short) {
+      attend_integer_tile(a, task, s, direct_integers<true>(cache, tile_start, available, after), tile_start, available);
+    } else {
+      attend_integer_tile(a, task, s, direct_integers<false>(cache, tile_start, available, after), tile_start, available);
     }
-  }
+  });
 }
 
 // Queries as integers of length 32767, and what their scores are to be multiplied by.

@@ -189,6 +189,21 @@ def test_a_nan_stays_in_its_row() -> None:
     assert torch.isnan(ops.paged_attention(q, kv, batch, 0.25)[0, : shape.dim]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *INTEGERS], ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_nan_query_stays_nan_beside_lanes_without_a_token(isa: str, dtype: torch.dtype, window: int | None) -> None:
+    """Whatever an earlier call left in the scratch, and however few lanes of the last vector have a token."""
+    shape = Shape()
+    for context in range(1, 50):
+        batch = make_batch([(context, 1)], 16)
+        kv, q = make_kv(batch, shape, dtype), queries(batch, shape)
+        clean = ops.paged_attention(q, kv, batch, 0.25, window)
+        q[0, 0] = float("nan")
+        dirty = ops.paged_attention(q, kv, batch, 0.25, window)
+        assert torch.isnan(dirty[0, : shape.dim]).all(), context
+        assert torch.equal(dirty[0, shape.dim :], clean[0, shape.dim :]), context
+
+
 def test_large_scores_do_not_overflow() -> None:
     shape = Shape()
     batch = make_batch([(300, 3), (2, 2)], 16)
