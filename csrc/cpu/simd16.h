@@ -176,7 +176,10 @@ TRIREME_INLINE Pair repeat_pair(const int16_t* p) {
   std::memcpy(&pair, p, 4);
   return {_mm512_set1_epi32(pair)};
 }
-TRIREME_INLINE void add_products(Ints& sums, Pair a, Pairs b) { sums.v = _mm512_dpwssd_epi32(sums.v, a.all, b.v); }
+// Written out because gcc 12 copies every accumulator around the product, and spills some.
+TRIREME_INLINE void add_products(Ints& sums, Pair a, Pairs b) {
+  asm("vpdpwssd %[b], %[a], %[sums]" : [sums] "+v"(sums.v) : [a] "v"(a.all), [b] "v"(b.v));
+}
 TRIREME_INLINE Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 TRIREME_INLINE void store_ints(int16_t* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v)));
