@@ -1,7 +1,8 @@
 """Sleep and wake of an engine: which state allows what, and who waits for an answer. Pure; EngineLoop carries out the orders.
 
-awake -> falling -> asleep -> waking -> awake, and asleep -> falling -> asleep for a deeper sleep. An engine sleeps only when it has no request, and work that comes wakes it: nobody is
-refused for its sleep. Level 1 keeps the weights in the host's memory, level 2 drops them; keys and values are dropped by both.
+awake -> falling -> asleep -> waking -> awake, and asleep -> falling -> asleep for a deeper sleep. An engine sleeps only when it
+has no request, and work that comes wakes it: nobody is refused for its sleep. Level 1 keeps the weights in the host's memory,
+level 2 drops them; keys and values are dropped by both.
 """
 
 from __future__ import annotations
