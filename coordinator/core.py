@@ -10,14 +10,18 @@ import random
 
 from coordinator.ledger import Ledger
 from coordinator.members import Members
-from coordinator.router import POLICIES, cost_of
+from coordinator.router import POLICIES, Ask, cost_of, near_ones
 from transport.messages import Load, Member, Released, Route, Routed, View
+from trireme.fleet import Fleet
 
 
 class Coordinator:
     """Soft state: everything is rebuilt from the engines' next reports after a restart (with a higher `epoch`)."""
 
-    def __init__(self, num_engines: int, balance: str, rng: random.Random, *, epoch: int = 0) -> None:
+    def __init__(
+        self, num_engines: int, balance: str, rng: random.Random, *, epoch: int = 0, fleet: Fleet | None = None
+    ) -> None:
+        self.fleet = fleet or Fleet()
         self.members = Members(num_engines)
         self.ledger = Ledger(epoch)
         self.changed = True  # something a View shows; the publisher clears it
@@ -56,7 +60,7 @@ class Coordinator:
         if refusal:
             self.num_refused += 1
             return Routed(route.rid, engine=-1, epoch=-1, ticket=0, error=refusal)
-        engine = self._choose(ready, self.cost) if len(ready) > 1 else ready[0]
+        engine = self._choose(self._ask(ready, route)) if len(ready) > 1 else ready[0]
         num_rows = max(1, route.num_choices)
         ticket = self.ledger.give(front, engine, num_rows, num_rows * max(0, route.num_tokens), now)
         self.num_routed += 1
@@ -76,8 +80,8 @@ class Coordinator:
             self.changed = True
 
     def cost(self, engine: int) -> float:
-        """Work in tokens that a new request would find at `engine`."""
-        return cost_of(self.members[engine].load, self.ledger.outstanding(engine))
+        """Work in tokens that a new request would find at `engine`, for its size."""
+        return cost_of(self.members[engine].load, self.ledger.outstanding(engine)) / self.fleet.weight(engine)
 
     def view(self) -> View:
         """Membership and load for the front ends."""
@@ -89,6 +93,10 @@ class Coordinator:
                 for e in self.members
             ],
         )
+
+    def _ask(self, ready: list[int], route: Route) -> Ask:
+        near = self.fleet.labelled(route.label, ready)
+        return Ask(near_ones(ready, near, self.cost) if near else ready, self.cost, self.fleet.weights)
 
     def _objection_to_pin(self, pin: int) -> str:
         if pin not in self.members:

@@ -18,6 +18,7 @@ from transport.boot import BootChannel
 from transport.messages import Call, CallReply, Hello, Load, Released, Route, ToCoordinator
 from transport.sockets import Left, Peer, Poller, Server
 from trireme.config import EngineConfig
+from trireme.fleet import fleet_of
 from trireme.log import configure
 
 log = logging.getLogger("trireme.coordinator")
@@ -33,7 +34,11 @@ class Shell:
         boot = channel.boot
         self._channel = channel
         self._core = Coordinator(
-            config.parallel.dp, config.coordinator.balance, random.SystemRandom(), epoch=boot.epoch
+            config.parallel.dp,
+            config.coordinator.balance,
+            random.SystemRandom(),
+            epoch=boot.epoch,
+            fleet=fleet_of(config),
         )
         self._server = Server.open(boot, "coordinator", ToCoordinator)
         self._poller = Poller()

@@ -1,4 +1,4 @@
-"""Choosing an engine: power of two choices, least loaded, round robin, over costs that count every ticket.
+"""Choosing an engine: a table of policies over costs that count every ticket, near engines before far ones.
 
 Pure (the random source is passed in). Used by core.py. Costs are in tokens; an engine nobody has heard of costs nothing.
 """
@@ -6,7 +6,8 @@ Pure (the random source is passed in). Used by core.py. Costs are in tokens; an 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from coordinator.ledger import Outstanding
 from transport.messages import Load
@@ -16,9 +17,23 @@ CONTEXT_WEIGHT = 0.05  # a token that is already cached costs attention only
 KV_COMFORT = 0.8  # share of blocks in use above which new rows may have to wait or preempt
 KV_PENALTY = 4.0
 WAIT_PENALTY = 0.25  # per second that the oldest row has waited
+SPILL_FACTOR, SPILL_TOKENS = (
+    2.0,
+    512.0,
+)  # a far engine is worth it when the near ones cost more than this much of its cost
 
 Cost = Callable[[int], float]
-Policy = Callable[[Sequence[int], Cost], int]
+
+
+class Ask(NamedTuple):
+    """One choice to be made: among `engines` (never empty), at these costs. `weights` are the engines' sizes."""
+
+    engines: Sequence[int]
+    cost: Cost
+    weights: Mapping[int, float] = {}
+
+
+Policy = Callable[[Ask], int]
 
 
 def cost_of(load: Load | None, outstanding: Outstanding) -> float:
@@ -34,17 +49,26 @@ def cost_of(load: Load | None, outstanding: Outstanding) -> float:
     return (tokens + ROW_TOKENS * rows) * pressure
 
 
+def near_ones(engines: Sequence[int], near: Sequence[int], cost: Cost) -> Sequence[int]:
+    """`near` out of `engines`, unless the cheapest of the others would save far more than going there is worth."""
+    far = [engine for engine in engines if engine not in near]
+    if not near or not far:
+        return engines
+    is_worth_it = min(map(cost, near)) > SPILL_FACTOR * min(map(cost, far)) + SPILL_TOKENS
+    return engines if is_worth_it else near
+
+
 class TwoChoices:
     """The cheaper of two distinct engines drawn at random: bursts spread, and many choosers do not herd."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def __call__(self, engines: Sequence[int], cost: Cost) -> int:
-        if len(engines) == 1:
-            return engines[0]
-        first, second = self._rng.sample(engines, 2)
-        return second if cost(second) < cost(first) else first
+    def __call__(self, ask: Ask) -> int:
+        if len(ask.engines) == 1:
+            return ask.engines[0]
+        first, second = self._rng.sample(ask.engines, 2)
+        return second if ask.cost(second) < ask.cost(first) else first
 
 
 class LeastLoaded:
@@ -53,25 +77,50 @@ class LeastLoaded:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def __call__(self, engines: Sequence[int], cost: Cost) -> int:
-        costs = [cost(engine) for engine in engines]
+    def __call__(self, ask: Ask) -> int:
+        costs = [ask.cost(engine) for engine in ask.engines]
         least = min(costs)
-        return self._rng.choice([engine for engine, c in zip(engines, costs, strict=True) if c == least])
+        return self._rng.choice([engine for engine, c in zip(ask.engines, costs, strict=True) if c == least])
 
 
 class RoundRobin:
-    """Each engine in turn, whatever its load; engines that are away are passed over."""
+    """Each engine in turn, by its weight, whatever its load. An engine that was away owes nobody the turns it missed.
+
+    Stride scheduling: a turn moves an engine's place on by 1 / weight, and the one that is furthest back is next.
+    """
 
     def __init__(self, rng: random.Random) -> None:
+        self._places: dict[int, float] = {}
+        self._present: frozenset[int] = frozenset()
         self._last = -1
 
-    def __call__(self, engines: Sequence[int], cost: Cost) -> int:
-        self._last = min((e for e in engines if e > self._last), default=min(engines))
-        return self._last
+    def __call__(self, ask: Ask) -> int:
+        places = self._places
+        if self._present != (present := frozenset(ask.engines)):
+            floor = min((places[engine] for engine in present & self._present), default=0.0)
+            for engine in present - self._present:
+                places[engine] = max(places.get(engine, 0.0), floor)
+            self._present = present
+        size = max(ask.engines) + 1
+        turn = min(ask.engines, key=lambda engine: (places[engine], (engine - self._last - 1) % size))
+        places[turn] += 1.0 / ask.weights.get(turn, 1.0)
+        self._last = turn
+        return turn
+
+
+class AnyOne:
+    """Any engine, whatever its load: what the other policies are compared with."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def __call__(self, ask: Ask) -> int:
+        return self._rng.choice(ask.engines)
 
 
 POLICIES: dict[str, Callable[[random.Random], Policy]] = {
     "p2c": TwoChoices,
     "least": LeastLoaded,
     "round_robin": RoundRobin,
+    "random": AnyOne,
 }

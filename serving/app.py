@@ -35,6 +35,7 @@ from serving.wire_openai import (
 )
 from trireme import __version__
 from trireme.errors import NotFoundError, RequestError, TooLargeError, TriremeError
+from trireme.fleet import MAX_LABEL
 from trireme.params import SamplingParams
 
 BODY_TIMEOUT_S = 30.0
@@ -174,6 +175,18 @@ def _pin(scope: Scope) -> int:
     return -1
 
 
+def _label(scope: Scope) -> str:
+    """Place named by X-Trireme-Label, or nothing."""
+    for name, value in scope["headers"]:
+        if name == b"x-trireme-label":
+            if len(value) > MAX_LABEL or not value.isascii():
+                raise RequestError(
+                    f"X-Trireme-Label must be a label of at most {MAX_LABEL} ASCII characters", param="x-trireme-label"
+                )
+            return str(value, "ascii")
+    return ""
+
+
 # ---------------------------------------------------------------- generation
 
 
@@ -292,7 +305,7 @@ async def _answer(
     route: str,
 ) -> None:
     """Submits and answers, streamed or whole. Counts the request in once and out once, whatever happens."""
-    pin = _pin(scope)
+    pin, label = _pin(scope), _label(scope)
     front.admit_rows(len(rows), sum(len(row.prompt) for row in rows))
     generation = Generation(front.client, front.table, rows, params)
     form = form_of(generation)
@@ -300,7 +313,7 @@ async def _answer(
     outcome: Outcome = "error"
     stream = EventStream(scope, receive, send, generation)
     try:
-        await generation.submit(pin=pin)
+        await generation.submit(pin=pin, label=label)
         if stream.has_left():
             outcome = "cancelled"
             return

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import msgspec
+
 from serving.choose import Chooser
 from serving.replay import Replay
 from transport.messages import (
@@ -184,8 +186,15 @@ class EngineClient:
     """All engines of a deployment behind one `submit`. Create it anywhere, `start` it in the loop that will use it."""
 
     def __init__(
-        self, engines: Sequence[Connect], coordinator: Connect | None = None, *, rng: random.Random | None = None
+        self,
+        engines: Sequence[Connect],
+        coordinator: Connect | None = None,
+        *,
+        rng: random.Random | None = None,
+        label: str = "",
     ) -> None:
+        """`label` is the place of this front end: the coordinator prefers engines with the same one."""
+        self._label = label
         self._connects = tuple(engines)
         self._connect_coordinator = coordinator
         self._engines = [_Engine(index) for index in range(len(engines))]
@@ -301,10 +310,11 @@ class EngineClient:
 
     # ------------------------------------------------------------ requests
 
-    async def submit(self, replays: Sequence[Replay], *, pin: int = -1) -> Stream:
+    async def submit(self, replays: Sequence[Replay], *, pin: int = -1, label: str = "") -> Stream:
         """Sends all choices of a request; choices of one prompt (adjacent, same `prompt_index`) go to the same engine.
 
-        `pin` >= 0 demands that engine. Raises OverloadedError, EngineDeadError, NotFoundError (no such engine).
+        `pin` >= 0 demands that engine; `label` asks for one near another place than ours. Raises OverloadedError,
+        EngineDeadError, NotFoundError (no such engine).
         """
         if pin >= len(self._engines):
             raise NotFoundError(
@@ -315,7 +325,8 @@ class EngineClient:
         index = 0
         try:
             for group in groups:
-                engine, ticket = await self._place(len(group[0].prompt), len(group), pin)
+                route = Route(0, len(group[0].prompt), len(group), pin, label or self._label)
+                engine, ticket = await self._place(route)
                 for replay in group:
                     self._send(stream, index, replay, engine, ticket)
                     index += 1
@@ -347,14 +358,15 @@ class EngineClient:
 
     # ------------------------------------------------------------ placement
 
-    async def _place(self, num_tokens: int, num_choices: int, pin: int) -> tuple[_Engine, int]:
+    async def _place(self, route: Route) -> tuple[_Engine, int]:
         """An engine that is up, and the ticket for it."""
+        pin = route.pin
         if pin >= 0:
             await self._wait_pinned(self._engines[pin])
         if self._connect_coordinator is None:
             return self._place_alone(pin), 0
         for _ in range(3):
-            routed = await self._route(Route(next(self._rids), num_tokens, num_choices, pin))
+            routed = await self._route(msgspec.structs.replace(route, rid=next(self._rids)))
             if routed is None or routed.engine < 0:
                 # away, or just back and not yet told what our own links know
                 self.num_fallbacks += 1

@@ -11,6 +11,7 @@ from serving.client import Connect, EngineClient
 from transport.aio import AsyncConnection
 from transport.messages import Boot, EngineToFront, FromCoordinator
 from trireme.config import EngineConfig
+from trireme.fleet import front_label
 
 
 def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:
@@ -20,4 +21,5 @@ def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:
         return lambda on_message: AsyncConnection.open(boot, name, accepts, on_message)
 
     engines = [over(f"engine-{index}.front", EngineToFront) for index in range(config.parallel.dp)]
-    return EngineClient(engines, over("coordinator", FromCoordinator) if config.parallel.dp > 1 else None)
+    coordinator = over("coordinator", FromCoordinator) if config.parallel.dp > 1 else None
+    return EngineClient(engines, coordinator, label=front_label(config, boot.index) if boot.role == "front" else "")

@@ -97,9 +97,9 @@ class Generation:
 
     # ------------------------------------------------------------ reading
 
-    async def submit(self, *, pin: int = -1) -> None:
+    async def submit(self, *, pin: int = -1, label: str = "") -> None:
         """Sends it to an engine. Raises OverloadedError, EngineDeadError, NotFoundError."""
-        self._stream = await self._client.submit(self.replays, pin=pin)
+        self._stream = await self._client.submit(self.replays, pin=pin, label=label)
 
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
         """Batches of deltas until every choice has ended; a batch may be empty (text withheld, prompt still computed)."""

@@ -15,7 +15,7 @@ import numpy as np
 from transport.packed import Column, Flags, Ids, check_columns
 from trireme.params import RowParams
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Role = Literal["front", "engine", "worker", "coordinator", "admin"]
 EndReason = Literal["stop", "length", "abort", "error"]
@@ -324,7 +324,7 @@ class Route(Wire, frozen=True):
     num_tokens: int
     num_choices: int = 1
     pin: int = -1
-    prefix: list[bytes] = []  # block hashes of the prompt, longest last
+    label: str = ""  # of the place it comes from: engines with this label are near
 
 
 class Routed(Wire, frozen=True):

@@ -159,7 +159,20 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    balance: Annotated[Literal["p2c", "least", "round_robin"], _text("how an engine is chosen when dp > 1")] = "p2c"
+    balance: Annotated[
+        Literal["p2c", "least", "round_robin", "random"],
+        _text("how an engine is chosen when dp > 1: the cheaper of two drawn ones, the cheapest, each in turn, any"),
+    ] = "p2c"
+    engine_weights: Annotated[
+        tuple[str, ...], _text("size of each engine, as numbers (2,1,1); a larger one gets more; default: all alike")
+    ] = ()
+    engine_labels: Annotated[
+        tuple[str, ...], _text("place of each engine (rack-a,rack-a,rack-b); requests stay near; default: one place")
+    ] = ()
+    front_labels: Annotated[
+        tuple[str, ...],
+        _text("place of each HTTP process; a request may name another one in X-Trireme-Label; default: none"),
+    ] = ()
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from trireme.budget import DTYPE_BYTES, kv_token_bytes, num_params, too_little_k
 from trireme.config import CPU_ROWS, CPU_TOKENS, GPU_ROWS, GPU_TOKENS, Decision, EngineConfig
 from trireme.device import DeviceFacts, read_device
 from trireme.errors import ConfigError
+from trireme.fleet import fleet_of
 from trireme.gpu import choose_device, compute_dtype, refuse_on_cpu
 from trireme.gpu_formats import Stored, expansion_of
 from trireme.loaded import loaded_bytes, stored_bytes, stored_of
@@ -256,6 +257,7 @@ class _Resolver:
     def places(self) -> None:
         """Where workers run and with how many threads."""
         parallel, per_engine = self.config.parallel, self.shape.num_workers
+        fleet_of(self.config)
         if parallel.executor == "auto":
             if per_engine == 1:
                 self.decide("parallel", "one worker: it runs inside the engine process", executor="inproc")

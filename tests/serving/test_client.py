@@ -205,6 +205,16 @@ async def two_engines(coordinator: FakeCoordinator) -> tuple[FakeEngine, FakeEng
     return *engines, client
 
 
+async def test_routes_carry_the_place_of_the_front_end_or_that_of_the_request() -> None:
+    coordinator = FakeCoordinator(lambda route: Routed(route.rid, 0, 0, 1))
+    client = EngineClient([FakeEngine(words("a"))], coordinator, label="rack-a")
+    client.start()
+    await client.wait_up(1)
+    await drain(await client.submit([replay()]))
+    await drain(await client.submit([replay()], label="rack-b"))
+    assert [route.label for route in coordinator.log] == ["rack-a", "rack-b"]
+
+
 async def test_coordinator_decides_and_its_ticket_travels() -> None:
     coordinator = FakeCoordinator(lambda route: Routed(route.rid, 1, 0, 41))
     first, second, client = await two_engines(coordinator)

@@ -540,6 +540,13 @@ async def test_rank_header_pins_an_engine(tmp_path: Path) -> None:
         assert (await served.post("/v1/completions", TEXT, **{"x-data-parallel-rank": "-1"}))[0] == 400
 
 
+async def test_label_header_is_bounded(tmp_path: Path) -> None:
+    async with serve(tmp_path, FakeEngine(words("a", EOS))) as served:
+        assert (await served.post("/v1/completions", TEXT, **{"x-trireme-label": "rack-a"}))[0] == 200
+        status, refused = await served.post("/v1/completions", TEXT, **{"x-trireme-label": "a" * 65})
+        assert (status, refused["error"]["param"]) == (400, "x-trireme-label")
+
+
 async def test_ready_tells_the_truth(tmp_path: Path) -> None:
     engine = FakeEngine(words("x", EOS))
     engine.is_up = False

@@ -12,6 +12,9 @@ from coordinator.ledger import Outstanding
 from coordinator.members import Members
 from coordinator.router import POLICIES, cost_of
 from transport.messages import Load, Released, Route
+from trireme.config import CoordinatorConfig
+from trireme.fleet import Fleet
+from trireme.settings import table
 
 
 def load(engine: int, *, seq: int = 1, epoch: int = 0, **fields: object) -> Load:
@@ -22,9 +25,11 @@ def load(engine: int, *, seq: int = 1, epoch: int = 0, **fields: object) -> Load
     return Load(engine=engine, epoch=epoch, seq=seq, **(base | fields))
 
 
-def coordinator(num_engines: int = 4, balance: str = "p2c", seed: int = 0, epoch: int = 0) -> Coordinator:
+def coordinator(
+    num_engines: int = 4, balance: str = "p2c", seed: int = 0, epoch: int = 0, fleet: Fleet | None = None
+) -> Coordinator:
     """Every engine has connected and reported once: idle."""
-    core = Coordinator(num_engines, balance, random.Random(seed), epoch=epoch)
+    core = Coordinator(num_engines, balance, random.Random(seed), epoch=epoch, fleet=fleet)
     for engine in range(num_engines):
         core.engine_connected(engine, 0)
         core.engine_reported(load(engine))
@@ -166,4 +171,70 @@ def test_illegal_changes_of_state_name_both_states() -> None:
 
 
 def test_every_policy_of_the_settings_exists() -> None:
-    assert set(POLICIES) == {"p2c", "least", "round_robin"}
+    (balance,) = [setting for setting in table() if setting.name == "balance"]
+    assert set(balance.choices) == set(POLICIES)
+    assert CoordinatorConfig().balance in POLICIES
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_weighted_round_robin_is_exact_and_smooth() -> None:
+    core = coordinator(3, "round_robin", fleet=Fleet({0: 4.0, 1: 2.0, 2: 1.0}))
+    turns = [core.route("f", Route(i, 1), 0.0).engine for i in range(70)]
+    assert Counter(turns) == {0: 40, 1: 20, 2: 10}
+    assert all(Counter(turns[i : i + 7]) == {0: 4, 1: 2, 2: 1} for i in range(0, 70, 7))
+    assert not any(turns[i : i + 4] == [0] * 4 for i in range(66)), "the heavy one's turns are spread"
+
+
+def test_an_engine_that_was_away_gets_no_turns_for_that_time() -> None:
+    core = coordinator(2, "round_robin")
+    core.engine_lost(1, 0, "killed")
+    assert [core.route("f", Route(i, 1), 0.0).engine for i in range(50)] == [0] * 50
+    core.engine_connected(1, 1)
+    core.engine_reported(load(1, epoch=1))
+    turns = [core.route("f", Route(i, 1), 0.0).engine for i in range(10)]
+    assert Counter(turns) == {0: 5, 1: 5}
+
+
+@pytest.mark.parametrize("balance", ["least", "p2c"])
+def test_larger_engines_get_more_of_a_burst(balance: str) -> None:
+    core = coordinator(2, balance, fleet=Fleet({0: 3.0, 1: 1.0}))
+    counts = burst(core, 400)
+    assert 299 <= counts[0] <= 301, counts
+
+
+# ---------------------------------------------------------------- labels
+
+RACKS = Fleet(labels=("a", "a", "b", "b"))
+
+
+@pytest.mark.parametrize("balance", POLICIES)
+def test_requests_stay_near_while_that_is_not_much_dearer(balance: str) -> None:
+    core = coordinator(balance=balance, fleet=RACKS)
+    assert {core.route("f", Route(i, 10, label="b"), 0.0).engine for i in range(6)} == {2, 3}
+    assert {core.route("f", Route(i, 10, label="a"), 0.0).engine for i in range(6)} == {0, 1}
+
+
+@pytest.mark.parametrize("balance", ["p2c", "least"])
+def test_a_burst_from_one_place_spills_over_and_then_nobody_is_far_dearer(balance: str) -> None:
+    core = coordinator(balance=balance, fleet=RACKS)
+    counts = Counter(core.route("f", Route(i, 10, label="a"), 0.0).engine for i in range(400))
+    near, far = counts[0] + counts[1], counts[2] + counts[3]
+    assert far >= 100, counts
+    assert near > far, counts
+    assert core.cost(0) < 2.5 * core.cost(2) + 1000
+
+
+@pytest.mark.parametrize("label", ["", "c"])
+def test_no_label_and_one_that_no_engine_has_mean_anywhere(label: str) -> None:
+    core = coordinator(fleet=RACKS)
+    assert set(Counter(core.route("f", Route(i, 10, label=label), 0.0).engine for i in range(80))) == {0, 1, 2, 3}
+
+
+def test_when_the_near_ones_are_away_a_far_one_serves_and_pins_go_anywhere() -> None:
+    core = coordinator(fleet=RACKS)
+    assert core.route("f", Route(1, 10, label="b", pin=0), 0.0).engine == 0
+    for engine in (2, 3):
+        core.engine_lost(engine, 0, "killed")
+    assert core.route("f", Route(1, 10, label="b"), 0.0).engine in (0, 1)

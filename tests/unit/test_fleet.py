@@ -1,0 +1,48 @@
+"""How engines and front ends lie to one another, from the settings: what fits, and the refusals that name the number."""
+
+from __future__ import annotations
+
+import pytest
+
+from trireme.errors import ConfigError
+from trireme.fleet import MAX_LABEL, fleet_of, front_label
+from trireme.settings import load
+
+
+def config(**flags: object):
+    return load(flags, environ={}).config
+
+
+def test_without_flags_all_engines_are_alike_and_nowhere() -> None:
+    fleet = fleet_of(config(dp=2))
+    assert (fleet.weight(1), fleet.label(1), fleet.labelled("", [0, 1])) == (1.0, "", [])
+    assert front_label(config(), 0) == ""
+
+
+def test_weights_and_labels_are_lists_by_engine_and_by_front_end() -> None:
+    given = config(
+        dp=3, engine_weights="2,1,0.5", engine_labels="a,b,a", api_servers=2, front_labels="a,b", balance="least"
+    )
+    fleet = fleet_of(given)
+    assert [fleet.weight(e) for e in range(3)] == [2.0, 1.0, 0.5]
+    assert fleet.labelled("a", [0, 1, 2]) == [0, 2]
+    assert [front_label(given, i) for i in range(2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"dp": 3, "engine_weights": "1,2"}, ["engine-weights", "2 entries", "3 engines"]),
+        ({"dp": 3, "engine_labels": "a"}, ["engine-labels", "1 entries", "3 engines"]),
+        ({"api_servers": 2, "front_labels": "a"}, ["front-labels", "2 HTTP processes"]),
+        ({"dp": 2, "engine_weights": "1,0"}, ["'0'", "above 0"]),
+        ({"dp": 2, "engine_weights": "1,nan"}, ["'nan'"]),
+        ({"dp": 2, "engine_weights": "1,inf"}, ["'inf'", "at most 1000"]),
+        ({"dp": 2, "engine_weights": "1,heavy"}, ["'heavy'"]),
+        ({"dp": 2, "engine_labels": "a," + "b" * (MAX_LABEL + 1)}, [str(MAX_LABEL + 1), str(MAX_LABEL)]),
+    ],
+)
+def test_refusals_name_flag_value_and_limit(flags: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fleet_of(config(**flags))
+    assert all(word in caught.value.message for word in words), caught.value.message

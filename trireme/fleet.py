@@ -1,0 +1,74 @@
+"""How the engines and front ends of a deployment lie to one another: sizes and labels of places, from the settings.
+
+Pure. Checked by trireme/resolve.py before anything starts; used by the coordinator and by front ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from trireme.config import EngineConfig
+from trireme.errors import ConfigError
+
+MAX_LABEL = 64  # characters
+MAX_WEIGHT = 1000.0
+
+
+class Fleet(NamedTuple):
+    """`weights` and `labels` by engine; an engine that is in neither has weight 1 and no label."""
+
+    weights: Mapping[int, float] = {}
+    labels: Sequence[str] = ()
+
+    def weight(self, engine: int) -> float:
+        return self.weights.get(engine, 1.0)
+
+    def label(self, engine: int) -> str:
+        return self.labels[engine] if engine < len(self.labels) else ""
+
+    def labelled(self, label: str, engines: Sequence[int]) -> list[int]:
+        """Those of `engines` that have this label; none for no label."""
+        return [engine for engine in engines if self.label(engine) == label] if label else []
+
+
+def fleet_of(config: EngineConfig) -> Fleet:
+    """Raises ConfigError for lists of the wrong length, weights that are no positive numbers, and endless labels."""
+    given = config.coordinator
+    num_engines = config.parallel.dp
+    _check_length("engine-weights", given.engine_weights, num_engines, "engines", "dp")
+    _check_length("engine-labels", given.engine_labels, num_engines, "engines", "dp")
+    _check_length("front-labels", given.front_labels, config.serving.api_servers, "HTTP processes", "api-servers")
+    for flag, labels in (("engine-labels", given.engine_labels), ("front-labels", given.front_labels)):
+        for label in labels:
+            if len(label) > MAX_LABEL:
+                raise ConfigError(f"--{flag}: {label[:20]!r}... has {len(label)} characters; the limit is {MAX_LABEL}")
+    weights = [_weight(word) for word in given.engine_weights]
+    return Fleet(dict(enumerate(weights)), given.engine_labels)
+
+
+def front_label(config: EngineConfig, front: int) -> str:
+    """The place of a front end, or nothing."""
+    labels = config.coordinator.front_labels
+    return labels[front] if front < len(labels) else ""
+
+
+def _check_length(flag: str, values: Sequence[str], expected: int, what: str, other: str) -> None:
+    if values and len(values) != expected:
+        raise ConfigError(
+            f"--{flag} has {len(values)} entries, but there are {expected} {what}", hint=f"--{other} {len(values)}"
+        )
+
+
+def _weight(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MAX_WEIGHT:
+        raise ConfigError(
+            f"--engine-weights: {word[:20]!r} is not a number above 0 and at most {MAX_WEIGHT:g}",
+            hint="--engine-weights 2,1,1",
+        )
+    return value
