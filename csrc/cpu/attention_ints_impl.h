@@ -49,8 +49,6 @@ struct Weighed {
   alignas(64) int16_t weights[kQueries][kTileTokens];
   alignas(64) float sums[kQueries][kLanes];    // of p, over the lanes
   alignas(64) float totals[kQueries][kLanes];  // of w
-  alignas(64) float largest[kLanes];
-  alignas(64) float total[kLanes];
   alignas(64) float alpha[kLanes];
   alignas(64) float factor[kLanes];
 };
@@ -170,14 +168,15 @@ TRIREME_INLINE void weigh_scores(float* scores, const float* const* value_units,
   store(total_lanes, total);
 }
 
-// Joins the tile's softmax to what came before in this part, for R queries in the lanes.
+// Joins the tile's softmax to what came before in this part, for R queries in the lanes: `largest` are their scores here, `total`
+// their sums of w.
 template <int R>
-TRIREME_INLINE void join_softmax(const TaskState& s, int query, Weighed& w) {
-  const Vec before = load_first(s.part_max + query, R), here = load(w.largest);
+TRIREME_INLINE void join_softmax(const TaskState& s, int query, const float (&largest)[R], const float (&total)[R], Weighed& w) {
+  const Vec before = load_first(s.part_max + query, R), here = from_lanes(largest);
   const Vec after = max(set1(-1e30f), max(before, here));
   const Vec beta = exp2(sub(here, after));
   store(w.alpha, exp2(sub(before, after)));
-  store(w.factor, mul(beta, mul(load(w.total), set1(1.0f / 32767.0f))));
+  store(w.factor, mul(beta, mul(from_lanes(total), set1(1.0f / 32767.0f))));
   store_first(s.part_max + query, after, R);
   float betas[kLanes];
   store(betas, beta);
@@ -200,25 +199,30 @@ static void weigh_tile(const AttentionArgs& a, const AttentionTask& task, const 
     cap_scores<R>(a.softcap, covered.first_sub(), covered.last_sub(), w.scores[0]);
   }
   Range seen[R];
+  float largest[R], total[R];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     seen[r] = Full ? covered : covered_range(a, task, s, query + r, 1, tile_start, covered);
-    w.largest[r] = seen[r].first < seen[r].last ? largest_score<Full>(w.scores[r], covered, seen[r]) : kNegInf;
+    largest[r] = seen[r].first < seen[r].last ? largest_score<Full>(w.scores[r], covered, seen[r]) : kNegInf;
   }
   // Pass by pass over all queries, so that what waits on a sum across lanes is done for several at once.
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     const float unit = a.softcap > 0.0f ? 1.0f : units[r];
-    if (seen[r].first < seen[r].last) w.largest[r] *= unit;
-    weigh_scores<Full>(w.scores[r], value_units, covered, seen[r], unit, w.largest[r], w.sums[r], w.totals[r]);
+    if (seen[r].first < seen[r].last) largest[r] *= unit;
+    weigh_scores<Full>(w.scores[r], value_units, covered, seen[r], unit, largest[r], w.sums[r], w.totals[r]);
   }
-  for (int r = 0; r < R; ++r) w.total[r] = reduce_add(load(w.totals[r]));
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) total[r] = reduce_add(load(w.totals[r]));
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    const bool has_any = w.total[r] > 1e-30f || w.total[r] != w.total[r];
-    const Vec inverse = set1(has_any ? 32767.0f / w.total[r] : 0.0f);
+    const bool has_any = total[r] > 1e-30f || total[r] != total[r];
+    const Vec inverse = set1(has_any ? 32767.0f / total[r] : 0.0f);
     for (int sub = covered.first_sub(); sub < covered.last_sub(); ++sub) {
       store_ints(w.weights[r] + sub * kLanes, mul(load(w.scores[r] + sub * kLanes), inverse));
     }
   }
-  join_softmax<R>(s, query, w);
+  join_softmax<R>(s, query, largest, total, w);
 }
 
 template <int R, class T, bool Ahead>

@@ -467,6 +467,14 @@ TRIREME_INLINE float first_lane(Vec a) { return a.q[0][0]; }
 #endif
 
 // The first n lanes, zeros after them.
+#if defined(__AVX512F__)
+TRIREME_INLINE Vec load_first(const float* p, int n) {
+  return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1u), p)};
+}
+TRIREME_INLINE void store_first(float* p, Vec a, int n) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1u), a.v);
+}
+#else
 TRIREME_INLINE Vec load_first(const float* p, int n) {
   float lanes[kLanes] = {};
   std::memcpy(lanes, p, static_cast<size_t>(n) * 4);
@@ -476,6 +484,25 @@ TRIREME_INLINE void store_first(float* p, Vec a, int n) {
   float lanes[kLanes];
   store(lanes, a);
   std::memcpy(p, lanes, static_cast<size_t>(n) * 4);
+}
+#endif
+
+// x[i] in lane i, zeros after the last. Put together in registers: a vector that is read where its numbers have just been written
+// one by one waits for all of them to reach the cache.
+template <int N>
+TRIREME_INLINE Vec from_lanes(const float (&x)[N]) {
+  static_assert(N <= kLanes / 2);
+  auto at = [&](int i) { return i < N ? x[i] : 0.0f; };
+#if defined(__AVX2__)
+  const __m256 eight = _mm256_setr_ps(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
+#if defined(__AVX512F__)
+  return {_mm512_zextps256_ps512(eight)};
+#else
+  return {eight, _mm256_setzero_ps()};
+#endif
+#else
+  return {{Quad{at(0), at(1), at(2), at(3)}, Quad{at(4), at(5), at(6), at(7)}, quad1(0.0f), quad1(0.0f)}};
+#endif
 }
 
 // e^x within 2 ulp; exactly 0 below -87.33, exactly 1 at 0, NaN for NaN; clamped above 88.37. Polynomial of Cephes' expf.
