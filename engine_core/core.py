@@ -160,6 +160,8 @@ class EngineCore:
         draft = self.scheduler.schedule(now)
         if draft is None:
             return None
+        for request in draft.placed:
+            self.outbox.to(request.front).placed.append(request.rid)
         self._after_event()
         return draft.to_message()
 
@@ -246,6 +248,8 @@ class EngineCore:
         waiting, limits = self.scheduler.waiting, self.limits
         if self.draining:
             raise OverloadedError("this engine is shutting down")
+        if submit.num_moves:
+            return  # it was accepted once; how many such there are is bounded by the queues of the engines that died
         if len(waiting) >= limits.max_waiting:
             raise OverloadedError(f"{len(waiting)} requests are queued already; the limit is {limits.max_waiting}")
         num_tokens = waiting.num_tokens + len(submit.prompt)
@@ -264,7 +268,7 @@ class EngineCore:
             self._end(request, "length")  # a replayed row that had all its tokens
             return
         limits = [limit for limit in (self.limits.queue_timeout, submit.deadline_s) if limit > 0]
-        if limits:
+        if limits and not submit.num_replayed:
             heapq.heappush(self._deadlines, (now + min(limits), request.arrival, request))
             self._drop_met_deadlines()
 

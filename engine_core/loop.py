@@ -95,6 +95,8 @@ class EngineLoop:
         if not self._rest.is_awake and self.core.requests:
             self._rest.work_came()
         while self._rest.is_awake and (plan := self.core.next_plan(now)) is not None:
+            if plan.new:
+                self._send_outputs()  # should this step be the last one, front ends know whom to suspect
             self._executor.submit(plan)
         self._send_outputs()
         self._server.progress = self.core.counters.steps

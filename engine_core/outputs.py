@@ -21,7 +21,17 @@ def end_reason(request: Request, token: int) -> EndReason | None:
 class FrontOutputs:
     """One StepOutputs in the making."""
 
-    __slots__ = ("_new_rids", "_new_tokens", "_rids", "_tokens", "ends", "firsts", "logprobs", "prompt_logprobs")
+    __slots__ = (
+        "_new_rids",
+        "_new_tokens",
+        "_rids",
+        "_tokens",
+        "ends",
+        "firsts",
+        "logprobs",
+        "placed",
+        "prompt_logprobs",
+    )
 
     def __init__(self) -> None:
         self._rids: list[Ids] = []
@@ -32,6 +42,7 @@ class FrontOutputs:
         self.ends: list[End] = []
         self.logprobs: list[LogprobRow] = []
         self.prompt_logprobs: list[LogprobRow] = []
+        self.placed: list[int] = []
 
     def add(self, rid: int, token: int) -> None:
         """One token of one row."""
@@ -55,6 +66,7 @@ class FrontOutputs:
             self.ends,
             self.logprobs,
             self.prompt_logprobs,
+            self.placed,
         )
 
     def _pack(self) -> None:

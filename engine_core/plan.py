@@ -50,6 +50,7 @@ class Draft:
         "grown_blocks",
         "grown_rows",
         "new",
+        "placed",
         "started_s",
         "step",
         "tokens",
@@ -68,6 +69,7 @@ class Draft:
         )  # slots of rows that ended or lost their place since: their answers count for nothing
         self.freed: list[int] = []
         self.new: list[NewRow] = []
+        self.placed: list[Request] = []  # of the new rows, those that never had a slot before
         self.grown_rows: list[int] = []
         self.grown_blocks: list[int] = []
         self.fenced: list[int] = []  # blocks of rows that ended while this step was in flight

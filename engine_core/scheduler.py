@@ -225,6 +225,8 @@ class Scheduler:
                 margin = needed // 4 + len(self.running)
             if num_tokens < 1 or spare - cache.num_idle(hits) < needed + margin:
                 return
+            if request.state is State.WAITING:
+                draft.placed.append(request)
             self._start(request, hits, now)
             cache.extend(request, cache.blocks_for(request.num_computed + num_tokens) - len(hits))
             self._plan(draft, request, num_tokens)

@@ -313,7 +313,7 @@ async def _answer(
     outcome: Outcome = "error"
     stream = EventStream(scope, receive, send, generation)
     try:
-        await generation.submit(pin=pin, label=label)
+        await stream.submit(pin=pin, label=label)
         if stream.has_left():
             outcome = "cancelled"
             return

@@ -1,7 +1,8 @@
 """EngineClient: submits choices to engines, routes between them, and turns engine messages into events per request.
 
 Owned by a front end process or by the Python API; free of HTTP and of text. Lives on one asyncio loop and needs no locks.
-An engine's death ends its own rows only. A request's task is woken at most once per engine message, however many rows it has.
+An engine's death concerns its own rows only, and these go on elsewhere (serving/migration.py). A request's task is woken at most
+once per engine message, however many rows it has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import msgspec
 
 from serving.choose import Chooser
+from serving.migration import judge
+from serving.moves import Moves, Trial
 from serving.replay import Replay
 from transport.messages import (
     Abort,
@@ -39,13 +42,23 @@ from transport.messages import (
 )
 from transport.packed import unpack, unpack_ids
 from transport.sockets import Left
-from trireme.errors import EngineDeadError, EngineError, NotFoundError, OverloadedError, RequestError
+from trireme.errors import (
+    EngineDeadError,
+    EngineError,
+    NotFoundError,
+    OverloadedError,
+    QuarantinedError,
+    RequestError,
+    TriremeError,
+)
 
 log = logging.getLogger(__name__)
 
 ROUTE_TIMEOUT_S = 1.0
 LINK_WAIT_S = 1.0
-PIN_WAIT_S = 10.0  # for a named engine that is being restarted
+RESEND_S = 0.05  # after an engine took no message
+MIGRATION_LIMIT = 2  # most moves of one choice
+ENGINE_WAIT_S = 60.0  # for an engine to come up
 
 
 class Link(Protocol):
@@ -92,13 +105,34 @@ class EngineState(NamedTuple):
 
 
 class _Row:
-    __slots__ = ("engine", "index", "replay", "stream")
+    """One choice of a stream, over all its moves. `rid` is that of its last submit."""
 
-    def __init__(self, stream: Stream, index: int, replay: Replay, engine: _Engine) -> None:
+    __slots__ = (
+        "has_gained",
+        "index",
+        "label",
+        "num_scored",
+        "pin",
+        "replay",
+        "rid",
+        "stream",
+        "trial",
+        "wait_until",
+        "was_placed",
+    )
+
+    def __init__(self, stream: Stream, index: int, replay: Replay, rid: int, label: str, wait_until: float) -> None:
         self.stream = stream
         self.index = index
         self.replay = replay
-        self.engine = engine
+        self.rid = rid
+        self.was_placed = False  # has run on its engine
+        self.has_gained = False  # a token there
+        self.num_scored = 0  # prompt positions whose log-probabilities came from there
+        self.trial: Trial | None = None
+        self.pin = -1
+        self.label = label
+        self.wait_until = wait_until  # while it has no engine
 
 
 class _Engine:
@@ -191,9 +225,12 @@ class EngineClient:
         coordinator: Connect | None = None,
         *,
         rng: random.Random | None = None,
+        migration_limit: int = MIGRATION_LIMIT,
+        engine_wait_s: float = ENGINE_WAIT_S,
         label: str = "",
     ) -> None:
-        """`label` is the place of this front end: the coordinator prefers engines with the same one."""
+        """Rows of an engine that dies move at most `migration_limit` times. While no engine is up, requests wait for one for at
+        most `engine_wait_s`. `label` is the place of this front end: the coordinator prefers engines with the same one."""
         self._label = label
         self._connects = tuple(engines)
         self._connect_coordinator = coordinator
@@ -206,6 +243,10 @@ class EngineClient:
         self._chooser = Chooser(rng)
         self.view: View | None = None
         self.num_fallbacks = 0  # choices made without the coordinator
+        self.num_moved = self.num_quarantined = 0
+        self._migration_limit = migration_limit
+        self._engine_wait_s = engine_wait_s
+        self._moves: Moves[_Row] = Moves(self._place_again)
 
     # ------------------------------------------------------------ life
 
@@ -218,6 +259,9 @@ class EngineClient:
 
     def close(self) -> None:
         """Ends every row and closes the links."""
+        self._migration_limit = 0
+        self._moves.close()
+        self._fail_moving("the front end is closing", EngineDeadError.code)
         for engine in self._engines:
             self._lose(engine, "the front end is closing")
             if engine.link is not None:
@@ -227,6 +271,7 @@ class EngineClient:
 
     def end_all(self, reason: str) -> None:
         """Ends every row with an explicit error, and tells the engines."""
+        self._fail_moving(reason, OverloadedError.code)
         for engine in self._engines:
             rids = list(engine.rows)
             for rid in rids:
@@ -252,16 +297,16 @@ class EngineClient:
 
     @property
     def num_rows(self) -> int:
-        return sum(len(engine.rows) for engine in self._engines)
+        """Rows on engines, and between two of them."""
+        return sum(len(engine.rows) for engine in self._engines) + len(self._moves)
 
     @property
     def capacity(self) -> int:
-        """Rows that the engines now up can run and queue, all front ends together."""
-        return sum(
-            engine.welcome.facts.max_num_seqs + engine.welcome.facts.max_waiting
-            for engine in self._engines
-            if engine.is_up and engine.welcome and engine.welcome.facts
-        )
+        """Rows that the engines now up can run and queue, all front ends together; while none is up, as if one were."""
+        up = [engine.welcome.facts for engine in self._engines if engine.is_up and engine.welcome]
+        if not up:
+            up = [self._last_facts]
+        return sum(facts.max_num_seqs + facts.max_waiting for facts in up if facts)
 
     def counts(self) -> dict[str, int]:
         """Sums over all links: malformed, dropped and such."""
@@ -313,8 +358,8 @@ class EngineClient:
     async def submit(self, replays: Sequence[Replay], *, pin: int = -1, label: str = "") -> Stream:
         """Sends all choices of a request; choices of one prompt (adjacent, same `prompt_index`) go to the same engine.
 
-        `pin` >= 0 demands that engine; `label` asks for one near another place than ours. Raises OverloadedError,
-        EngineDeadError, NotFoundError (no such engine).
+        `pin` >= 0 demands that engine; `label` asks for one near another place than ours. While no engine is up it waits. Raises
+        OverloadedError, EngineDeadError, NotFoundError (no such engine).
         """
         if pin >= len(self._engines):
             raise NotFoundError(
@@ -325,44 +370,129 @@ class EngineClient:
         index = 0
         try:
             for group in groups:
+                until = self._wait_until(group[0])
                 route = Route(0, len(group[0].prompt), len(group), pin, label or self._label)
-                engine, ticket = await self._place(route)
+                engine, ticket = await self._place(route, until)
                 for replay in group:
-                    self._send(stream, index, replay, engine, ticket)
+                    self._send(_Row(stream, index, replay, next(self._rids), route.label, until), engine, ticket)
                     index += 1
         except BaseException:
             stream.close()
             raise
         return stream
 
-    def _send(self, stream: Stream, index: int, replay: Replay, engine: _Engine, ticket: int) -> None:
-        rid = next(self._rids)
+    def _send(self, row: _Row, engine: _Engine, ticket: int) -> None:
         if not engine.rows:
             engine.last_step = time.monotonic()
-        engine.rows[rid] = _Row(stream, index, replay, engine)
+        engine.rows[row.rid] = row
         self._chooser.started(engine.index)
-        stream._rids[index] = rid
-        if engine.link is None or not engine.link.send(replay.submit(rid, ticket)):
-            why = f"engine {engine.index} takes no more messages" if engine.is_up else engine.reason
-            self._finish(engine, rid, End(rid=rid, reason="error", error=why, error_code="engine_dead"))
+        row.stream._rids[row.index] = row.rid
+        if engine.link is None or not engine.link.send(row.replay.submit(row.rid, ticket)):
+            del engine.rows[row.rid]
+            self._chooser.ended(engine.index)
+            self._on_unsent(row, f"engine {engine.index} takes no more messages" if engine.is_up else engine.reason)
+
+    def _on_unsent(self, row: _Row, why: str) -> None:
+        """The engine's queue is full, or its link is about to be down: once more, soon."""
+        if time.monotonic() + RESEND_S < row.wait_until:
+            self._moves.start([row], [], RESEND_S)
+        else:
+            self._end(row, End(row.rid, "error", error=why, error_code=EngineDeadError.code))
 
     def _abort(self, rids: Iterable[int]) -> None:
+        self._moves.drop(rids)
         for engine in self._engines:
             mine = [rid for rid in rids if rid in engine.rows]
             for rid in mine:
-                del engine.rows[rid]
+                _settle(engine.rows.pop(rid))
             if mine:
                 self._chooser.ended(engine.index, len(mine))
                 if engine.link is not None:
                     engine.link.send(Abort(rids=mine))
 
+    # ------------------------------------------------------------ moves
+
+    def resubmit(self, engine: int, rids: Iterable[int], *, to: int = -1) -> None:
+        """Rows that an engine has given back, without an end and without having run them, go on elsewhere (at `to`, if >= 0)."""
+        source = self._engines[engine]
+        rows = [row for rid in rids if (row := source.rows.pop(rid, None)) is not None]
+        self._chooser.ended(engine, len(rows))
+        for row in rows:
+            row.pin = to
+        self._send_on(rows, [])
+
+    def _move(self, rows: Sequence[_Row], cause: str) -> None:
+        """These rows have lost their engine: they go on elsewhere, or end with an error that says why not."""
+        verdict = judge(rows, self._migration_limit)
+        for row in verdict.guilty:
+            self.num_quarantined += 1
+            text = f"two engines died while they ran this request, the last one of this: {cause}; it is not tried again"
+            self._end(row, End(row.rid, "error", error=text, error_code=QuarantinedError.code))
+        for row in verdict.spent:
+            moves = f" after {row.replay.num_moves - 1} moves" if row.replay.num_moves > 1 else ""
+            self._end(row, End(row.rid, "error", error=cause + moves, error_code=EngineDeadError.code))
+        for row in rows:
+            row.pin = -1
+        self._send_on(verdict.free, verdict.trials)
+
+    def _send_on(self, free: Sequence[_Row], trials: Sequence[Sequence[_Row]]) -> None:
+        for row in (*free, *itertools.chain.from_iterable(trials)):
+            self.num_moved += 1
+            row.was_placed = row.has_gained = False
+            row.num_scored = 0
+            row.wait_until = self._wait_until(row.replay)
+            _settle(row)
+        self._moves.start(free, trials)
+
+    async def _place_again(self, row: _Row) -> None:
+        """Sends a row that has no engine to one. Never raises for want of an engine: the row ends then."""
+        try:
+            route = Route(0, row.replay.num_tokens, 1, row.pin, row.label)
+            engine, ticket = await self._place(route, row.wait_until)
+        except TriremeError as error:
+            if self._moves.take(row):
+                self._end(row, End(row.rid, "error", error=error.message, error_code=error.code))
+            return
+        if not self._moves.take(row):  # it was aborted meanwhile
+            if ticket and engine.welcome is not None:
+                self._release(Routed(row.rid, engine.index, engine.welcome.epoch, ticket))
+            return
+        row.rid = next(self._rids)
+        self._send(row, engine, ticket)
+
+    def _fail_moving(self, reason: str, code: str) -> None:
+        for row in self._moves.take_all():
+            self._end(row, End(row.rid, "error", error=reason, error_code=code))
+
+    def _wait_until(self, replay: Replay) -> float:
+        """How long a row may be without an engine."""
+        wait_s = self._engine_wait_s
+        if replay.deadline_s > 0:
+            wait_s = min(wait_s, replay.deadline_s)
+        return time.monotonic() + wait_s
+
     # ------------------------------------------------------------ placement
 
-    async def _place(self, route: Route) -> tuple[_Engine, int]:
-        """An engine that is up, and the ticket for it."""
+    async def _place(self, route: Route, until: float) -> tuple[_Engine, int]:
+        """An engine that is up, and the ticket for it. Raises EngineDeadError when none comes up before `until`."""
+        candidates = [self._engines[route.pin]] if route.pin >= 0 else self._engines
+        while True:
+            if not any(engine.is_up for engine in candidates):
+                await self._wait_up(candidates, until)
+            try:
+                return await self._place_once(route)
+            except EngineDeadError:
+                if time.monotonic() >= until:
+                    raise
+
+    async def _wait_up(self, candidates: Sequence[_Engine], until: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(until - time.monotonic()):
+                while not any(engine.is_up for engine in candidates):
+                    await self._wait_change()
+
+    async def _place_once(self, route: Route) -> tuple[_Engine, int]:
         pin = route.pin
-        if pin >= 0:
-            await self._wait_pinned(self._engines[pin])
         if self._connect_coordinator is None:
             return self._place_alone(pin), 0
         for _ in range(3):
@@ -426,12 +556,6 @@ class EngineClient:
             raise
         return True
 
-    async def _wait_pinned(self, engine: _Engine) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PIN_WAIT_S):
-                while not engine.is_up:
-                    await self._wait_change()
-
     def _release(self, routed: Routed) -> None:
         if routed.engine >= 0 and self._coordinator is not None:
             self._coordinator.send(Released(engine=routed.engine, epoch=routed.epoch, count=1))
@@ -488,13 +612,16 @@ class EngineClient:
         rows = engine.rows
         engine.last_step = time.monotonic()
         touched: set[Stream] = set()
+        for rid in message.placed:
+            if (row := rows.get(rid)) is not None:
+                row.was_placed = True
         for first in message.firsts:
             if (row := rows.get(first.rid)) is not None:
-                row.stream._pending.append((row.index, first))
+                self._on_first(row, first)
                 touched.add(row.stream)
         for entry in message.prompt_logprobs:
-            if (row := rows.get(entry.rid)) is not None:
-                row.stream._pending.append((row.index, PromptLogprobs(entry)))
+            if (row := rows.get(entry.rid)) is not None and (fresh := _unseen(row, entry)) is not None:
+                row.stream._pending.append((row.index, PromptLogprobs(fresh)))
                 touched.add(row.stream)
         for entry in message.logprobs:
             if (row := rows.get(entry.rid)) is not None:
@@ -502,6 +629,7 @@ class EngineClient:
         for rid, token in zip(unpack_ids(message.rids).tolist(), unpack(message.tokens).tolist(), strict=True):
             if (row := rows.get(rid)) is not None:
                 row.replay.emitted.append(token)
+                row.has_gained = True
                 row.stream._pending.append((row.index, token))
                 touched.add(row.stream)
         for end in message.ends:
@@ -509,11 +637,24 @@ class EngineClient:
         for stream in touched:
             stream._wake()
 
+    def _on_first(self, row: _Row, first: First) -> None:
+        """A row's first token on its engine. What the prompt cost is told once, by the first engine."""
+        row.was_placed = True
+        row.replay.is_suspect = False
+        _settle(row)
+        if not row.replay.has_first:
+            row.replay.has_first = True
+            row.stream._pending.append((row.index, first))
+
     def _finish(self, engine: _Engine, rid: int, end: End) -> None:
         row = engine.rows.pop(rid, None)
-        if row is None:
-            return
-        self._chooser.ended(engine.index)
+        if row is not None:
+            self._chooser.ended(engine.index)
+            self._end(row, end)
+
+    def _end(self, row: _Row, end: End) -> None:
+        """The one way out for a row that was not aborted."""
+        _settle(row)
         stream = row.stream
         if stream._rids.pop(row.index, None) is not None:
             stream._num_open -= 1
@@ -521,20 +662,42 @@ class EngineClient:
             stream._wake()
 
     def _lose(self, engine: _Engine, reason: str) -> None:
-        """The engine is gone: its rows end with an error, nobody else's do."""
+        """The engine is gone: its rows go on elsewhere; nobody else's are touched."""
         engine.welcome, engine.reason = None, reason
         text = f"engine {engine.index} died: {reason}"
-        for rid in list(engine.rows):
-            self._finish(engine, rid, End(rid=rid, reason="error", error=text, error_code=EngineDeadError.code))
+        rows = list(engine.rows.values())
+        engine.rows.clear()
+        self._chooser.ended(engine.index, len(rows))
+        self._move(rows, text)
         for owner, reply in self._calls.values():
             if owner is engine and not reply.done():
                 reply.set_exception(EngineDeadError(text))
         self._note_change()
 
 
+def _settle(row: _Row) -> None:
+    """Its trial, if it is on one, is over."""
+    if row.trial is not None:
+        row.trial.settle()
+        row.trial = None
+
+
+def _unseen(row: _Row, entry: LogprobRow) -> LogprobRow | None:
+    """What of prompt log-probabilities no earlier engine has sent."""
+    count, replay = len(entry.ranks), row.replay
+    skip = min(count, max(0, replay.num_scored - row.num_scored))
+    row.num_scored += count
+    replay.num_scored = max(replay.num_scored, row.num_scored)
+    if skip == 0:
+        return entry
+    if skip == count:
+        return None
+    return LogprobRow(entry.rid, entry.token_ids[skip:], entry.logprobs[skip:], entry.ranks[skip:])
+
+
 def error_from_end(end: End) -> Exception:
     """The exception that an End with reason "error" stands for."""
     known: dict[str, type[RequestError] | type[OverloadedError] | type[EngineError]] = {
-        kind.code: kind for kind in (RequestError, OverloadedError, EngineDeadError)
+        kind.code: kind for kind in (RequestError, OverloadedError, EngineDeadError, QuarantinedError)
     }
     return known.get(end.error_code, EngineError)(end.error or "the engine gave no reason")

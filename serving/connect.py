@@ -21,5 +21,10 @@ def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:
         return lambda on_message: AsyncConnection.open(boot, name, accepts, on_message)
 
     engines = [over(f"engine-{index}.front", EngineToFront) for index in range(config.parallel.dp)]
-    coordinator = over("coordinator", FromCoordinator) if config.parallel.dp > 1 else None
-    return EngineClient(engines, coordinator, label=front_label(config, boot.index) if boot.role == "front" else "")
+    return EngineClient(
+        engines,
+        over("coordinator", FromCoordinator) if config.parallel.dp > 1 else None,
+        migration_limit=config.serving.migration_limit,
+        engine_wait_s=config.serving.engine_wait,
+        label=front_label(config, boot.index) if boot.role == "front" else "",
+    )

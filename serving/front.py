@@ -113,13 +113,12 @@ class Front:
     @contextlib.contextmanager
     def inside(self, *, generates: bool) -> Iterator[None]:
         """Holds a place for one request, refusing it before anything of its body is read. Raises OverloadedError, and
-        EngineDeadError when it `generates` and no engine is up."""
+        EngineDeadError when it `generates` and no engine has been up yet."""
         if self.is_refusing:
             raise OverloadedError("this server is shutting down", retry_after_s=5.0)
         capacity = self.client.capacity
         if generates and capacity == 0:
-            loading = self.client.facts is None and not self._was_up
-            raise EngineDeadError("the model is still loading" if loading else "no engine is up", hint="see /ready")
+            raise EngineDeadError("the model is still loading", hint="see /ready")
         if generates and self.client.num_rows >= capacity:
             raise OverloadedError(f"{self.client.num_rows} choices are running or queued; the limit is {capacity}")
         if self.num_inside >= capacity + SPARE_REQUESTS:
@@ -183,6 +182,8 @@ class Front:
         return self.telemetry.snapshot(
             {
                 "trireme_routing_fallbacks": float(self.client.num_fallbacks),
+                "trireme_moves": float(self.client.num_moved),
+                "trireme_quarantined": float(self.client.num_quarantined),
                 "trireme_frames_malformed|front": float(counts.get("malformed", 0)),
                 "trireme_messages_dropped|front": float(counts.get("gaps", 0)),
             }

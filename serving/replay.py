@@ -6,11 +6,20 @@ Pure. Made by serving/processor.py, filled by serving/client.py as tokens arrive
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from transport.messages import Submit
 from trireme.params import RowParams
+
+
+class Cursor(Protocol):
+    """A place in something that follows the output token by token, as in a grammar."""
+
+    def restart(self, emitted: Sequence[int]) -> None:
+        """Back to the beginning, and over all of `emitted`."""
 
 
 class Replay:
@@ -19,7 +28,21 @@ class Replay:
     Noise is a function of (seed, choice, absolute position), so a resubmitted choice draws what it would have drawn.
     """
 
-    __slots__ = ("deadline_s", "emitted", "num_submits", "params", "priority", "prompt", "prompt_index", "salt")
+    __slots__ = (
+        "cursor",
+        "deadline_s",
+        "emitted",
+        "has_first",
+        "is_suspect",
+        "num_moves",
+        "num_scored",
+        "num_submits",
+        "params",
+        "priority",
+        "prompt",
+        "prompt_index",
+        "salt",
+    )
 
     def __init__(
         self,
@@ -38,7 +61,12 @@ class Replay:
         self.priority = priority
         self.deadline_s = deadline_s
         self.emitted = array("i")
+        self.num_scored = 0  # prompt positions whose log-probabilities were received
+        self.has_first = False  # a First was received
         self.num_submits = 0
+        self.num_moves = 0  # from engines that died
+        self.is_suspect = False  # it was running on an engine that died, and has gained nothing since
+        self.cursor: Cursor | None = None  # what must follow the output anew after a move
 
     def submit(self, rid: int, ticket: int = 0) -> Submit:
         """The message that starts this choice, or continues it after the tokens emitted so far."""
@@ -46,6 +74,8 @@ class Replay:
         prompt = self.prompt
         if self.emitted:
             prompt = np.concatenate([prompt, np.array(self.emitted, dtype=np.int32)])
+        if self.cursor is not None and self.num_submits > 1:
+            self.cursor.restart(self.emitted)
         return Submit(
             rid=rid,
             prompt=prompt,
@@ -55,4 +85,10 @@ class Replay:
             priority=self.priority,
             deadline_s=self.deadline_s,
             num_replayed=len(self.emitted),
+            num_moves=self.num_submits - 1,
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that an engine would have to compute."""
+        return len(self.prompt) + len(self.emitted)

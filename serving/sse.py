@@ -58,6 +58,7 @@ class EventStream:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._submitting: asyncio.Task[Any] | None = None
         self._watch = asyncio.ensure_future(self._watch_client())
 
     async def _watch_client(self) -> None:
@@ -66,6 +67,19 @@ class EventStream:
             pass
         self._is_gone = True
         self.generation.close()
+        if self._submitting is not None:
+            self._submitting.cancel()
+
+    async def submit(self, *, pin: int, label: str) -> None:
+        """Submits the request, which may wait for an engine: no longer than the client does."""
+        task = self._submitting = asyncio.current_task()
+        try:
+            await self.generation.submit(pin=pin, label=label)
+        except asyncio.CancelledError:
+            if task is None or not self._is_gone or task.uncancel():
+                raise
+        finally:
+            self._submitting = None
 
     def has_left(self) -> bool:
         """True when the client closed its connection, or was cut off."""

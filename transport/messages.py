@@ -92,6 +92,7 @@ class Submit(Wire, frozen=True):
     priority: int = 0
     deadline_s: float = 0.0  # most seconds to wait in the queue; 0 is none
     num_replayed: int = 0
+    num_moves: int = 0  # times it was accepted before, by engines that it lost: a full queue does not refuse it again
 
 
 class Abort(Wire, frozen=True):
@@ -157,6 +158,7 @@ class StepOutputs(Wire, frozen=True):
     ends: list[End] = []
     logprobs: list[LogprobRow] = []
     prompt_logprobs: list[LogprobRow] = []
+    placed: list[int] = []  # rows that enter the batch for the first time; sent before the step that computes them
 
     def __post_init__(self) -> None:
         if len(self.rids) != 2 * len(self.tokens) or len(self.tokens) % 4:

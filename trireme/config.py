@@ -153,6 +153,12 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         float, Meta(ge=0, description="seconds running streams may take to finish after SIGTERM")
     ] = 60.0
+    migration_limit: Annotated[
+        int, _count("times a choice may go on elsewhere after its engine died; 0: it ends with an error", 0, le=100)
+    ] = 2
+    engine_wait: Annotated[
+        float, Meta(ge=0, description="seconds a request waits for an engine to start again while none is up")
+    ] = 60.0
     stream_buffer: Annotated[int, _count("bytes a slow reader may lag behind before its stream is ended", 4096)] = (
         256 << 10
     )

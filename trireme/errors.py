@@ -10,6 +10,7 @@ TriremeError
 ├── OverloadedError      we are full: 429 (caller's quota) or 503 (server)    429 / 503, Retry-After
 ├── EngineError          ours: the engine or one of its parts failed          500
 │   ├── EngineDeadError  the engine serving this request died                 503, Retry-After
+│   ├── QuarantinedError two engines died while they ran this request         422: clients must not send it again
 │   └── CollectiveError  a collective between workers failed or timed out     500
 └── TransportError       the wire: handshake refused, frame malformed         500
     └── ProtocolError    a frame that does not parse, or a wrong version      500
@@ -95,6 +96,13 @@ class EngineDeadError(EngineError):
     status = 503
     code = "engine_dead"
     retry_after_s = 1.0
+
+
+class QuarantinedError(EngineError):
+    """Not a 5xx: client libraries send those again, and this request would end more engines."""
+
+    status = 422
+    code = "request_quarantined"
 
 
 class CollectiveError(EngineError):

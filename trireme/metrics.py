@@ -64,6 +64,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("trireme_streams_open", "gauge", "HTTP requests being answered"),
     Metric("trireme_slow_readers", "counter", "streams ended because their reader lagged too far behind"),
     Metric("trireme_routing_fallbacks", "counter", "engines chosen without the coordinator"),
+    Metric("trireme_moves", "counter", "choices that went on elsewhere after they had lost their engine"),
+    Metric("trireme_quarantined", "counter", "choices that were running on two engines when these died", decisive=True),
     Metric("trireme_frames_malformed", "counter", "frames dropped because they did not parse", ("source",)),
     Metric("trireme_messages_dropped", "counter", "messages dropped because a queue was full", ("source",)),
     Metric("trireme_build", "info", "version and configuration", ("version", "model")),

@@ -119,7 +119,8 @@ async def serve(
     """A front end over scripted engines, for a T-byte model with these extra tokens; `settings` go to ServingConfig."""
     model = make_stub(directory / "model", extra=extra)
     config = EngineConfig(model=ModelConfig(model=str(model), served_name="stub"), serving=ServingConfig(**settings))
-    client = client_of(*engines)
+    serving = config.serving
+    client = client_of(*engines, migration_limit=serving.migration_limit, engine_wait_s=serving.engine_wait)
     try:
         async with _front_end(config, client, engines) as served:
             if all(engine.is_up for engine in engines):

@@ -192,7 +192,7 @@ class FakeEngine:
             out.add(submit.rid, token)
             if token in params.eos_token_ids or token in params.stop_token_ids:
                 self._end(row, out, "stop", token)
-            elif row.num_done >= params.max_tokens:
+            elif submit.num_replayed + row.num_done >= params.max_tokens:
                 self._end(row, out, "length", -1)
         return out.to_message(self.index, self.step)
 
@@ -201,7 +201,7 @@ class FakeEngine:
         if submit.params.max_tokens:
             out.firsts.append(First(submit.rid, num_cached=3, queued_s=0.01, prefill_s=0.02))
         if submit.params.prompt_logprobs >= 0 and len(submit.prompt) > 1:
-            ids = submit.prompt[1:].tolist()
+            ids = submit.prompt[1 : len(submit.prompt) - submit.num_replayed].tolist()
             half = len(ids) // 2
             for part in (ids[:half], ids[half:]):
                 out.prompt_logprobs.append(_scores(submit.rid, part, submit.params.prompt_logprobs))

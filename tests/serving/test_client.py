@@ -70,9 +70,9 @@ async def test_one_wake_up_per_step_for_many_choices(engine: FakeEngine) -> None
     assert wake_ups <= engine.step == 8
 
 
-async def test_death_ends_only_its_own_rows_and_says_why() -> None:
+async def test_without_migration_a_death_ends_only_its_own_rows_and_says_why() -> None:
     first, second = FakeEngine(words("x" * 50), index=0), FakeEngine(words("y" * 50), index=1, step_s=0.002)
-    client = client_of(first, second)
+    client = client_of(first, second, migration_limit=0)
     await client.wait_up(1)
     first.hold.clear()
     lost = await client.submit([replay(max_tokens=40)], pin=0)
@@ -122,7 +122,7 @@ async def test_abort_of_one_choice_leaves_the_others(engine: FakeEngine) -> None
 
 async def test_no_engine_and_unknown_engine(engine: FakeEngine) -> None:
     engine.is_up = False
-    client = client_of(engine)
+    client = client_of(engine, engine_wait_s=0.0)
     with pytest.raises(EngineDeadError, match="not started"):
         await client.submit([replay()])
     with pytest.raises(NotFoundError):
@@ -133,7 +133,7 @@ async def test_no_engine_and_unknown_engine(engine: FakeEngine) -> None:
 
 
 async def test_full_queue_is_an_error_not_a_hang(engine: FakeEngine) -> None:
-    client = client_of(engine)
+    client = client_of(engine, engine_wait_s=0.2)
     await client.wait_up(1)
     engine.takes_nothing = True
     stream = await client.submit([replay()])
@@ -198,9 +198,9 @@ class FakeCoordinator:
     def close(self) -> None: ...
 
 
-async def two_engines(coordinator: FakeCoordinator) -> tuple[FakeEngine, FakeEngine, EngineClient]:
+async def two_engines(coordinator: FakeCoordinator, **options: Any) -> tuple[FakeEngine, FakeEngine, EngineClient]:
     engines = FakeEngine(words("a" * 9), index=0), FakeEngine(words("b" * 9), index=1)
-    client = client_of(*engines, coordinator=coordinator)
+    client = client_of(*engines, coordinator=coordinator, **options)
     await client.wait_up(1)
     return *engines, client
 
@@ -266,7 +266,7 @@ async def test_places_nobody_uses_are_returned() -> None:
 
 async def test_a_coordinator_that_knows_no_engine_yet_does_not_stop_us() -> None:
     coordinator = FakeCoordinator(lambda route: Routed(route.rid, -1, 0, 0, "no engine is ready"))
-    first, second, client = await two_engines(coordinator)
+    first, second, client = await two_engines(coordinator, engine_wait_s=0.0)
     assert ends(await drain(await client.submit([replay()]))) == [(0, "length", "")]
     assert ends(await drain(await client.submit([replay()], pin=1))) == [(0, "length", "")]
     first.die("first")

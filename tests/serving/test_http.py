@@ -305,9 +305,40 @@ async def test_every_request_is_counted_in_and_out(tmp_path: Path) -> None:
         assert numbers['trireme_engine_up{engine="0"}'] == 1
 
 
-async def test_engine_death_mid_stream_is_an_error_event(tmp_path: Path) -> None:
-    engine = FakeEngine(words("a" * 400), step_s=0.001)
+async def test_a_stream_goes_on_after_its_engine_has_started_again(tmp_path: Path) -> None:
+    text = "abcdefghij" * 20
+    engine = FakeEngine(lambda submit: words(text)[submit.num_replayed :], step_s=0.001)
     async with serve(tmp_path, engine) as served:
+        stream = await served.openai.completions.create(**TEXT, max_tokens=200, stream=True)
+        seen = (await anext(aiter(stream))).choices[0].text
+        engine.die("killed")
+        waiting = asyncio.ensure_future(served.openai.completions.create(**TEXT, max_tokens=10))
+        await asyncio.sleep(0.05)
+        engine.revive()
+        async for chunk in stream:
+            seen += chunk.choices[0].text
+        assert seen == text
+        assert (await waiting).choices[0].text == text[:10]
+        assert (await waiting).usage.completion_tokens == 10  # type: ignore[union-attr]
+        await served.quiet()
+        assert served.front.own_snapshot().counters["trireme_moves"] == 1
+
+
+async def test_who_leaves_while_waiting_for_an_engine_holds_no_place(tmp_path: Path) -> None:
+    engine = FakeEngine(words("a" * 400))
+    async with serve(tmp_path, engine) as served:
+        await served.openai.completions.create(**TEXT, max_tokens=2)
+        engine.die("killed")
+        with pytest.raises(openai.APITimeoutError):
+            await served.openai.completions.create(**TEXT, max_tokens=2, timeout=0.1)
+        await served.quiet()
+        assert served.front.num_inside == 0
+        assert served.front.own_snapshot().counters["trireme_requests|cancelled"] >= 1
+
+
+async def test_an_engine_that_does_not_come_back_is_an_error_event(tmp_path: Path) -> None:
+    engine = FakeEngine(words("a" * 400), step_s=0.001)
+    async with serve(tmp_path, engine, engine_wait=0.1) as served:
         stream = await served.openai.completions.create(**TEXT, max_tokens=400, stream=True)
         await anext(aiter(stream))
         engine.die("worker 0 was killed")
