@@ -11,12 +11,18 @@ import msgspec
 
 
 class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Back-off doubles from `first_s` to `longest_s`; `most` restarts within `window_s`, then no more."""
+    """Back-off doubles from `first_s` to `longest_s`; `most` restarts within `window_s` (None: any number), then no more. What
+    died after it had been ready for `steady_s` begins anew."""
 
     first_s: float = 1.0
     longest_s: float = 60.0
-    most: int = 5
+    most: int | None = 5
     window_s: float = 600.0
+    steady_s: float = float("inf")
+
+
+COORDINATOR_LIMITS = RestartLimits(first_s=0.05, most=None, steady_s=1.0)
+"""It has nothing to load and nothing to lose, and everybody does better with it: it is tried for ever."""
 
 
 class Restarts:
@@ -26,14 +32,16 @@ class Restarts:
         self.limits = limits
         self._deaths: deque[float] = deque()
 
-    def note_death(self, now: float) -> float | None:
-        """Seconds to wait before the next start, or None when the part must stay down."""
+    def note_death(self, now: float, ready_s: float = 0.0) -> float | None:
+        """Seconds to wait before the next start, or None when the part must stay down. `ready_s`: how long it had been ready."""
+        if ready_s >= self.limits.steady_s:
+            self._deaths.clear()
         while self._deaths and now - self._deaths[0] > self.limits.window_s:
             self._deaths.popleft()
         self._deaths.append(now)
-        if len(self._deaths) > self.limits.most:
+        if self.limits.most is not None and len(self._deaths) > self.limits.most:
             return None
-        doubled: float = self.limits.first_s * 2.0 ** (len(self._deaths) - 1)
+        doubled: float = self.limits.first_s * 2.0 ** min(len(self._deaths) - 1, 32)
         return min(self.limits.longest_s, doubled)
 
     @property

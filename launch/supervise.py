@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from launch.parts import Modules, parts_of
-from launch.restarts import RestartLimits, Restarts
+from launch.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 from transport.address import make_secret_keys
 from transport.boot import Child, spawn
 from transport.hatch import Egg
@@ -33,7 +33,8 @@ PartState = Literal["new", "starting", "ready", "waiting", "down", "stopped"]
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of the supervisor's patience, in seconds."""
 
-    restarts: RestartLimits = RestartLimits()
+    restarts: RestartLimits = RestartLimits()  # of engines and front ends
+    coordinator: RestartLimits = COORDINATOR_LIMITS
     stuck_s: float = 15.0  # between two beats of a child that beats
     cleanup_s: float = 10.0  # for a front end beyond its drain deadline
     leave_s: float = 5.0  # for engines and coordinator after the front ends have gone
@@ -227,7 +228,9 @@ class Supervisor:
 
     def _make_parts(self, modules: Modules, num_fronts: int) -> tuple[Part, ...]:
         places = parts_of(self.config.parallel.dp, num_fronts, modules)
-        return tuple(Part(*place, self.timing.restarts) for place in places)
+        timing = self.timing
+        limits = {"coordinator": timing.coordinator, "engine": timing.restarts, "front": timing.restarts}
+        return tuple(Part(*place, limits[place.role]) for place in places)
 
     def _launch(self, part: Part) -> None:
         """Starts the next life of `part`, in place: same name, same addresses, next epoch."""
@@ -275,6 +278,7 @@ class Supervisor:
 
     def _on_death(self, part: Part, failed: Failed | None) -> None:
         """Before the first readiness a death is fatal, later it is a restart, and in a drain it is what was asked for."""
+        was_ready = part.state == "ready"
         self._discard(part, "stopped")
         part.failed = failed
         if self._phase != "running":
@@ -283,11 +287,12 @@ class Supervisor:
         if not self.is_ready:
             self._abort(failed)
             return
-        delay_s = part.restarts.note_death(time.monotonic())
+        now = time.monotonic()
+        delay_s = part.restarts.note_death(now, now - part.ready_at if was_ready else 0.0)
         if delay_s is None:
             part.state = "down"
         else:
-            part.state, part.restart_at = "waiting", time.monotonic() + delay_s
+            part.state, part.restart_at = "waiting", now + delay_s
         self._notify(Died(part.name, failed.error, delay_s, part.restarts.num_recent, failed))
         alike = [p for p in self._parts if p.role == part.role]
         if part.role != "coordinator" and all(p.state == "down" for p in alike):
@@ -301,7 +306,6 @@ class Supervisor:
         part.state, part.restart_at = state, NEVER
 
     def _kill(self, part: Part, error: str) -> None:
-        self._discard(part, "stopped")
         self._on_death(part, Failed(part.name, error))
 
     def _abort(self, failed: Failed) -> None:
