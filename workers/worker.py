@@ -28,6 +28,7 @@ from trireme.runtime import TORCH, choose_runtime
 from workers.batch import Batch
 from workers.collectives import make_group
 from workers.inputs import InputBuilder
+from workers.kv_pages import ResidentKv
 from workers.kv_tensors import KvDtype, allocate_kv, block_bytes, choose_kv_dtype, poison_blocks
 from workers.memory import activation_bytes, kv_share, read_memory, usable_cores
 from workers.runner import Runner
@@ -46,6 +47,7 @@ class Worker:
         self._loaded: tuple[ArchSpec, Model, KvDtype] | None = None
         self._kv: list[HostKV] = []
         self._runner: Runner | None = None
+        self._pages: ResidentKv | None = None
         self._group: Group | None = None
         self.before_forward: Callable[[], object] = lambda: None  # called before other threads get the interpreter
         self._abort_group: Callable[[], None] | None = None
@@ -100,6 +102,8 @@ class Worker:
         block_size, max_rows = config.cache.block_size, config.scheduler.num_rows
         max_len = config.model.max_len or arch.max_position
         self._kv = allocate_kv(model, num_blocks, block_size, kv_dtype)
+        self._pages = ResidentKv(self._kv)
+        self._pages.start()
         batch = Batch(max_rows, max_len, block_size, model.vocab_size, num_blocks)
         inputs = InputBuilder(config.scheduler.num_tokens, max_rows, -(-max_len // block_size))
         self._runner = Runner(
@@ -129,7 +133,9 @@ class Worker:
 
     def close(self) -> None:
         """Forgets model and KV."""
-        self._runner = None
+        if self._pages is not None:
+            self._pages.stop()
+        self._runner = self._pages = None
         self._loaded = None
         self._kv = []
 
