@@ -61,7 +61,9 @@ class EngineLoop:
         step_timeout: float = 60.0,
         on_load: Callable[[Load], object] | None = None,
         on_turn: Callable[[int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.core = core
         self.is_over = False
         self._executor = executor
@@ -72,7 +74,7 @@ class EngineLoop:
         self._on_turn = on_turn
         self._changed = True  # since the last Load
         self._next_load = self._latest_load = 0.0
-        self._next_stats = time.monotonic() + STATS_S
+        self._next_stats = self._clock() + STATS_S
         self._steps_logged = 0
         self._step_s: deque[float] = deque(maxlen=64)  # processor time per step: answer, next plan, outputs
         self._was_idle = True
@@ -87,7 +89,7 @@ class EngineLoop:
 
     def turn(self, wait_s: float = 1.0) -> None:
         """One look at everything. Waits for something to happen, at most `wait_s`."""
-        now, began_s, steps = time.monotonic(), time.thread_time(), self.core.counters.steps
+        now, began_s, steps = self._clock(), time.thread_time(), self.core.counters.steps
         for result in self._executor.take_results():
             self.core.on_result(result, now)
             self._changed = True
@@ -106,11 +108,11 @@ class EngineLoop:
             self._on_turn(self.core.counters.steps)
         if self.core.counters.steps > steps:
             self._step_s.append((time.thread_time() - began_s) / (self.core.counters.steps - steps))
-        self._poller.wait(max(0.0, min(wait_s, self._next_due() - time.monotonic())))
+        self._poller.wait(max(0.0, min(wait_s, self._next_due() - self._clock())))
 
     def drain(self, order: Drain) -> None:
         """Takes new work for `notice_s`, finishes what there is until the deadline, then ends."""
-        now = time.monotonic()
+        now = self._clock()
         self._drain_from = min(self._drain_from, now + order.notice_s)
         self._drain_until = min(self._drain_until, now + order.notice_s + order.deadline_s)
 
@@ -125,7 +127,7 @@ class EngineLoop:
     # ------------------------------------------------------------ front ends
 
     def _on_messages(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for peer, message in self._server.receive():
             self._changed = True
             match message:
@@ -184,7 +186,7 @@ class EngineLoop:
         """Everything countable, flat: load, totals, blocks, prefix cache, socket."""
         core = self.core
         scheduler, cache = core.scheduler, core.scheduler.cache
-        load = msgspec.to_builtins(core.stats(time.monotonic()))
+        load = msgspec.to_builtins(core.stats(self._clock()))
         names = Load.__struct_fields__
         found: dict[str, Any] = dict(zip(names, load[-len(names) :], strict=True))
         return {

@@ -228,9 +228,11 @@ class EngineClient:
         migration_limit: int = MIGRATION_LIMIT,
         engine_wait_s: float = ENGINE_WAIT_S,
         label: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Rows of an engine that dies move at most `migration_limit` times. While no engine is up, requests wait for one for at
         most `engine_wait_s`. `label` is the place of this front end: the coordinator prefers engines with the same one."""
+        self._clock = clock
         self._label = label
         self._connects = tuple(engines)
         self._connect_coordinator = coordinator
@@ -318,7 +320,7 @@ class EngineClient:
 
     def states(self) -> list[EngineState]:
         """How each engine stands now."""
-        now = time.monotonic()
+        now = self._clock()
         for engine in self._engines:
             progress = engine.link.server_progress if engine.link is not None else -1
             if progress != engine.progress:
@@ -383,7 +385,7 @@ class EngineClient:
 
     def _send(self, row: _Row, engine: _Engine, ticket: int) -> None:
         if not engine.rows:
-            engine.last_step = time.monotonic()
+            engine.last_step = self._clock()
         engine.rows[row.rid] = row
         self._chooser.started(engine.index)
         row.stream._rids[row.index] = row.rid
@@ -394,7 +396,7 @@ class EngineClient:
 
     def _on_unsent(self, row: _Row, why: str) -> None:
         """The engine's queue is full, or its link is about to be down: once more, soon."""
-        if time.monotonic() + RESEND_S < row.wait_until:
+        if self._clock() + RESEND_S < row.wait_until:
             self._moves.start([row], [], RESEND_S)
         else:
             self._end(row, End(row.rid, "error", error=why, error_code=EngineDeadError.code))
@@ -469,7 +471,7 @@ class EngineClient:
         wait_s = self._engine_wait_s
         if replay.deadline_s > 0:
             wait_s = min(wait_s, replay.deadline_s)
-        return time.monotonic() + wait_s
+        return self._clock() + wait_s
 
     # ------------------------------------------------------------ placement
 
@@ -482,12 +484,12 @@ class EngineClient:
             try:
                 return await self._place_once(route)
             except EngineDeadError:
-                if time.monotonic() >= until:
+                if self._clock() >= until:
                     raise
 
     async def _wait_up(self, candidates: Sequence[_Engine], until: float) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(until - time.monotonic()):
+            async with asyncio.timeout(until - self._clock()):
                 while not any(engine.is_up for engine in candidates):
                     await self._wait_change()
 
@@ -610,19 +612,19 @@ class EngineClient:
     def _on_outputs(self, engine: _Engine, message: StepOutputs) -> None:
         """The hot path: appends events to the streams concerned and wakes each once."""
         rows = engine.rows
-        engine.last_step = time.monotonic()
-        touched: set[Stream] = set()
+        engine.last_step = self._clock()
+        touched: dict[Stream, None] = {}  # in order
         for rid in message.placed:
             if (row := rows.get(rid)) is not None:
                 row.was_placed = True
         for first in message.firsts:
             if (row := rows.get(first.rid)) is not None:
                 self._on_first(row, first)
-                touched.add(row.stream)
+                touched[row.stream] = None
         for entry in message.prompt_logprobs:
             if (row := rows.get(entry.rid)) is not None and (fresh := _unseen(row, entry)) is not None:
                 row.stream._pending.append((row.index, PromptLogprobs(fresh)))
-                touched.add(row.stream)
+                touched[row.stream] = None
         for entry in message.logprobs:
             if (row := rows.get(entry.rid)) is not None:
                 row.stream._pending.append((row.index, entry))
@@ -631,7 +633,7 @@ class EngineClient:
                 row.replay.emitted.append(token)
                 row.has_gained = True
                 row.stream._pending.append((row.index, token))
-                touched.add(row.stream)
+                touched[row.stream] = None
         for end in message.ends:
             self._finish(engine, end.rid, end)
         for stream in touched:

@@ -1,0 +1,124 @@
+"""What the coordinator does with messages and time: feeds core.Coordinator, sends what it answers, publishes Views.
+
+Called by main.py on sockets and the process's clock, and under virtual time on a simulated network; holds neither itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import msgspec
+
+from coordinator.core import Coordinator
+from transport.messages import Call, CallReply, Hello, Load, Released, Route, Wire
+from transport.server import Peer
+from transport.wired import Left
+
+log = logging.getLogger("trireme.coordinator")
+
+VIEW_S = 0.05  # at most one View in this time
+VIEW_IDLE_S = 1.0  # and at least one in this
+
+
+class PeerServer(Protocol):
+    """What the shell needs of transport's Server."""
+
+    def receive(self, limit: int = 1024) -> Iterator[tuple[Peer, Any]]: ...
+
+    def send(self, peer: Peer, message: Wire) -> bool: ...
+
+    def broadcast(self, message: Wire, role: Any = None) -> None: ...
+
+    def counts(self) -> dict[str, int]: ...
+
+
+class Shell:
+    """Owned by one loop: `turn` when something is due, `on_messages` when something has arrived."""
+
+    def __init__(self, core: Coordinator, server: PeerServer, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._core = core
+        self._server = server
+        self._clock = clock
+        self._next_view = 0.0
+        self._latest_view = 0.0
+        self._next_sweep = 0.0
+
+    @property
+    def num_routed(self) -> int:
+        return self._core.num_routed
+
+    def turn(self) -> float:
+        """Does what is due; how many seconds until something is due again, should nothing arrive."""
+        now = self._clock()
+        if now >= self._next_sweep:
+            self._core.expire(now)
+            self._next_sweep = now + 1.0
+        if now >= self._latest_view or (self._core.changed and now >= self._next_view):
+            self._publish(now)
+        due = self._next_view if self._core.changed else self._latest_view
+        return max(0.0, min(due, self._next_sweep) - now)
+
+    def _publish(self, now: float) -> None:
+        self._core.changed = False
+        self._server.broadcast(self._core.view(), role="front")
+        self._next_view, self._latest_view = now + VIEW_S, now + VIEW_IDLE_S
+
+    def on_messages(self) -> None:
+        """Takes what has arrived."""
+        for peer, message in self._server.receive():
+            match message:
+                case Route() if peer.role == "front":
+                    self._server.send(peer, self._core.route(peer.name, message, self._clock()))
+                case Load() if peer.role == "engine":
+                    self._core.engine_reported(message)
+                case Released() if peer.role == "front":
+                    self._core.released(peer.name, message)
+                case Hello():
+                    self._on_arrival(peer)
+                case Left():
+                    self._on_loss(peer, message.reason)
+                case Call():
+                    self._server.send(peer, self._answer(message))
+                case _:
+                    log.warning("ignored a message type=%s from=%s", type(message).__name__, peer.name)
+
+    def _on_arrival(self, peer: Peer) -> None:
+        log.info("connected peer=%s epoch=%d pid=%d", peer.name, peer.epoch, peer.pid)
+        if peer.role == "engine":
+            self._core.engine_connected(engine_index(peer.name), peer.epoch)
+        elif peer.role == "front":
+            self._server.send(peer, self._core.view())
+
+    def _on_loss(self, peer: Peer, reason: str) -> None:
+        log.info("lost peer=%s epoch=%d reason=%s", peer.name, peer.epoch, reason)
+        if peer.role == "engine":
+            self._core.engine_lost(engine_index(peer.name), peer.epoch, reason)
+        elif peer.role == "front":
+            self._core.front_lost(peer.name)
+
+    def _answer(self, call: Call) -> CallReply:
+        methods = {"stats": self._stats}
+        method = methods.get(call.method)
+        if method is None:
+            return CallReply(call.call_id, ok=False, error=f"the coordinator has no method {call.method!r:.40}")
+        return CallReply(call.call_id, ok=True, result=method())
+
+    def _stats(self) -> dict[str, Any]:
+        core = self._core
+        return {
+            "num_routed": core.num_routed,
+            "num_refused": core.num_refused,
+            "num_expired": core.num_expired,
+            "costs": {str(engine.index): core.cost(engine.index) for engine in core.members},
+            "members": msgspec.to_builtins(core.view().members),
+            "socket": self._server.counts(),
+        }
+
+
+def engine_index(name: str) -> int:
+    """3 for `engine-3`; -1 (no engine) for anything else."""
+    prefix, _, number = name.rpartition("-")
+    return int(number) if prefix == "engine" and number.isdecimal() else -1
