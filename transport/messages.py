@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from transport.packed import Column, Flags, Ids, check_columns
+from trireme.lockstep import Mode
 from trireme.params import RowParams
 
 PROTOCOL_VERSION = 3
@@ -362,6 +363,28 @@ class Released(Wire, frozen=True):
     count: int
 
 
+class WaveOrder(Wire, frozen=True):
+    """How far a rank in lock step shall go, as a state and not as a change: a late or repeated one does no harm.
+    `number` counts pauses and resumes; the highest one holds."""
+
+    epoch: int  # of the engines it is meant for
+    wave: int
+    number: int = 0
+    mode: Mode = ""
+
+
+class WaveReport(Wire, frozen=True):
+    """How far it is, likewise. `wants`: it is parked with rows that may go on, and needs the next wave."""
+
+    engine: int
+    epoch: int
+    wave: int
+    is_running: bool
+    number: int = 0
+    mode: Mode = ""
+    wants: bool = False
+
+
 # ---------------------------------------------------------------- supervisor <-> its children, over the boot channel
 
 
@@ -420,7 +443,7 @@ FrontToEngine = Hello | Submit | Abort | Call | Ping
 EngineToFront = Welcome | Refused | StepOutputs | CallReply | EngineDown | Pong
 WorkerToCore = Hello | LoadProgress | WorkerLoaded | WorkerReady | WorkerFault | StepResult | CallReply | Pong
 CoreToWorker = Welcome | Refused | WorkerInit | SetupKV | StepPlan | NextToken | Call | Ping
-ToCoordinator = Hello | Load | Route | Released | Call | Ping
-FromCoordinator = Welcome | Refused | Routed | View | CallReply | Pong
+ToCoordinator = Hello | Load | Route | Released | WaveReport | Call | Ping
+FromCoordinator = Welcome | Refused | Routed | View | WaveOrder | CallReply | Pong
 ToChild = Boot | Drain | Progress
 FromChild = Progress | Ready | Failed | Beat

@@ -1,0 +1,124 @@
+"""Wave: one rank's part in stepping together with the ranks that share its collectives. Pure; EngineLoop carries it out.
+
+A wave is a run of steps that every rank takes. It begins by order of the coordinator and ends where all ranks, by what they have
+gathered in one step, agree to end it: when nobody has work, or when everybody is ready to pause. Nobody decides alone.
+
+    parked --(order names a later wave)--> running --(the agreed last step is over)--> parked
+"""
+
+from __future__ import annotations
+
+from transport.messages import WaveOrder, WaveReport
+from trireme.lockstep import Agreed, Ballot, Mode
+
+
+class Wave:
+    """`depth` steps may be voted on before the first of them is agreed, so a wave ends `depth` - 1 steps after it was agreed to."""
+
+    __slots__ = (
+        "_reported",
+        "agreed",
+        "depth",
+        "epoch",
+        "last",
+        "mode",
+        "number",
+        "ordered",
+        "rank",
+        "running",
+        "voted",
+        "wave",
+    )
+
+    def __init__(self, rank: int, epoch: int, depth: int = 1) -> None:
+        self.rank = rank
+        self.epoch = epoch
+        self.depth = depth
+        self.wave = 0  # the one that runs, or ran last
+        self.ordered = 0  # the latest that shall run
+        self.running = False
+        self.voted = self.agreed = 0  # steps of this wave
+        self.last: int | None = None  # its last step, once agreed
+        self.number = 0  # of the pause or resume that holds
+        self.mode: Mode = ""
+        self._reported: WaveReport | None = None
+
+    @property
+    def admits(self) -> bool:
+        """Whether rows that have not begun may begin."""
+        return self.mode == ""
+
+    # ------------------------------------------------------------ the coordinator
+
+    def welcome(self) -> None:
+        """A coordinator is there that knows nothing of us."""
+        self._reported = None
+
+    def obey(self, order: WaveOrder) -> bool:
+        """Whether the order brings another mode."""
+        if order.epoch != self.epoch:
+            return False
+        self.ordered = max(self.ordered, order.wave)
+        is_news = order.number > self.number
+        if is_news:
+            self.number, self.mode = order.number, order.mode
+        self._begin()
+        return is_news
+
+    def report(self, *, begun: int, queued: int) -> WaveReport | None:
+        """What the coordinator does not know yet. `begun` rows have run before, `queued` ones have not. That a wave has begun
+        need not be said to who ordered it: only its end tells something."""
+        known = self._reported
+        if self.running and known is not None and known.number == self.number:
+            return None
+        wants = not self.running and self.wants_wave(begun, queued)
+        report = WaveReport(self.rank, self.epoch, self.wave, self.running, self.number, self.mode, wants)
+        if report == known:
+            return None
+        self._reported = report
+        return report
+
+    # ------------------------------------------------------------ steps
+
+    @property
+    def may_vote(self) -> bool:
+        """Whether there is a step to take now, with work or without."""
+        return self.running and self.voted - self.agreed < self.depth and self.voted != self.last
+
+    def vote(self, *, begun: int, queued: int) -> Ballot:
+        """This rank takes the next step. Only when `may_vote`."""
+        assert self.may_vote, f"rank {self.rank} may not step"
+        self.voted += 1
+        return Ballot(self.wave, self.voted, self.has_work(begun, queued), self.is_ready(begun))
+
+    def on_agreed(self, agreed: Agreed) -> None:
+        """The oldest step under way is over, and this is what all ranks said of it."""
+        self.agreed += 1
+        if self.last is None and self.ends(agreed):
+            self.last = self.agreed + self.depth - 1
+        if self.agreed == self.last:
+            self.running = False
+            self._begin()
+
+    # ------------------------------------------------------------ rules
+
+    def has_work(self, begun: int, queued: int) -> bool:
+        """Rows that may go on. While a pause holds, none begins."""
+        return begun > 0 or (self.admits and queued > 0)
+
+    def wants_wave(self, begun: int, queued: int) -> bool:
+        """Whether a parked rank needs the next wave. One that keeps its rows through a pause does not."""
+        return self.mode in ("", "wait") and self.has_work(begun, queued)
+
+    def is_ready(self, begun: int) -> bool:
+        """Whether this rank could pause after this step."""
+        return not self.admits and (self.mode != "wait" or begun == 0)
+
+    def ends(self, agreed: Agreed) -> bool:
+        """Every rank takes the same decision from the same numbers."""
+        return not agreed.has_work or agreed.is_ready
+
+    def _begin(self) -> None:
+        if not self.running and self.ordered > self.wave:
+            self.wave, self.running = self.ordered, True
+            self.voted, self.agreed, self.last = 0, 0, None

@@ -1,0 +1,50 @@
+"""What ranks that share a collective agree on in every step: each gathers one small row of numbers of every other. Pure.
+
+Used by workers (which gather), engine_core/wave.py (which votes and obeys) and the explorer of tests/sim. One gather per step says
+whether the ranks are in the same step at all, which shape the step has, in which graph mode it runs, and how long to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from trireme.errors import CollectiveError
+
+Mode: TypeAlias = Literal["", "abort", "wait", "keep"]
+"""What a pause does with rows that have begun: end them, let them end, keep them as they are. "": nobody pauses."""
+
+PAUSES: tuple[Mode, ...] = ("abort", "wait", "keep")
+
+
+class Ballot(NamedTuple):
+    """What one rank says of one step."""
+
+    wave: int
+    step: int  # of that wave, from 1
+    has_work: bool  # it has rows that may go on
+    is_ready: bool  # to pause after this step
+    num_tokens: int = 0
+    graph: int = 0  # mode in which it could run; larger ones ask for more
+
+
+class Agreed(NamedTuple):
+    """What all ranks know after the gather, alike."""
+
+    has_work: bool  # anyone
+    is_ready: bool  # everyone
+    num_tokens: int = 0  # the most of any: the shape of everyone's batch
+    graph: int = 0  # the least
+
+
+def agree(ballots: Sequence[Ballot]) -> Agreed:
+    """Raises CollectiveError when the ranks are not in the same step: going on would mix up their tensors."""
+    if any(ballot[:2] != ballots[0][:2] for ballot in ballots):
+        places = ", ".join(f"rank {rank} wave {b.wave} step {b.step}" for rank, b in enumerate(ballots))
+        raise CollectiveError(f"ranks are out of step: {places}")
+    return Agreed(
+        any(ballot.has_work for ballot in ballots),
+        all(ballot.is_ready for ballot in ballots),
+        max(ballot.num_tokens for ballot in ballots),
+        min(ballot.graph for ballot in ballots),
+    )
