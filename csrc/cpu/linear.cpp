@@ -117,7 +117,7 @@ QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, con
   const bool wide = grouped && kernels.wide && form.max_code == 0;
   QuantizedRows rows{};
   rows.group = grouped ? kernels.group : 1;
-  rows.sum_factor = kernels.scaled_sums && form.offset != 0 ? form.offset : 1;
+  rows.sum_factor = kernels.scaled_sums ? sum_factor(form) : 1;
   const size_t blocks = static_cast<size_t>(round_up(args.m, rows.group)) * blocks_in(k);
   uint8_t* memory = scratch->reserve(blocks * grouped_block_bytes(1, wide) + 64);
   const size_t between = grouped ? rows.group : blocks;  // from one array to the next
@@ -144,8 +144,6 @@ QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, con
   return rows;
 }
 
-// What the int8 or int16 form of a task's rows may take, so that they stay in the second-level cache.
-constexpr size_t kTaskRowBytes = 192 << 10;
 // Multiply-adds of a task: many against the cost of claiming one, few against a whole product.
 constexpr int64_t kTaskWork = 3 << 20;
 // Less than this many multiply-adds is not worth waking a thread.
@@ -182,8 +180,8 @@ void linear(const PackedWeight& weight, const LinearArgs& args) {
 
   // A task is a rectangle: a chunk of the rows of x by a run of tiles.
   const size_t row_bytes = static_cast<size_t>(weight.k) * (rows.wide != nullptr ? 2 : 1);
-  const int fitting = static_cast<int>(kTaskRowBytes / row_bytes);
-  const int most_rows = rounds ? std::clamp(fitting, 48, kMaxTaskRows) : kMaxTaskRows;
+  const int fitting = static_cast<int>(set.task_row_bytes / row_bytes);
+  const int most_rows = rounds ? std::clamp(fitting, 48, set.task_rows) : kMaxTaskRows;
   const int row_chunks = (args.m + most_rows - 1) / most_rows;
   const int even_chunk = (args.m + row_chunks - 1) / row_chunks;
   const int rows_per_chunk = round_up(even_chunk, rows.group);

@@ -206,11 +206,13 @@ struct QuantizedRows {
   int group = 1;              // 1: row by row
   int sum_factor = 1;
 };
+// What kernels with scaled_sums have the sums multiplied by.
+constexpr int sum_factor(BlockForm form) { return form.offset != 0 ? form.offset : 1; }
 constexpr ptrdiff_t grouped_block_bytes(int group, bool wide) { return group * (kBlock * (wide ? 2 : 1) + 16); }
 constexpr ptrdiff_t kGroupedBlock = grouped_block_bytes(kTileRows, false);
 
-// Most rows that a task has.
-constexpr int kMaxTaskRows = 96;
+// Most rows that a task has, and with AVX-512, whose machines have larger caches.
+constexpr int kMaxTaskRows = 96, kAvx512TaskRows = 256;
 
 // One rectangle of a product: consecutive tiles x consecutive rows.
 struct TileArgs {
@@ -244,7 +246,9 @@ struct LinearKernels {
   QuantizeRowFn quantize_whole_row;  // for int8 weights
   int grouped_from = 1 << 30;  // calls of so many rows get them grouped; quantize_row then minds the steps
   int dear_grouped_from = 1 << 30;  // the same for kinds that are dear to unpack, if that is less
-  int group = kTileRows;       // a divisor of kMaxTaskRows
+  int group = kTileRows;       // a divisor of task_rows
+  int task_rows = kMaxTaskRows;          // a task unpacks its weights once
+  size_t task_row_bytes = 192 << 10;     // what the rounded form of a task's rows may take, so that they stay in the second-level cache
   bool wide = false;           // grouped rows for kinds of signed codes are QuantizedRows::wide
   bool scaled_sums = false;    // QuantizedRows::sum_factor is the kind's offset
 };

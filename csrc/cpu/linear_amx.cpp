@@ -9,7 +9,6 @@ namespace trireme {
 namespace {
 
 constexpr int kPanelTiles = 2;  // weight tiles that meet a group of rows while it is in the first-level cache
-constexpr int kMaxRows = 128;
 // Fewer rows, and a last group of so few, go the way of linear_avx512.cpp.
 constexpr int kGroupedFrom = 32, kFewRows = 8;
 constexpr int kSumBytes = 4 * kTileRows * kTileRows;
@@ -119,7 +118,7 @@ __attribute__((noinline)) void group_rows(const TileArgs& args, int tile, int ro
 
 template <WeightKind kind>
 void tile_rows(const TileArgs& args, int tile, int num_tiles) {
-  constexpr size_t tile_panel = kPanelBlocks * panel_step(kind), tile_partial = kMaxRows * kTileRows;
+  constexpr size_t tile_panel = kPanelBlocks * panel_step(kind), tile_partial = kAvx512TaskRows * kTileRows;
   alignas(64) uint8_t panel[kPanelTiles * tile_panel];
   alignas(64) float partial[kPanelTiles * tile_partial];
   const int num_blocks = args.k / kBlock;

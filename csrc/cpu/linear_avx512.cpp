@@ -48,7 +48,7 @@ void quantize_row(const float* x, int k, const QuantizedRows& row) {
     const int32_t first = _mm256_extract_epi32(sums, 0), second = _mm256_extract_epi32(sums, 4);
     row.scale[at] = amax / 127.0f;
     row.sum[at] = row.scale[at] * static_cast<float>(first + second);
-    row.minus_sum[at] = -first - second;
+    row.minus_sum[at] = (-first - second) * row.sum_factor;
     row.minus_halves[at] = static_cast<int32_t>((static_cast<uint32_t>(-first) & 0xffffu) | static_cast<uint32_t>(-second) << 16);
   }
 }
@@ -57,6 +57,9 @@ LinearKernels make_kernels() {
   LinearKernels kernels{};
   kernels.quantize_row = quantize_row;
   kernels.grouped_from = kGroupedFrom;
+  kernels.scaled_sums = true;
+  kernels.task_rows = kAvx512TaskRows;
+  kernels.task_row_bytes = 512 << 10;
   for (WeightKind kind : {WeightKind::f32, WeightKind::f16, WeightKind::bf16}) {
     kernels.tiles[static_cast<int>(kind)] = dense_tiles_avx512(kind);
   }

@@ -12,25 +12,27 @@
 namespace trireme {
 namespace {
 
-constexpr int kMaxRows = 128;
+constexpr int kMaxRows = TRIREME_VNNI_LANES == 16 ? kAvx512TaskRows : kMaxTaskRows;
 // Rows that one pass takes: as many as there are registers for.
 constexpr int kStreamRows = TRIREME_VNNI_LANES == 16 ? 8 : 5;
 constexpr int kPanelRows = TRIREME_VNNI_LANES == 16 ? 6 : 3;
 constexpr int kPairRows = TRIREME_VNNI_LANES == 16 ? 4 : 2;
 
-constexpr int shift_of(int offset) { return offset == 0 ? -1 : __builtin_ctz(offset); }
-
-// Sums to begin with, where offset codes are to be taken off: minus the offset (a power of two) times the sum of activations.
-template <bool pairs>
-INLINE void start_dots(int32_t minus_sum, int32_t minus_halves, int shift, Ints (&dot)[2]) {
-  if (shift < 0) {
+// Sums to begin with, where codes of `kind` have `offset` (a power of two, or 0) to be taken off: minus the offset times the sum of
+// activations. minus_sum is multiplied by sum_factor already, the halves are not.
+template <WeightKind kind, int offset, bool pairs>
+INLINE void start_dots(int32_t minus_sum, int32_t minus_halves, Ints (&dot)[2]) {
+  if constexpr (offset == 0) {
     dot[0] = dot[1] = no_ints();
   } else if constexpr (pairs) {
+    constexpr int shift = __builtin_ctz(offset);
     const Ints halves = every_int(minus_halves);
     dot[0] = left_32(signed_right_32(left_32(halves, 16), 16), shift);
     dot[1] = left_32(signed_right_32(halves, 16), shift);
   } else {
-    dot[0] = left_32(every_int(minus_sum), shift);
+    constexpr int left = offset / sum_factor(block_form(kind));
+    dot[0] = every_int(minus_sum);
+    if constexpr (left > 1) dot[0] = left_32(dot[0], __builtin_ctz(left));
   }
 }
 
@@ -82,7 +84,6 @@ __attribute__((noinline)) void stream_rows(const TileArgs& args, int tile, int h
   constexpr int per_group = form.raw_values / kBlock;
   constexpr bool pairs = has_pairs(form.scale);
   constexpr bool splits = R == 1 && V == 1 && !pairs;  // one row: two sums side by side
-  constexpr int shift = shift_of(offset_of(form));
   const size_t num_blocks = static_cast<size_t>(args.k) / kBlock;
   const QuantizedRows& rows = args.rows;
   const uint8_t* packed = args.tiles + tile * args.tile_bytes;
@@ -105,7 +106,7 @@ __attribute__((noinline)) void stream_rows(const TileArgs& args, int tile, int h
       Ints dot[R][V][2];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        start_dots<pairs>(rows.minus_sum[at + r * num_blocks], rows.minus_halves[at + r * num_blocks], shift, dot[r][0]);
+        start_dots<kind, offset_of(form), pairs>(rows.minus_sum[at + r * num_blocks], rows.minus_halves[at + r * num_blocks], dot[r][0]);
         if constexpr (splits) dot[r][0][1] = no_ints();
         if constexpr (V == 2) {
           dot[r][1][0] = dot[r][0][0];
@@ -198,7 +199,6 @@ template <WeightKind kind, int R, int V>
 __attribute__((noinline)) void panel_rows(const TileArgs& args, int tile, int row, const uint8_t* panel, int first, int count, float* partial) {
   constexpr size_t step = panel_step(kind);
   constexpr bool pairs = keeps_pairs(kind);
-  constexpr int shift = shift_of(panel_offset(kind));
   const bool is_first = first == 0, is_last = first + count == args.k / kBlock;
   const ptrdiff_t group = row / kTileRows * static_cast<ptrdiff_t>(args.k / kBlock);
   const uint8_t* block_x = reinterpret_cast<const uint8_t*>(args.rows.q) + (group + first) * kGroupedBlock;
@@ -216,7 +216,7 @@ __attribute__((noinline)) void panel_rows(const TileArgs& args, int tile, int ro
     Ints dot[R][V][2];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      start_dots<pairs>(sums[r], sums[r + kTileRows], shift, dot[r][0]);
+      start_dots<kind, panel_offset(kind), pairs>(sums[r], sums[r + kTileRows], dot[r][0]);
       if constexpr (V == 2) {
         dot[r][1][0] = dot[r][0][0];
         dot[r][1][1] = dot[r][0][1];
