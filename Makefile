@@ -7,7 +7,7 @@ FLAGS ?=
 BIN := .venv/bin
 export PYTHONUNBUFFERED := 1
 
-.PHONY: serve chat test fmt lint types arch unit gpu gpu-check cuda-compile bench count docs native setup setup-dev check-python clean
+.PHONY: serve chat test kills fmt lint types arch unit gpu gpu-check cuda-compile bench count docs native setup setup-dev check-python clean
 
 serve: setup
 	@exec $(BIN)/trireme serve $(MODEL) $(FLAGS)
@@ -17,6 +17,10 @@ chat: setup
 
 test: setup-dev lint types arch
 	$(BIN)/python -m pytest -m "not slow" $(FLAGS)
+
+# kill -9 of engines, workers and coordinators at random moments under mixed streams, against the undisturbed answers
+kills: setup
+	$(BIN)/python -m scripts.kills --model $(MODEL) $(FLAGS)
 
 fmt: setup-dev
 	$(BIN)/ruff check --fix .

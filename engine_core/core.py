@@ -21,6 +21,7 @@ from engine_core.plan import Draft, Place
 from engine_core.policy import find_policy
 from engine_core.request import Request, State
 from engine_core.scheduler import Limits, Scheduler
+from engine_core.watch import Pace
 from transport.messages import (
     End,
     EndReason,
@@ -77,6 +78,7 @@ class EngineCore:
         self.requests: dict[tuple[str, int], Request] = {}
         self.outbox = Outbox(engine)
         self.counters = Counters()
+        self.pace = Pace()
         self.draining = False
         self._arrivals = 0
         self._admitted: dict[str, int] = {}
@@ -136,6 +138,8 @@ class EngineCore:
             raise EngineError(f"the workers answered step {result.step}; the oldest one in flight is {expected}")
         draft = scheduler.complete(now)
         self.counters.steps += 1
+        is_pipeline = scheduler.depth > 1 and not scheduler.ahead
+        self.pace.note(draft.total_tokens, now - (draft.planned_s if is_pipeline else draft.started_s))
         tokens = self._tokens_of(result)
         in_order = result.rows == draft.asking_rows()
         if not in_order or result.faults or result.prompt_logprobs or result.logprobs:
@@ -180,9 +184,12 @@ class EngineCore:
         """When `tick` has something to do next (or a moment before)."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def oldest_step_s(self) -> float | None:
-        """When the oldest plan in flight was made, or the one before it ended; a stuck worker shows here."""
-        return self.scheduler.in_flight[0].started_s if self.scheduler.in_flight else None
+    def oldest_step(self) -> tuple[int, float, int] | None:
+        """The oldest plan in flight: its number, when it was made or the one before it ended, and its tokens."""
+        if not self.scheduler.in_flight:
+            return None
+        draft = self.scheduler.in_flight[0]
+        return draft.step, draft.started_s, draft.total_tokens
 
     def stats(self, now: float) -> Load:
         scheduler = self.scheduler

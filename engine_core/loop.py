@@ -17,7 +17,8 @@ import msgspec
 from engine_core.core import EngineCore
 from engine_core.executor.base import Executor
 from engine_core.rest import Rest
-from transport.messages import Abort, Call, CallReply, Drain, EngineDown, Hello, Load, Submit, Wire
+from engine_core.watch import Watch
+from transport.messages import Abort, Call, CallReply, Drain, EngineDown, Hello, Load, Pong, Submit, Wire
 from transport.poller import Poller, Source
 from transport.server import Peer
 from transport.wired import Left
@@ -28,13 +29,15 @@ log = logging.getLogger("trireme.engine")
 
 LOAD_S, LOAD_IDLE_S = 0.02, 1.0  # between reports: at least so long, at most so long
 STATS_S = 10.0
-FIRST_STEP_S = 300.0  # the first step may compile, or touch all weights for the first time
+WATCH_S = 0.2  # between looks at whether there is progress, while there is work
+HALT_S = 0.5  # between looks at whether the system has stopped a worker
 
 
 class FrontServer(Source, Protocol):
     """What the loop needs of transport's Server and LocalServer."""
 
     progress: int
+    stalled: str
 
     @property
     def peers(self) -> Any: ...
@@ -58,7 +61,7 @@ class EngineLoop:
         server: FrontServer,
         poller: Poller,
         *,
-        step_timeout: float = 60.0,
+        step_timeout: float = 15.0,
         on_load: Callable[[Load], object] | None = None,
         on_turn: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +72,8 @@ class EngineLoop:
         self._executor = executor
         self._server = server
         self._poller = poller
-        self._step_timeout = step_timeout
+        self._watch = Watch(core.pace, step_timeout)
+        self._halted, self._next_halt = "", 0.0
         self._on_load = on_load
         self._on_turn = on_turn
         self._changed = True  # since the last Load
@@ -208,14 +212,16 @@ class EngineLoop:
     # ------------------------------------------------------------ health
 
     def _check_health(self, now: float) -> None:
-        """A step that never ends ends the engine; an idle engine checks its books; a drained one leaves."""
-        oldest = self.core.oldest_step_s()
-        patience = self._step_timeout if self.core.counters.steps else max(self._step_timeout, FIRST_STEP_S)
-        if oldest is not None and now - oldest > patience:
-            raise EngineError(
-                f"step {self.core.counters.steps + 1} has not ended after {now - oldest:.0f} s: a worker is stuck",
-                hint=f"--step-timeout {2 * patience:.0f}",
-            )
+        """Says whether there is progress; a step that never ends ends the engine; an idle engine checks its books; a drained one
+        leaves."""
+        if now >= self._next_halt:
+            self._halted, self._next_halt = self._executor.halted(), now + HALT_S
+        watch, has_work = self._watch, bool(self.core.requests) and self._rest.is_awake
+        watch.look(now, self.core.oldest_step(), has_work=has_work, halted=self._halted)
+        if bool(watch.stalled) != bool(self._server.stalled):
+            self._tell_health(watch.stalled)
+        if watch.stuck:
+            raise EngineError(watch.stuck, hint="--step-timeout gives steps more time")
         is_idle = self.core.is_idle
         if is_idle and not self._was_idle:
             self.core.check_idle()
@@ -226,6 +232,12 @@ class EngineLoop:
                 if not is_idle:
                     self.last_words("the engine was shut down before this request ended")
                 self.is_over = True
+
+    def _tell_health(self, stalled: str) -> None:
+        """Every front end at once: the next Ping may be a moment away."""
+        log.warning("no progress: %s" if stalled else "progress again%s", stalled)
+        self._server.stalled = stalled
+        self._server.broadcast(Pong(0, self._server.progress, stalled), role="front")
 
     def _report(self, now: float) -> None:
         if self._on_load is not None and (now >= self._latest_load or (self._changed and now >= self._next_load)):
@@ -257,6 +269,8 @@ class EngineLoop:
     def _next_due(self) -> float:
         """When the loop has something to do although nothing arrives."""
         due = self.core.next_deadline() or float("inf")
+        if self.core.requests:
+            due = min(due, self._clock() + WATCH_S)
         if self._on_load is not None:
             due = min(due, self._next_load if self._changed else self._latest_load)
         if self._drain_from != float("inf"):

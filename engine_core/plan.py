@@ -51,6 +51,7 @@ class Draft:
         "grown_rows",
         "new",
         "placed",
+        "planned_s",
         "started_s",
         "step",
         "tokens",
@@ -59,6 +60,7 @@ class Draft:
 
     def __init__(self, step: int, now: float) -> None:
         self.step = step
+        self.planned_s = now
         self.started_s = now  # when it became the oldest step in flight, or was planned
         self.cohort: Cohort | None = None
         self.at: Ints = np.zeros(0, np.int32)

@@ -432,7 +432,7 @@ async def _ready(front: Front, scope: Scope, receive: Receive, send: Send) -> No
                 "up": state.is_up,
                 "epoch": state.epoch,
                 "rows": state.num_rows,
-                "stalled_s": round(state.stalled_s, 1),
+                "stalled": state.stalled,
                 "reason": state.reason,
             }
             for state in readiness.engines

@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 
 ROUTE_TIMEOUT_S = 1.0
 LINK_WAIT_S = 1.0
+SILENT_S = 1.0  # an engine whose loop answers no Ping for so long makes no progress
 RESEND_S = 0.05  # after an engine took no message
 MIGRATION_LIMIT = 2  # most moves of one choice
 ENGINE_WAIT_S = 60.0  # for an engine to come up
@@ -68,7 +69,10 @@ class Link(Protocol):
     def is_up(self) -> bool: ...
 
     @property
-    def server_progress(self) -> int: ...
+    def server_stalled(self) -> str: ...
+
+    @property
+    def silent_s(self) -> float: ...
 
     def send(self, message: Wire) -> bool: ...
 
@@ -93,14 +97,14 @@ tokens they belong to, End comes last."""
 
 
 class EngineState(NamedTuple):
-    """One engine as this front end sees it. `stalled_s`: how long it has made no step although it has rows of ours."""
+    """One engine as this front end sees it. `stalled`: why it makes no progress although it is up; "" when it does."""
 
     engine: int
     is_up: bool
     epoch: int
     facts: EngineFacts | None
     num_rows: int
-    stalled_s: float
+    stalled: str
     reason: str  # why it is down
 
 
@@ -143,14 +147,21 @@ class _Engine:
         self.link: Link | None = None
         self.welcome: Welcome | None = None
         self.rows: dict[int, _Row] = {}
-        self.last_step = 0.0  # when a step was last seen, or when the first row after idling came
-        self.progress = -1  # the engine's step counter, from its last Pong
+        self.lost_epoch = -1  # the last life that has ended
         self.reason = "it has not started yet"
         self.cause = ""  # its last words
 
     @property
     def is_up(self) -> bool:
         return self.welcome is not None and self.link is not None and self.link.is_up
+
+    @property
+    def stalled(self) -> str:
+        """Why it makes no progress: by its own word, or because its loop does not answer. "" when it does, or is not up."""
+        if self.link is None or not self.is_up:
+            return ""
+        silent_s = self.link.silent_s
+        return f"its loop has not answered for {silent_s:.1f} s" if silent_s > SILENT_S else self.link.server_stalled
 
 
 class Stream:
@@ -320,11 +331,6 @@ class EngineClient:
 
     def states(self) -> list[EngineState]:
         """How each engine stands now."""
-        now = self._clock()
-        for engine in self._engines:
-            progress = engine.link.server_progress if engine.link is not None else -1
-            if progress != engine.progress:
-                engine.progress, engine.last_step = progress, now
         return [
             EngineState(
                 engine=engine.index,
@@ -332,7 +338,7 @@ class EngineClient:
                 epoch=engine.welcome.epoch if engine.welcome else -1,
                 facts=engine.welcome.facts if engine.welcome else None,
                 num_rows=len(engine.rows),
-                stalled_s=now - engine.last_step if engine.rows else 0.0,
+                stalled=engine.stalled,
                 reason="" if engine.is_up else engine.reason,
             )
             for engine in self._engines
@@ -384,8 +390,6 @@ class EngineClient:
         return stream
 
     def _send(self, row: _Row, engine: _Engine, ticket: int) -> None:
-        if not engine.rows:
-            engine.last_step = self._clock()
         engine.rows[row.rid] = row
         self._chooser.started(engine.index)
         row.stream._rids[row.index] = row.rid
@@ -505,8 +509,13 @@ class EngineClient:
                 return self._place_alone(pin), 0
             engine = self._engines[routed.engine]
             if await self._is_there(engine, routed):
-                return engine, routed.ticket
+                if pin >= 0 or not engine.stalled or not self._num_working():
+                    return engine, routed.ticket
+                self._release(routed)
         return self._place_alone(pin), 0
+
+    def _num_working(self) -> int:
+        return sum(engine.is_up and not engine.stalled for engine in self._engines)
 
     def _place_alone(self, pin: int) -> _Engine:
         if pin >= 0:
@@ -514,6 +523,7 @@ class EngineClient:
                 raise EngineDeadError(f"engine {pin} is not available: {self._engines[pin].reason}")
             return self._engines[pin]
         up = [engine.index for engine in self._engines if engine.is_up]
+        up = [index for index in up if not self._engines[index].stalled] or up
         if not up:
             raise EngineDeadError(f"no engine is available: {self._engines[0].reason}")
         return self._engines[self._chooser.choose(up)]
@@ -545,10 +555,13 @@ class EngineClient:
             self._release(answer.result())
 
     async def _is_there(self, engine: _Engine, routed: Routed) -> bool:
-        """Waits a moment for the link to the engine's present life; gives the place back when it does not come."""
+        """Waits a moment for the link to the engine's present life; gives the place back when it does not come, or was that in a
+        life whose end the coordinator has not seen yet."""
         try:
             async with asyncio.timeout(LINK_WAIT_S):
                 while not (engine.is_up and engine.welcome is not None and engine.welcome.epoch >= routed.epoch):
+                    if engine.lost_epoch >= routed.epoch:
+                        raise TimeoutError
                     await self._wait_change()
         except TimeoutError:
             self._release(routed)
@@ -612,7 +625,6 @@ class EngineClient:
     def _on_outputs(self, engine: _Engine, message: StepOutputs) -> None:
         """The hot path: appends events to the streams concerned and wakes each once."""
         rows = engine.rows
-        engine.last_step = self._clock()
         touched: dict[Stream, None] = {}  # in order
         for rid in message.placed:
             if (row := rows.get(rid)) is not None:
@@ -665,6 +677,8 @@ class EngineClient:
 
     def _lose(self, engine: _Engine, reason: str) -> None:
         """The engine is gone: its rows go on elsewhere; nobody else's are touched."""
+        if engine.welcome is not None:
+            engine.lost_epoch = engine.welcome.epoch
         engine.welcome, engine.reason = None, reason
         text = f"engine {engine.index} died: {reason}"
         rows = list(engine.rows.values())

@@ -23,7 +23,6 @@ from serving.tokens import Tokenizer
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, NotFoundError, OverloadedError, RequestError
 
-STALLED_S = 15.0  # rows but no step for so long: the engine is stuck
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
 MIN_BODY_BUDGET = 64 << 20  # bytes of bodies being read at one time, all requests together
 OFF_LOOP_CHARS = 8192  # longer texts are tokenized in a thread
@@ -165,7 +164,7 @@ class Front:
         engines = self.client.states()
         up = [state for state in engines if state.is_up]
         self._was_up = self._was_up or len(up) == len(engines)
-        working = [state for state in up if state.stalled_s < STALLED_S]
+        working = [state for state in up if not state.stalled]
         if self.is_draining:
             return Readiness("draining", engines)
         if not self._was_up:

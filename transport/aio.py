@@ -67,6 +67,16 @@ class AsyncConnection:
         """The step counter in the server's last Pong."""
         return self._link.server_progress
 
+    @property
+    def server_stalled(self) -> str:
+        """Why the server makes no progress, by its last Pong; "" when it does."""
+        return self._link.server_stalled
+
+    @property
+    def silent_s(self) -> float:
+        """How long the server has left a Ping unanswered."""
+        return self._link.silent_s
+
     def counts(self) -> dict[str, int]:
         return self._link.counts()
 

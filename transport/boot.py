@@ -67,6 +67,14 @@ class Child:
         """Exit code, negative signal number, or None while alive."""
         return self._process.poll()
 
+    def is_halted(self) -> bool:
+        """True while the system does not let the process run: stopped by a signal or a debugger, or dead."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                return file.read(512).rpartition(b")")[2].split()[0] in (b"T", b"t", b"Z", b"X")
+        except (OSError, IndexError):
+            return self.is_dead
+
     def receive(self) -> list[Progress | Ready | Failed]:
         """Reports since the last call, never blocking. When the child is dead the list ends with a Failed: its own, or
         one that says how it died (signal, exit code). `is_dead` is then True. A clean exit (code 0) gives no Failed."""

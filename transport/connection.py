@@ -24,6 +24,7 @@ log = logging.getLogger("trireme.transport")
 
 RETRY_MIN_S, RETRY_MAX_S = 0.01, 0.5  # between connections that broke before a Welcome
 HELLO_S = 10.0  # most seconds to wait for the answer to a Hello
+PROBE_S = 0.5  # between Pings
 ADDRESS_S = 0.05  # between looks for the address that a tcp server publishes
 
 
@@ -43,6 +44,8 @@ class Connection(Wired):
         self.welcome: Welcome | None = None  # of the present server; None while down
         self.refusal = ""  # why the last Hello was refused; empty after a Welcome
         self.server_progress = 0  # of the last Pong
+        self.server_stalled = ""  # likewise
+        self._unanswered = 0.0  # when the oldest Ping without a Pong was sent; 0: none
         self.socket_name = socket_name
         self._boot = boot
         self._silence_s = silence_s
@@ -74,6 +77,14 @@ class Connection(Wired):
     @property
     def is_up(self) -> bool:
         return self.welcome is not None
+
+    @property
+    def silent_s(self) -> float:
+        """How long the server has left a Ping unanswered; 0 when its owner has not looked itself."""
+        now = time.monotonic()
+        if not self._unanswered or now - self._last_tick > 2 * PROBE_S:
+            return 0.0
+        return now - self._unanswered
 
     def receive(self, limit: int = 1024) -> Iterator[Any]:
         """What has arrived, never blocking. Welcome comes first after each (re)connection (compare `epoch` with the last
@@ -135,13 +146,14 @@ class Connection(Wired):
         if self.welcome is None:
             return self._tick_down(now)
         if away:
-            self._last_heard = now
+            self._last_heard, self._unanswered = now, 0.0
         elif self._silence_s is not None and now - self._last_heard > self._silence_s:
             self._go_down(f"{self.socket_name} was silent for {now - self._last_heard:.0f} s")
             return now
         if now >= self._next_ping:
-            self._next_ping = now + PING_S
-            self._send(Ping(time.time_ns()))
+            self._next_ping = now + PROBE_S
+            if self._send(Ping(time.time_ns())) and not self._unanswered:
+                self._unanswered = now
         return self._next_ping
 
     def close(self, linger_s: float = 1.0) -> None:
@@ -200,7 +212,9 @@ class Connection(Wired):
                 self._send(Pong(message.sent_ns))
                 return None
             case Pong():
-                self.server_progress = message.progress
+                self.server_progress, self.server_stalled = message.progress, message.stalled
+                if message.sent_ns:
+                    self._unanswered = 0.0
         return message if self.welcome is not None else None
 
     def _go_up(self, welcome: Welcome) -> Welcome | None:
@@ -209,6 +223,7 @@ class Connection(Wired):
             self._on_refused(objection)
             return None
         self.welcome = welcome
+        self.server_stalled, self._unanswered = "", 0.0
         self.refusal = ""
         self._retry_s = RETRY_MIN_S
         self._next_ping = 0.0

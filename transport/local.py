@@ -25,6 +25,7 @@ class LocalServer:
     def __init__(self, name: str = "engine-0", *, facts: EngineFacts | None = None) -> None:
         self.name = name
         self.progress = 0
+        self.stalled = ""
         self._facts = facts
         self._peers: dict[str, Peer] = {}
         self._connections: dict[Peer, LocalConnection] = {}
@@ -167,6 +168,15 @@ class LocalConnection:
     @property
     def server_progress(self) -> int:
         return self._server.progress
+
+    @property
+    def server_stalled(self) -> str:
+        return self._server.stalled
+
+    @property
+    def silent_s(self) -> float:
+        """Nobody asks for a sign of life inside one process."""
+        return 0.0
 
     def counts(self) -> dict[str, int]:
         return self._server.counts()

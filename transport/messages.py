@@ -63,6 +63,7 @@ class Ping(Wire, frozen=True):
 class Pong(Wire, frozen=True):
     sent_ns: int
     progress: int = 0  # step counter stamped by the loop itself
+    stalled: str = ""  # why there is no progress although there should be
 
 
 class EngineFacts(Wire, frozen=True):

@@ -60,6 +60,7 @@ class Server(Wired):
         self._deaths = select.epoll()
         super().__init__(context.socket(zmq.ROUTER), accepts | Hello | Ping | Pong, identity)
         self.progress = 0  # stamped by the owner's loop; travels in Pong
+        self.stalled = ""  # likewise
         self._facts = facts
         self._silence_s = silence_s
         self._same_host = is_same_host(address)
@@ -191,7 +192,7 @@ class Server(Wired):
             case Hello():
                 self._greet(routing_id, message, sequence)
             case Ping() if peer is not None:
-                self.send(peer, Pong(message.sent_ns, self.progress))
+                self.send(peer, Pong(message.sent_ns, self.progress, self.stalled))
             case Pong():
                 pass
             case None if peer is not None:

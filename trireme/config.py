@@ -187,8 +187,12 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[Literal["text", "json"], _text("form of log lines")] = "text"
     start_timeout: Annotated[float, Meta(gt=0, description="seconds a part may take to start")] = 600.0
     step_timeout: Annotated[
-        float, Meta(gt=0, description="seconds one step may take before its engine counts as stuck")
-    ] = 60.0
+        float,
+        Meta(
+            gt=0,
+            description="seconds after which a step that takes three times as long as its like ends its engine, which starts again",
+        ),
+    ] = 15.0
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

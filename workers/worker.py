@@ -59,7 +59,7 @@ class Worker:
         files = files_of(self.config.model)
         arch = read_arch(files)
         runtime = choose_runtime(arch, self.mesh)
-        group = make_group(self.mesh, self._arena, step_timeout_s=self.config.launch.step_timeout)
+        group = make_group(self.mesh, self._arena, step_timeout_s=max(60.0, self.config.launch.step_timeout))
         self._group = group
         self._abort_group = getattr(group, "abort", None)
         asked = self.config.model

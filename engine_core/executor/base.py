@@ -66,6 +66,10 @@ class Executor(Protocol):
         """A rare request to all workers; `on_reply` runs inside a later poller turn or `take_results`."""
         ...
 
+    def halted(self) -> str:
+        """Which worker the system has stopped, as a sentence; "" when none is. Cheap."""
+        ...
+
     def close(self) -> None:
         """Ends the workers. May be called in any state, twice."""
         ...

@@ -83,6 +83,10 @@ class InprocExecutor:
     def call(self, method: str, args: dict[str, Any], on_reply: OnReply) -> None:
         self._orders.put(lambda: self._do_call(method, args, on_reply))
 
+    def halted(self) -> str:
+        """A thread stops with its process."""
+        return ""
+
     def close(self) -> None:
         """Lets the step under way finish, if it does so soon; a load under way is left to the end of the process."""
         if self._thread.is_alive():

@@ -103,6 +103,9 @@ class ProcsExecutor:
         self._calls[self._next_call] = (on_reply, {})
         self._broadcast(Call(self._next_call, method, args))
 
+    def halted(self) -> str:
+        return next((f"{child.name} is stopped" for child in self._children if child.is_halted()), "")
+
     def close(self) -> None:
         for child in self._children:
             self._poller.remove(child)

@@ -40,12 +40,15 @@ class Mate(threading.Thread):
 
     def run(self) -> None:
         body = {"model": "mortal", "prompt": self.prompt, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
-        for event in self.deployment.stream(body):
-            if "error" in event:
-                self.end = event["error"]["code"]
-                return
-            self.text += event["choices"][0]["text"]
-        self.end = "done"
+        try:
+            for event in self.deployment.stream(body):
+                if "error" in event:
+                    self.end = event["error"]["code"]
+                    return
+                self.text += event["choices"][0]["text"]
+            self.end = "done"
+        except OSError as error:
+            self.end = repr(error)
 
 
 def ask_for_death(deployment: Deployment) -> tuple[int, dict[str, Any]]:

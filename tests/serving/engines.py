@@ -50,8 +50,12 @@ class FakeLink:
         self.closed = False
 
     @property
-    def server_progress(self) -> int:
-        return self.engine.step
+    def server_stalled(self) -> str:
+        return self.engine.stalled
+
+    @property
+    def silent_s(self) -> float:
+        return self.engine.silent_s
 
     def send(self, message: Wire) -> bool:
         if not self.is_up or self.engine.takes_nothing:
@@ -93,6 +97,7 @@ class FakeEngine:
         self.takes_nothing = False
         self.refuses: str | None = None
         self.is_up = True
+        self.stalled, self.silent_s = "", 0.0  # as a Pong, or its absence, would tell
         self.never = asyncio.Event()
         self.hold = asyncio.Event()
         self.hold.set()

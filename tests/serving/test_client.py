@@ -180,7 +180,7 @@ class FakeCoordinator:
         self.answer = answer
         self.log: list[Any] = []
         self.is_up = True
-        self.server_progress = 0
+        self.server_stalled, self.silent_s = "", 0.0
 
     def __call__(self, on_message: Any) -> FakeCoordinator:
         self.on_message = on_message
@@ -225,6 +225,31 @@ async def test_coordinator_decides_and_its_ticket_travels() -> None:
     assert not first.log
     (route,) = [message for message in coordinator.log if isinstance(message, Route)]
     assert (route.num_tokens, route.num_choices, route.pin) == (2, 2, -1)
+
+
+async def test_a_place_in_a_life_that_has_ended_is_returned_at_once() -> None:
+    coordinator = FakeCoordinator(lambda route: Routed(route.rid, 1, 0, 41))
+    first, second, client = await two_engines(coordinator)
+    second.die("killed")
+    begun = asyncio.get_running_loop().time()
+    await drain(await client.submit([replay()]))
+    assert asyncio.get_running_loop().time() - begun < 0.5
+    assert len(first.log) == 1
+    assert Released(engine=1, epoch=0, count=1) in coordinator.log
+
+
+async def test_nothing_goes_to_an_engine_that_makes_no_progress() -> None:
+    coordinator = FakeCoordinator(lambda route: Routed(route.rid, 1, 0, 41))
+    first, second, client = await two_engines(coordinator)
+    second.stalled = "step 7 has run for 3.0 s"
+    for _ in range(4):
+        await drain(await client.submit([replay()]))
+    assert len([m for m in first.log if isinstance(m, Submit)]) == 4
+    assert not second.log
+    assert Released(engine=1, epoch=0, count=1) in coordinator.log
+    first.stalled = "likewise"  # then any is as good
+    await drain(await client.submit([replay()]))
+    assert len(second.log) == 1
 
 
 async def test_absent_coordinator_is_replaced_by_own_counts() -> None:

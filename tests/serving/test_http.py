@@ -609,16 +609,22 @@ async def test_ready_tells_the_truth(tmp_path: Path) -> None:
         assert (status, headers["retry-after"]) == (503, "5")
 
 
-async def test_a_stuck_engine_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stuck_engine_is_not_ready(tmp_path: Path) -> None:
     engine = FakeEngine(words("x" * 99))
     async with serve(tmp_path, engine) as served:
         engine.hold.clear()
         waiting = asyncio.ensure_future(served.post("/v1/completions", TEXT))
         await asyncio.sleep(0.05)
         assert (await served.request("GET", "/ready"))[0] == 200
-        monkeypatch.setattr("serving.front.STALLED_S", 0.02)
+        engine.stalled = "engine-0.worker-1 is stopped"
         status, _, body = await served.request("GET", "/ready")
         assert (status, json.loads(body)["status"]) == (503, "stuck")
+        assert json.loads(body)["engines"][0]["stalled"] == "engine-0.worker-1 is stopped"
+        engine.stalled, engine.silent_s = "", 1.5
+        status, _, body = await served.request("GET", "/ready")
+        assert (status, json.loads(body)["status"]) == (503, "stuck")
+        assert "not answered for 1.5 s" in json.loads(body)["engines"][0]["stalled"]
+        engine.silent_s = 0.0
         engine.hold.set()
         await waiting
         assert (await served.request("GET", "/ready"))[0] == 200
