@@ -10,20 +10,31 @@ import random
 
 from coordinator.ledger import Ledger
 from coordinator.members import Members
+from coordinator.prefix import Match, PrefixIndex
 from coordinator.router import POLICIES, Ask, cost_of, near_ones
-from transport.messages import Load, Member, Released, Route, Routed, View
+from transport.messages import KVEvents, Load, Member, Released, Route, Routed, View
 from trireme.fleet import Fleet
+from trireme.hashing import unpacked_keys
 
 
 class Coordinator:
     """Soft state: everything is rebuilt from the engines' next reports after a restart (with a higher `epoch`)."""
 
     def __init__(
-        self, num_engines: int, balance: str, rng: random.Random, *, epoch: int = 0, fleet: Fleet | None = None
+        self,
+        num_engines: int,
+        balance: str,
+        rng: random.Random,
+        *,
+        epoch: int = 0,
+        fleet: Fleet | None = None,
+        block_size: int = 16,
     ) -> None:
         self.fleet = fleet or Fleet()
+        self.block_size = block_size
         self.members = Members(num_engines)
         self.ledger = Ledger(epoch)
+        self.prefixes = PrefixIndex(num_engines, self.fleet.far(num_engines))
         self.changed = True  # something a View shows; the publisher clears it
         self._choose = POLICIES[balance](rng)
         self._view_seq = epoch << 40
@@ -33,7 +44,14 @@ class Coordinator:
         """Engine `engine` said Hello. Unknown engines and replaced epochs are ignored."""
         if engine in self.members and self.members.connected(engine, epoch):
             self.ledger.forget_engine(engine)
+            self.prefixes.forget(engine)
             self.changed = True
+
+    def engine_cached(self, events: KVEvents) -> bool:
+        """False when the engine must tell everything again."""
+        if events.engine not in self.members or self.members[events.engine].epoch != events.epoch:
+            return True
+        return self.prefixes.apply(events)
 
     def engine_reported(self, load: Load) -> None:
         if load.engine in self.members and self.members.reported(load):
@@ -43,6 +61,7 @@ class Coordinator:
     def engine_lost(self, engine: int, epoch: int, reason: str) -> None:
         if engine in self.members and self.members.lost(engine, epoch, reason):
             self.ledger.forget_engine(engine)
+            self.prefixes.forget(engine)
             self.changed = True
 
     def front_lost(self, front: str) -> None:
@@ -60,9 +79,11 @@ class Coordinator:
         if refusal:
             self.num_refused += 1
             return Routed(route.rid, engine=-1, epoch=-1, ticket=0, error=refusal)
-        engine = self._choose(self._ask(ready, route)) if len(ready) > 1 else ready[0]
+        match = self.prefixes.match(unpacked_keys(route.prefix), ready) if route.prefix else None
+        engine = self._choose(self._ask(ready, route, match)) if len(ready) > 1 else ready[0]
         num_rows = max(1, route.num_choices)
-        ticket = self.ledger.give(front, engine, num_rows, num_rows * max(0, route.num_tokens), now)
+        num_tokens = self._uncached(engine, route, match)
+        ticket = self.ledger.give(front, engine, num_rows, num_rows * num_tokens, now)
         self.num_routed += 1
         self.changed = True
         return Routed(route.rid, engine, self.members[engine].epoch, ticket)
@@ -94,9 +115,21 @@ class Coordinator:
             ],
         )
 
-    def _ask(self, ready: list[int], route: Route) -> Ask:
+    def _ask(self, ready: list[int], route: Route, match: Match | None) -> Ask:
         near = self.fleet.labelled(route.label, ready)
-        return Ask(near_ones(ready, near, self.cost) if near else ready, self.cost, self.fleet.weights)
+        engines = near_ones(ready, near, self.cost) if near else ready
+        if match is None:
+            return Ask(engines, self.cost, self.fleet.weights)
+
+        def cost(engine: int) -> float:
+            return self.cost(engine) + self._uncached(engine, route, match) / self.fleet.weight(engine)
+
+        return Ask(engines, cost, self.fleet.weights, match.owners(engines))
+
+    def _uncached(self, engine: int, route: Route, match: Match | None) -> int:
+        """Prompt tokens that `engine` would have to compute."""
+        num_cached = match.depth(engine) * self.block_size if match is not None else 0
+        return max(0, route.num_tokens - num_cached)
 
     def _objection_to_pin(self, pin: int) -> str:
         if pin not in self.members:

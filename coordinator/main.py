@@ -31,6 +31,7 @@ def main(channel: BootChannel) -> None:
         random.SystemRandom(),
         epoch=boot.epoch,
         fleet=fleet_of(config),
+        block_size=config.cache.block_size,
     )
     with Server.open(boot, "coordinator", ToCoordinator) as server:
         shell = Shell(core, server)

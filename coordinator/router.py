@@ -26,11 +26,13 @@ Cost = Callable[[int], float]
 
 
 class Ask(NamedTuple):
-    """One choice to be made: among `engines` (never empty), at these costs. `weights` are the engines' sizes."""
+    """One choice to be made: among `engines` (never empty), at these costs. `weights` are the engines' sizes, `owners` those
+    that have most of the prompt cached (none if nobody has any)."""
 
     engines: Sequence[int]
     cost: Cost
     weights: Mapping[int, float] = {}
+    owners: Sequence[int] = ()
 
 
 Policy = Callable[[Ask], int]
@@ -69,6 +71,23 @@ class TwoChoices:
             return ask.engines[0]
         first, second = self._rng.sample(ask.engines, 2)
         return second if ask.cost(second) < ask.cost(first) else first
+
+
+class PrefixTwoChoices:
+    """One candidate has cached most of the prompt, the other is any; the costs count what they save. So turns of one talk stay,
+    and an owner that is busier than its cache is worth is left alone."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._two = TwoChoices(rng)
+
+    def __call__(self, ask: Ask) -> int:
+        others = [engine for engine in ask.engines if engine not in ask.owners]
+        if not ask.owners or not others:
+            return self._two(ask)
+        owner = self._two(ask._replace(engines=ask.owners))
+        other = self._rng.choice(others)
+        return other if ask.cost(other) < ask.cost(owner) else owner
 
 
 class LeastLoaded:
@@ -123,4 +142,6 @@ POLICIES: dict[str, Callable[[random.Random], Policy]] = {
     "least": LeastLoaded,
     "round_robin": RoundRobin,
     "random": AnyOne,
+    "prefix": PrefixTwoChoices,
+    "prefix_least": LeastLoaded,  # over costs that count what is cached
 }

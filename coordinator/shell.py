@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from coordinator.core import Coordinator
-from transport.messages import Call, CallReply, Hello, Load, Released, Route, Wire
+from transport.messages import Call, CallReply, Hello, KVEvents, Load, Released, Resync, Route, Wire
 from transport.server import Peer
 from transport.wired import Left
 
@@ -21,6 +21,7 @@ log = logging.getLogger("trireme.coordinator")
 
 VIEW_S = 0.05  # at most one View in this time
 VIEW_IDLE_S = 1.0  # and at least one in this
+RESYNC_S = 1.0  # between two demands for all blocks of an engine
 
 
 class PeerServer(Protocol):
@@ -45,6 +46,7 @@ class Shell:
         self._next_view = 0.0
         self._latest_view = 0.0
         self._next_sweep = 0.0
+        self._next_resync: dict[int, float] = {}
 
     @property
     def num_routed(self) -> int:
@@ -74,6 +76,8 @@ class Shell:
                     self._server.send(peer, self._core.route(peer.name, message, self._clock()))
                 case Load() if peer.role == "engine":
                     self._core.engine_reported(message)
+                case KVEvents() if peer.role == "engine":
+                    self._on_blocks(peer, message)
                 case Released() if peer.role == "front":
                     self._core.released(peer.name, message)
                 case Hello():
@@ -84,6 +88,13 @@ class Shell:
                     self._server.send(peer, self._answer(message))
                 case _:
                     log.warning("ignored a message type=%s from=%s", type(message).__name__, peer.name)
+
+    def _on_blocks(self, peer: Peer, events: KVEvents) -> None:
+        now = self._clock()
+        if not self._core.engine_cached(events) and now >= self._next_resync.get(events.engine, 0.0):
+            self._next_resync[events.engine] = now + RESYNC_S
+            log.info("missed a report of cached blocks engine=%d seq=%d", events.engine, events.seq)
+            self._server.send(peer, Resync(events.engine))
 
     def _on_arrival(self, peer: Peer) -> None:
         log.info("connected peer=%s epoch=%d pid=%d", peer.name, peer.epoch, peer.pid)
@@ -113,6 +124,9 @@ class Shell:
             "num_refused": core.num_refused,
             "num_expired": core.num_expired,
             "costs": {str(engine.index): core.cost(engine.index) for engine in core.members},
+            "prefix_bytes": core.prefixes.num_bytes,
+            "prefix_keys": core.prefixes.num_keys,
+            "prefix_gaps": core.prefixes.num_gaps,
             "members": msgspec.to_builtins(core.view().members),
             "socket": self._server.counts(),
         }

@@ -16,6 +16,7 @@ import numpy as np
 from engine_core.columns import Cohort, Ints
 from engine_core.intake import check_submit
 from engine_core.integrity import Audit, IntegrityError, audit, check_idle
+from engine_core.kv.log import BlockLog
 from engine_core.outputs import Outbox, end_reason
 from engine_core.plan import Draft, Place
 from engine_core.policy import find_policy
@@ -26,6 +27,7 @@ from transport.messages import (
     End,
     EndReason,
     EngineFacts,
+    KVEvents,
     Load,
     LogprobRow,
     RowFault,
@@ -210,6 +212,17 @@ class EngineCore:
             admitted=dict(self._admitted),
             finished=self.counters.submitted - len(self.requests),
         )
+
+    def log_blocks(self) -> BlockLog:
+        """From now on `take_kv_events` tells what becomes findable and unfindable in the prefix cache."""
+        pool = self.scheduler.cache.pool
+        pool.log = pool.log or BlockLog(pool.index)
+        return pool.log
+
+    def take_kv_events(self) -> KVEvents | None:
+        """The next report for the coordinator's prefix index, if something has changed."""
+        log = self.scheduler.cache.pool.log
+        return log.take(self.engine, self.epoch, self.limits.num_blocks) if log is not None and log.is_due else None
 
     def facts(self) -> EngineFacts:
         limits = self.limits

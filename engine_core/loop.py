@@ -18,7 +18,7 @@ from engine_core.core import EngineCore
 from engine_core.executor.base import Executor
 from engine_core.rest import Rest
 from engine_core.watch import Watch
-from transport.messages import Abort, Call, CallReply, Drain, EngineDown, Hello, Load, Pong, Submit, Wire
+from transport.messages import Abort, Call, CallReply, Drain, EngineDown, Hello, KVEvents, Load, Pong, Submit, Wire
 from transport.poller import Poller, Source
 from transport.server import Peer
 from transport.wired import Left
@@ -52,7 +52,8 @@ class FrontServer(Source, Protocol):
 
 
 class EngineLoop:
-    """Turns of one engine. `on_load` gets reports for the coordinator; `on_turn` is called on every turn (heartbeat)."""
+    """Turns of one engine. `on_load` gets reports for the coordinator and says whether they went out; `on_turn` is called on
+    every turn (heartbeat). With `tells_blocks` the reports tell what is in the prefix cache."""
 
     def __init__(
         self,
@@ -62,8 +63,9 @@ class EngineLoop:
         poller: Poller,
         *,
         step_timeout: float = 15.0,
-        on_load: Callable[[Load], object] | None = None,
+        on_load: Callable[[Load | KVEvents], bool] | None = None,
         on_turn: Callable[[int], None] | None = None,
+        tells_blocks: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -76,6 +78,7 @@ class EngineLoop:
         self._halted, self._next_halt = "", 0.0
         self._on_load = on_load
         self._on_turn = on_turn
+        self._blocks = core.log_blocks() if tells_blocks else None
         self._changed = True  # since the last Load
         self._next_load = self._latest_load = 0.0
         self._next_stats = self._clock() + STATS_S
@@ -125,8 +128,15 @@ class EngineLoop:
         self._server.broadcast(EngineDown(self.core.engine, error))
 
     def report_now(self) -> None:
-        """The coordinator is new or back: it needs a Load at once."""
+        """The coordinator is new or back: it needs a Load at once, and to know all blocks."""
+        self.tell_all_blocks()
         self._changed, self._next_load = True, 0.0
+
+    def tell_all_blocks(self) -> None:
+        """The coordinator has missed a report."""
+        if self._blocks is not None:
+            self._blocks.restart()
+            self._changed = True
 
     # ------------------------------------------------------------ front ends
 
@@ -243,10 +253,19 @@ class EngineLoop:
         if self._on_load is not None and (now >= self._latest_load or (self._changed and now >= self._next_load)):
             self._changed = False
             self._next_load, self._latest_load = now + LOAD_S, now + LOAD_IDLE_S
-            self._on_load(self.core.stats(now))
+            if self._on_load(self.core.stats(now)) and (events := self.core.take_kv_events()) is not None:
+                self._tell_blocks(events)
         if now >= self._next_stats:
             self._next_stats = now + STATS_S
             self._log_stats(now)
+
+    def _tell_blocks(self, events: KVEvents) -> None:
+        assert self._on_load is not None
+        assert self._blocks is not None
+        if self._on_load(events):
+            self._changed = self._blocks.is_due
+        else:
+            self._blocks.restart()
 
     def _log_stats(self, now: float) -> None:
         totals = self.core.counters

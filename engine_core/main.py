@@ -20,6 +20,7 @@ from transport.messages import (
     FrontToEngine,
     LoadProgress,
     Progress,
+    Resync,
     Welcome,
 )
 from transport.sockets import Connection, Poller, Server
@@ -66,6 +67,7 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
         step_timeout=config.launch.step_timeout,
         on_load=coordinator.send if coordinator is not None else None,
         on_turn=channel.beat,
+        tells_blocks=config.routes_by_prefix,
     )
     if coordinator is not None:
         poller.add(coordinator, lambda: _on_coordinator(coordinator, loop))
@@ -97,7 +99,10 @@ def _on_orders(channel: BootChannel, loop: EngineLoop) -> None:
 
 
 def _on_coordinator(coordinator: Connection, loop: EngineLoop) -> None:
-    """Only its arrival matters: it is soft state, and rebuilds from our report."""
+    """It is soft state, and rebuilds from our reports."""
     for message in coordinator.receive():
-        if isinstance(message, Welcome):
-            loop.report_now()
+        match message:
+            case Welcome():
+                loop.report_now()
+            case Resync():
+                loop.tell_all_blocks()

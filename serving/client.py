@@ -23,6 +23,7 @@ from serving.migration import judge
 from serving.moves import Moves, Trial
 from serving.replay import Replay
 from transport.messages import (
+    MAX_PREFIX,
     Abort,
     Call,
     CallReply,
@@ -51,6 +52,7 @@ from trireme.errors import (
     RequestError,
     TriremeError,
 )
+from trireme.hashing import prompt_keys
 
 log = logging.getLogger(__name__)
 
@@ -239,12 +241,15 @@ class EngineClient:
         migration_limit: int = MIGRATION_LIMIT,
         engine_wait_s: float = ENGINE_WAIT_S,
         label: str = "",
+        tells_prefix: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Rows of an engine that dies move at most `migration_limit` times. While no engine is up, requests wait for one for at
-        most `engine_wait_s`. `label` is the place of this front end: the coordinator prefers engines with the same one."""
+        most `engine_wait_s`. `label` is the place of this front end: the coordinator prefers engines with the same one. With
+        `tells_prefix` it learns what prompts begin with."""
         self._clock = clock
         self._label = label
+        self._tells_prefix = tells_prefix
         self._connects = tuple(engines)
         self._connect_coordinator = coordinator
         self._engines = [_Engine(index) for index in range(len(engines))]
@@ -379,7 +384,7 @@ class EngineClient:
         try:
             for group in groups:
                 until = self._wait_until(group[0])
-                route = Route(0, len(group[0].prompt), len(group), pin, label or self._label)
+                route = self._route_for(group[0], len(group), pin, label or self._label)
                 engine, ticket = await self._place(route, until)
                 for replay in group:
                     self._send(_Row(stream, index, replay, next(self._rids), route.label, until), engine, ticket)
@@ -453,7 +458,7 @@ class EngineClient:
     async def _place_again(self, row: _Row) -> None:
         """Sends a row that has no engine to one. Never raises for want of an engine: the row ends then."""
         try:
-            route = Route(0, row.replay.num_tokens, 1, row.pin, row.label)
+            route = self._route_for(row.replay, 1, row.pin, row.label)
             engine, ticket = await self._place(route, row.wait_until)
         except TriremeError as error:
             if self._moves.take(row):
@@ -476,6 +481,12 @@ class EngineClient:
         if replay.deadline_s > 0:
             wait_s = min(wait_s, replay.deadline_s)
         return self._clock() + wait_s
+
+    def _route_for(self, replay: Replay, num_choices: int, pin: int, label: str) -> Route:
+        facts, keys = self.facts, b""
+        if facts is not None and self._tells_prefix:
+            keys = prompt_keys(replay.prompt, facts.block_size, salt=replay.salt, most=MAX_PREFIX)
+        return Route(0, replay.num_tokens, num_choices, pin, label, keys)
 
     # ------------------------------------------------------------ placement
 

@@ -27,4 +27,5 @@ def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:
         migration_limit=config.serving.migration_limit,
         engine_wait_s=config.serving.engine_wait,
         label=front_label(config, boot.index) if boot.role == "front" else "",
+        tells_prefix=config.routes_by_prefix,
     )

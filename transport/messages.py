@@ -13,10 +13,12 @@ import msgspec
 import numpy as np
 
 from transport.packed import Column, Flags, Ids, check_columns
+from trireme.hashing import KEY_BYTES
 from trireme.lockstep import Mode
 from trireme.params import RowParams
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
+MAX_PREFIX = 1024  # blocks of a prompt that a Route names
 
 Role = Literal["front", "engine", "worker", "coordinator", "admin"]
 EndReason = Literal["stop", "length", "abort", "error"]
@@ -321,6 +323,29 @@ class Load(Wire, frozen=True):
     finished: int  # rows ended since start
 
 
+class KVEvents(Wire, frozen=True):
+    """Blocks that became findable in an engine, and those that no longer are, since the report before. `reset`: forget what
+    you knew. A reader that misses a `seq` asks for everything again (Resync)."""
+
+    engine: int
+    epoch: int
+    seq: int
+    stored: bytes  # keys of 8 bytes
+    removed: bytes
+    num_blocks: int  # that the engine has: more keys there cannot be
+    reset: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.stored) % KEY_BYTES or len(self.removed) % KEY_BYTES:
+            raise ValueError(f"{len(self.stored)} and {len(self.removed)} bytes are no keys of {KEY_BYTES} bytes each")
+
+
+class Resync(Wire, frozen=True):
+    """The coordinator asks an engine for all of its blocks: it has missed a report."""
+
+    engine: int
+
+
 class Route(Wire, frozen=True):
     """Front end asks for an engine. `pin` >= 0 demands that engine."""
 
@@ -329,6 +354,13 @@ class Route(Wire, frozen=True):
     num_choices: int = 1
     pin: int = -1
     label: str = ""  # of the place it comes from: engines with this label are near
+    prefix: bytes = b""  # keys of the prompt's first blocks (trireme/hashing.py), where the policy looks at them
+
+    def __post_init__(self) -> None:
+        if len(self.prefix) % KEY_BYTES or len(self.prefix) > MAX_PREFIX * KEY_BYTES:
+            raise ValueError(
+                f"a prefix of {len(self.prefix)} bytes; it is at most {MAX_PREFIX} keys of {KEY_BYTES} bytes"
+            )
 
 
 class Routed(Wire, frozen=True):
@@ -444,7 +476,7 @@ FrontToEngine = Hello | Submit | Abort | Call | Ping
 EngineToFront = Welcome | Refused | StepOutputs | CallReply | EngineDown | Pong
 WorkerToCore = Hello | LoadProgress | WorkerLoaded | WorkerReady | WorkerFault | StepResult | CallReply | Pong
 CoreToWorker = Welcome | Refused | WorkerInit | SetupKV | StepPlan | NextToken | Call | Ping
-ToCoordinator = Hello | Load | Route | Released | WaveReport | Call | Ping
-FromCoordinator = Welcome | Refused | Routed | View | WaveOrder | CallReply | Pong
+ToCoordinator = Hello | Load | KVEvents | Route | Released | WaveReport | Call | Ping
+FromCoordinator = Welcome | Refused | Routed | View | Resync | WaveOrder | CallReply | Pong
 ToChild = Boot | Drain | Progress
 FromChild = Progress | Ready | Failed | Beat

@@ -166,8 +166,11 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     balance: Annotated[
-        Literal["p2c", "least", "round_robin", "random"],
-        _text("how an engine is chosen when dp > 1: the cheaper of two drawn ones, the cheapest, each in turn, any"),
+        Literal["p2c", "least", "round_robin", "random", "prefix", "prefix_least"],
+        _text(
+            "how an engine is chosen when dp > 1: the cheaper of two, the cheapest, each in turn, any; with prefix, one of the two "
+            "has cached most of the prompt"
+        ),
     ] = "p2c"
     engine_weights: Annotated[
         tuple[str, ...], _text("size of each engine, as numbers (2,1,1); a larger one gets more; default: all alike")
@@ -205,6 +208,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     serving: ServingConfig = ServingConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def routes_by_prefix(self) -> bool:
+        """Whether engines tell the coordinator what they have cached, and front ends what a prompt begins with."""
+        has_choice = self.parallel.dp > 1 and self.cache.prefix_cache
+        return has_choice and self.coordinator.balance in ("prefix", "prefix_least")
 
     @property
     def runs_ahead(self) -> bool:

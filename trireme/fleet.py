@@ -32,6 +32,10 @@ class Fleet(NamedTuple):
         """Those of `engines` that have this label; none for no label."""
         return [engine for engine in engines if self.label(engine) == label] if label else []
 
+    def far(self, num_engines: int) -> list[int]:
+        """Engines elsewhere than engine 0, beside which the coordinator is taken to run."""
+        return [engine for engine in range(num_engines) if self.label(engine) != self.label(0)]
+
 
 def fleet_of(config: EngineConfig) -> Fleet:
     """Raises ConfigError for lists of the wrong length, weights that are no positive numbers, and endless labels."""

@@ -7,10 +7,12 @@ process, on every machine, in every run. Never depends on Python's `hash`, on di
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 Cbor: TypeAlias = "None | bool | int | bytes | str | tuple[Cbor, ...] | list[Cbor] | dict[str, Cbor]"
 """What a key may be made of. Floats are left out on purpose: they have no single natural spelling."""
@@ -80,6 +82,27 @@ def block_hashes(tokens: np.ndarray, block_size: int, *, salt: bytes = b"") -> l
         hashes.append(parent)
         extra = ()
     return hashes
+
+
+# ---------------------------------------------------------------- keys: hashes cut short, for who only wants to guess well
+
+KEY_BYTES = 8
+
+
+def packed_keys(hashes: Iterable[bytes]) -> bytes:
+    """The first 8 bytes of each hash."""
+    return b"".join([content[:KEY_BYTES] for content in hashes])
+
+
+def unpacked_keys(packed: bytes) -> NDArray[np.uint64]:
+    """Keys as numbers, none of them 0."""
+    return np.maximum(np.frombuffer(packed, "<u8"), np.uint64(1))
+
+
+def prompt_keys(tokens: np.ndarray, block_size: int, *, salt: bytes = b"", most: int = 1024) -> bytes:
+    """Keys of the blocks of a prompt that could be cached (at least one token is always computed), at most so many."""
+    usable = min((len(tokens) - 1) // block_size, most) * block_size
+    return packed_keys(block_hashes(tokens[:usable], block_size, salt=salt))
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from engine_core.kv.log import BlockLog
 from trireme.errors import EngineError
 
 
@@ -21,6 +22,7 @@ class BlockPool:
         self.index: dict[bytes, int] = {}
         self.free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes first
         self.cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self.log: BlockLog | None = None  # of what becomes findable, where somebody wants to know
 
     @property
     def num_available(self) -> int:
@@ -75,6 +77,8 @@ class BlockPool:
         if content not in self.index:
             self.index[content] = block
             self.hash_of[block] = content
+            if self.log is not None:
+                self.log.stored(content)
 
     def find(self, content: bytes) -> int | None:
         return self.index.get(content)
@@ -98,3 +102,5 @@ class BlockPool:
         if content is not None:
             del self.index[content]
             self.hash_of[block] = None
+            if self.log is not None:
+                self.log.removed(content)

@@ -18,6 +18,7 @@ TOPOLOGIES = {
     "tp2": ["--tp", "2"],
     "pp2": ["--pp", "2"],
     "tp2-pp2": ["--tp", "2", "--pp", "2"],
+    "dp2-prefix": ["--dp", "2", "--balance", "prefix"],
     "two-front-ends": ["--api-servers", "2"],
     "dp2-two-front-ends-tcp": ["--dp", "2", "--api-servers", "2", "--transport", "tcp"],
     "chunk-16": ["--chunk", "16"],

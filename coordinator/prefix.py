@@ -1,0 +1,257 @@
+"""Who has cached which prefix: block keys of all engines, exact for near ones, counting Bloom filters for far ones.
+
+Pure. Fed by core.py with the engines' reports (KVEvents), asked for each request. A key is 8 bytes of a block's hash
+(trireme/hashing.py), so that one key stands for the whole prefix up to that block. Wrong answers are harmless: an engine looks
+for itself what it has. Costs: 16 bytes and a half-full table for a block however many near engines have it (26 to 52 bytes in
+all), 8 to 16 bytes for a block of a far one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.messages import KVEvents
+from trireme.hashing import unpacked_keys
+
+MAX_FILL = 0.6  # of the table
+LEAST_SLOTS = 1024
+MAX_SLOTS = 1 << 25  # 512 MiB with up to 64 engines; what does not fit is not known
+MAX_ENGINE_BLOCKS = 1 << 24
+NUM_HASHES = 4  # of a Bloom filter
+COUNTERS_PER_BLOCK = 8  # at least: a block that is not there seems to be in 2.4 % of cases at most
+STUCK = 255  # a counter that got here never falls again
+WORD = 64
+
+Keys = NDArray[np.uint64]
+
+
+class Table:
+    """Keys and the engines that have each, as bits: open addressing, whole prefixes looked up at once.
+
+    A key that nobody has any more stays as an empty shell until the table is written anew.
+    """
+
+    def __init__(self, num_engines: int) -> None:
+        self.num_words = -(-num_engines // WORD)
+        self.num_used = 0  # slots taken, shells among them
+        self._resize(LEAST_SLOTS)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._keys.nbytes + self._owners.nbytes)
+
+    def __len__(self) -> int:
+        """Keys that somebody has."""
+        return int(self._owners.any(axis=1).sum())
+
+    def add(self, engine: int, keys: Keys) -> None:
+        while len(keys):
+            part, keys = np.split(keys, [len(self._keys) // 4])  # fits after a rebuild, whatever that finds
+            if self.num_used + len(part) > MAX_FILL * len(self._keys):
+                self._rebuild()
+            slots = self._place(part)
+            self._owners[slots[slots >= 0], engine // WORD] |= _bit(engine)
+
+    def discard(self, engine: int, keys: Keys) -> None:
+        slots = self._find(keys)
+        self._owners[slots[slots >= 0], engine // WORD] &= ~_bit(engine)
+
+    def forget(self, engine: int) -> None:
+        self._owners[:, engine // WORD] &= ~_bit(engine)
+
+    def owners(self, keys: Keys) -> list[int]:
+        """For each prefix of `keys`, as bits, the engines that have all of it, up to the first that is unknown."""
+        slots = self._find(keys)
+        missing = (slots < 0).nonzero()[0]
+        if missing.size:
+            slots = slots[: missing[0]]
+        if not slots.size:
+            return []
+        bits = np.bitwise_and.accumulate(self._owners[slots], axis=0)
+        if self.num_words == 1:
+            return bits[:, 0].tolist()
+        return [int.from_bytes(row.tobytes(), "little") for row in bits]
+
+    def _find(self, keys: Keys) -> NDArray[np.int64]:
+        """The slot of each key, or -1."""
+        found = np.full(len(keys), -1, np.int64)
+        todo = np.arange(len(keys))
+        at = (keys & self._mask).astype(np.int64)
+        while todo.size:
+            there = self._keys[at]
+            is_hit = there == keys[todo]
+            found[todo[is_hit]] = at[is_hit]
+            goes_on = ~is_hit & (there != 0)
+            todo, at = todo[goes_on], at[goes_on] + 1 & int(self._mask)
+        return found
+
+    def _place(self, keys: Keys) -> NDArray[np.int64]:
+        """The slot of each key, taken if it has none yet; -1 when the table cannot grow any more."""
+        found = self._find(keys)
+        fresh = np.unique(keys[found < 0])
+        if self.num_used + fresh.size > MAX_FILL * len(self._keys):
+            return found
+        self.num_used += fresh.size
+        at = (fresh & self._mask).astype(np.int64)
+        while fresh.size:
+            free = self._keys[at] == 0
+            self._keys[at[free]] = fresh[free]
+            is_left = self._keys[at] != fresh  # taken before, or by another one of the batch just now
+            fresh, at = fresh[is_left], at[is_left] + 1 & int(self._mask)
+        return self._find(keys)
+
+    def _rebuild(self) -> None:
+        """Drops the shells; doubles the table if it is still more than half as full as it may be."""
+        is_live = self._owners.any(axis=1)
+        keys, owners = self._keys[is_live], self._owners[is_live]
+        num_slots = len(self._keys)
+        if len(keys) > MAX_FILL / 2 * num_slots:
+            num_slots = min(2 * num_slots, MAX_SLOTS)
+        self._resize(num_slots)
+        self.num_used = 0
+        self._owners[self._place(keys)] = owners
+
+    def _resize(self, num_slots: int) -> None:
+        self._keys: Keys = np.zeros(num_slots, np.uint64)
+        self._owners: Keys = np.zeros((num_slots, self.num_words), np.uint64)
+        self._mask = np.uint64(num_slots - 1)
+
+
+class CountingBloom:
+    """The keys of one engine with `num_blocks` blocks, roughly: says yes for all that are there and for few others."""
+
+    def __init__(self, num_blocks: int) -> None:
+        num_counters = 1 << (COUNTERS_PER_BLOCK * max(1, num_blocks) - 1).bit_length()
+        self._counters = np.zeros(num_counters, np.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._counters.nbytes)
+
+    def add(self, keys: Keys) -> None:
+        places, times = np.unique(self._places(keys), return_counts=True)
+        self._counters[places] = np.minimum(self._counters[places] + times, STUCK)
+
+    def discard(self, keys: Keys) -> None:
+        """The keys must have been added before."""
+        places, times = np.unique(self._places(keys), return_counts=True)
+        counts = self._counters[places].astype(np.int64)
+        self._counters[places] = np.where(counts == STUCK, STUCK, np.maximum(counts - times, 0))
+
+    def depth(self, keys: Keys) -> int:
+        """How many of the first keys are there without a gap."""
+        missing = (self._counters[self._places(keys)] == 0).any(axis=1).nonzero()[0]
+        return int(missing[0]) if missing.size else len(keys)
+
+    def _places(self, keys: Keys) -> NDArray[np.int64]:
+        first, step = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32) | np.uint64(1)
+        rounds = np.arange(NUM_HASHES, dtype=np.uint64)
+        places = first[:, None] + step[:, None] * rounds & np.uint64(len(self._counters) - 1)
+        return places.astype(np.int64)
+
+
+class Match:
+    """How much of one prompt each engine has, in blocks."""
+
+    def __init__(self, near: list[int], far: dict[int, int], bits: dict[int, int]) -> None:
+        self._near = near  # for each prefix the engines that have it; never more of them for a longer one
+        self._far = far
+        self._bits = bits
+
+    def depth(self, engine: int) -> int:
+        if (bit := self._bits.get(engine)) is None:
+            return self._far.get(engine, 0)
+        return self._depth(1 << bit)
+
+    def owners(self, engines: Sequence[int]) -> list[int]:
+        """Those of `engines` that have most of it; none when nobody has any."""
+        bits, far = self._bits, self._far
+        near = self._depth(sum(1 << bits[engine] for engine in engines if engine in bits))
+        most = max(near, max((far.get(engine, 0) for engine in engines), default=0))
+        if not most:
+            return []
+        last = self._near[near - 1] if near == most else 0
+        return [e for e in engines if (last >> bits[e] & 1 if e in bits else far.get(e, 0) == most)]
+
+    def _depth(self, mask: int) -> int:
+        """How long the longest prefix is that somebody in `mask` has."""
+        return bisect_left(self._near, True, key=lambda engines: not engines & mask)
+
+
+@dataclass(slots=True)
+class _Known:
+    """Where the reports of one engine stand. `is_whole`: none is missing since the last reset."""
+
+    epoch: int = -1
+    seq: int = 0
+    is_whole: bool = False
+    bloom: CountingBloom | None = None
+
+
+class PrefixIndex:
+    """Block keys of all engines, by their reports. `far` engines get a Bloom filter each, the others share the table."""
+
+    def __init__(self, num_engines: int, far: Iterable[int] = ()) -> None:
+        far = frozenset(far)
+        near = [engine for engine in range(num_engines) if engine not in far]
+        self._bits = {engine: bit for bit, engine in enumerate(near)}
+        self._table = Table(max(1, len(near)))
+        self._known = [_Known() for _ in range(num_engines)]
+        self.num_gaps = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._table.num_bytes + sum(known.bloom.num_bytes for known in self._known if known.bloom)
+
+    @property
+    def num_keys(self) -> int:
+        """Of the near engines."""
+        return len(self._table)
+
+    def apply(self, events: KVEvents) -> bool:
+        """Takes a report over. False when one before it is missing: the engine must tell everything again."""
+        known = self._known[events.engine]
+        if events.reset:
+            self.forget(events.engine)
+            known.epoch, known.is_whole = events.epoch, True
+            if events.engine not in self._bits:
+                known.bloom = CountingBloom(min(events.num_blocks, MAX_ENGINE_BLOCKS))
+        elif not known.is_whole or (events.epoch, events.seq) != (known.epoch, known.seq + 1):
+            self.num_gaps += known.is_whole
+            self.forget(events.engine)
+            return False
+        known.seq = events.seq
+        stored, removed = unpacked_keys(events.stored), unpacked_keys(events.removed)
+        if known.bloom is not None:
+            known.bloom.discard(removed)
+            known.bloom.add(stored)
+        else:
+            bit = self._bits[events.engine]
+            self._table.discard(bit, removed)
+            self._table.add(bit, stored)
+        return True
+
+    def forget(self, engine: int) -> None:
+        """The engine is gone, or what is known of it is not to be trusted."""
+        known = self._known[engine]
+        if known.is_whole and engine in self._bits:
+            self._table.forget(self._bits[engine])
+        known.is_whole, known.bloom = False, None
+
+    def match(self, keys: Keys, engines: Iterable[int]) -> Match:
+        """How much of a prompt with these block keys each of `engines` has."""
+        far = {}
+        for engine in engines:
+            bloom = self._known[engine].bloom
+            if bloom is not None:
+                far[engine] = bloom.depth(keys)
+        return Match(self._table.owners(keys), far, self._bits)
+
+
+def _bit(engine: int) -> np.uint64:
+    return np.uint64(1 << engine % WORD)

@@ -1,0 +1,78 @@
+"""Choice of engines by a whole deployment: talks stay where their prefix is cached, places and weights are obeyed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.deployment import Deployment, wait_for
+from tests.models.tiny import make_tiny_llama
+
+pytestmark = pytest.mark.timeout(180)
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+class Talk:
+    """Turns of one session: each prompt is the one before, its answer, and more. A character is a token."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.text = f"{number} " * 60
+        self.num_known = 0  # tokens whose KV some engine has
+
+    def turn(self, deployment: Deployment) -> tuple[int, int]:
+        """(cached tokens, tokens that could be) of the next turn."""
+        self.text += f"turn of {self.number}. "
+        body = {"model": "tiny", "prompt": self.text, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        usage = deployment.post("/v1/completions", body)["usage"]
+        reachable = min(self.num_known, usage["prompt_tokens"] - 1) // BLOCK * BLOCK
+        self.num_known = usage["prompt_tokens"]
+        return usage["prompt_tokens_details"]["cached_tokens"], reachable
+
+
+def share_of_hits(deployment: Deployment, talks: list[Talk], turns: int) -> float:
+    found = [talk.turn(deployment) for _ in range(turns) for talk in talks]
+    return sum(hit for hit, _ in found) / sum(reachable for _, reachable in found)
+
+
+def test_talks_stay_where_their_prefix_is_also_after_the_coordinators_death(tiny: Path) -> None:
+    flags = ["--served-name", "tiny", "--dp", "3", "--threads", "1", "--balance", "prefix"]
+    with Deployment(tiny, *flags) as deployment:
+        talks = [Talk(number) for number in range(10, 20)]
+        assert [talk.turn(deployment) for talk in talks] == [(0, 0)] * len(talks)
+        assert share_of_hits(deployment, talks, 3) >= 0.95
+        assert all(deployment.metric("trireme_prefix_queries_total", engine=str(e)) > 0 for e in range(3))
+        (old,) = deployment.pids("coordinator.main")
+        os.kill(old, signal.SIGKILL)
+        wait_for(lambda: [p for p in deployment.pids("coordinator.main") if p != old], 5, "the coordinator restarted")
+
+        def is_asked() -> bool:
+            before = deployment.metric("trireme_routing_fallbacks_total")
+            Talk(99).turn(deployment)
+            return deployment.metric("trireme_routing_fallbacks_total") == before
+
+        wait_for(is_asked, 10, "the coordinator is asked again")
+        assert share_of_hits(deployment, talks, 3) >= 0.95
+
+
+def test_places_and_weights_are_obeyed(tiny: Path) -> None:
+    flags = ["--served-name", "tiny", "--dp", "3", "--threads", "1", "--balance", "round_robin"]
+    flags += ["--engine-weights", "3,1,1", "--engine-labels", "a,a,b", "--front-labels", "a"]
+
+    def steps(deployment: Deployment) -> list[float]:
+        return [deployment.metric("trireme_engine_steps_total", engine=str(engine)) for engine in range(3)]
+
+    with Deployment(tiny, *flags) as deployment:
+        body: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 1, "temperature": 0}
+        for _ in range(16):
+            deployment.post("/v1/completions", body)
+        assert steps(deployment) == [12.0, 4.0, 0.0]
