@@ -11,7 +11,7 @@ import random
 from coordinator.ledger import Ledger
 from coordinator.members import Members
 from coordinator.prefix import Match, PrefixIndex
-from coordinator.router import POLICIES, Ask, cost_of, near_ones
+from coordinator.router import CACHE_WORTH, POLICIES, Ask, cost_of, near_ones
 from transport.messages import KVEvents, Load, Member, Released, Route, Routed, View
 from trireme.fleet import Fleet
 from trireme.hashing import unpacked_keys
@@ -122,7 +122,8 @@ class Coordinator:
             return Ask(engines, self.cost, self.fleet.weights)
 
         def cost(engine: int) -> float:
-            return self.cost(engine) + self._uncached(engine, route, match) / self.fleet.weight(engine)
+            left = CACHE_WORTH * self._uncached(engine, route, match)
+            return self.cost(engine) + left / self.fleet.weight(engine)
 
         return Ask(engines, cost, self.fleet.weights, match.owners(engines))
 

@@ -74,7 +74,8 @@ class Table:
             return []
         bits = np.bitwise_and.accumulate(self._owners[slots], axis=0)
         if self.num_words == 1:
-            return bits[:, 0].tolist()
+            masks: list[int] = bits[:, 0].tolist()
+            return masks
         return [int.from_bytes(row.tobytes(), "little") for row in bits]
 
     def _find(self, keys: Keys) -> NDArray[np.int64]:

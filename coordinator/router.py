@@ -21,6 +21,9 @@ SPILL_FACTOR, SPILL_TOKENS = (
     2.0,
     512.0,
 )  # a far engine is worth it when the near ones cost more than this much of its cost
+CACHE_WORTH = (
+    3.0  # of a token that need not be computed: once now, and again in the turns that follow (`trireme bench balance`)
+)
 
 Cost = Callable[[int], float]
 

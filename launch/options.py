@@ -212,6 +212,22 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        "bench balance",
+        "show how each policy spreads a burst and keeps talks where they are cached, in virtual time",
+        "launch.bench_balance",
+        (),
+        (
+            Setting("", "fronts", "list", ("1", "4", "16"), "HTTP processes; a row for each"),
+            Setting("", "num_requests", "whole", 400, "requests of the burst", low=1, high=100_000),
+            JSON,
+        ),
+        (
+            "trireme bench balance",
+            "trireme bench balance --fronts 64 --num-requests 1000",
+            "trireme bench balance --json > A.json && trireme report A.json",
+        ),
+    ),
+    Command(
         "bench startup",
         "time a start from process launch to the first served token, and weigh the running processes",
         "launch.bench_startup",

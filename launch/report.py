@@ -37,10 +37,14 @@ PLOTTED = {
     "device_s": True,
     "measure_s": True,
     "first_token_s": True,
+    "burst_spread": True,
+    "amid_spread": True,
+    "hit_share": False,
+    "route_us": True,
     "resident_mib": True,
     "own_mib": True,
 }
-STEPS = ("clients", "rate", "running")
+STEPS = ("clients", "rate", "running", "fronts")
 
 
 class Result(msgspec.Struct):

@@ -96,7 +96,8 @@ def packed_keys(hashes: Iterable[bytes]) -> bytes:
 
 def unpacked_keys(packed: bytes) -> NDArray[np.uint64]:
     """Keys as numbers, none of them 0."""
-    return np.maximum(np.frombuffer(packed, "<u8"), np.uint64(1))
+    keys: NDArray[np.uint64] = np.maximum(np.frombuffer(packed, "<u8"), np.uint64(1))
+    return keys
 
 
 def prompt_keys(tokens: np.ndarray, block_size: int, *, salt: bytes = b"", most: int = 1024) -> bytes:

@@ -34,6 +34,7 @@ COMMAND_FLAGS = {
     "bench serve": "--concurrency --num-requests --input-len --output-len --repeats --url --peer --json --config",
     "bench sweep": "--concurrency --rate --num-requests --input-len --output-len --repeats --url --peer --json --config",
     "bench ipc": "--running --output-len --json",
+    "bench balance": "--fronts --num-requests --json",
     "bench startup": "--repeats --json --config",
     "report": "--output",
     "doctor": "--json",

@@ -1,0 +1,68 @@
+"""`trireme bench balance`: how the policies spread a burst and keep talks where their prefix is cached, both at once.
+
+The coordinator and the engine cores are the real ones, their time is virtual (launch/balance_sim.py). No model and no process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from launch.balance_sim import ALONE, Asked, World, burst, talk
+from launch.bench import Row, publish
+from launch.options import Invocation
+from trireme.errors import ConfigError
+from trireme.metrics import percentile
+
+POLICIES = ("random", "round_robin", "p2c", "least", "prefix", "prefix_least", ALONE)
+NUM_ENGINES = 4
+NUM_TALKS, NUM_TURNS, TALKS_BEGIN_S, BURST_AT_S = 40, 6, 2.0, 4.0
+
+
+def run(invocation: Invocation) -> int:
+    """Prints a row for each policy and number of front ends."""
+    try:
+        fronts = [int(word) for word in invocation.options["fronts"]]
+    except ValueError:
+        raise ConfigError("--fronts takes whole numbers", hint="--fronts 1,4,16") from None
+    if not all(1 <= number <= 256 for number in fronts):
+        raise ConfigError(f"--fronts is {fronts}; each must be 1..256", hint="--fronts 1,4,16")
+    count = invocation.options["num_requests"]
+    rows = [
+        Row(f"{policy}, {number} front ends", measure(policy, number, count, seed=number), policy)
+        for policy in POLICIES
+        for number in fronts
+    ]
+    publish(invocation, "none", rows, None)
+    return 0
+
+
+def measure(policy: str, num_fronts: int, count: int = 400, seed: int = 0) -> dict[str, float]:
+    """A burst on idle engines; then talks with a burst in their midst."""
+    idle = World(policy, num_engines=NUM_ENGINES, num_fronts=num_fronts, seed=seed)
+    alone = burst(idle, count)
+    idle.run()
+    busy = World(policy, num_engines=NUM_ENGINES, num_fronts=num_fronts, seed=seed)
+    talked: list[Asked] = []
+    amid: list[Asked] = []
+    for number in range(NUM_TALKS):
+        start_s = busy.rng.uniform(0.0, TALKS_BEGIN_S)
+        busy.after(start_s, lambda number=number: talk(busy, number % num_fronts, NUM_TURNS, talked))  # type: ignore[misc]
+    busy.after(BURST_AT_S, lambda: amid.extend(burst(busy, count)))
+    busy.run()
+    first_ms = [(asked.first_s - asked.sent_s) * 1e3 for asked in (*talked, *amid)]
+    return {
+        "fronts": float(num_fronts),
+        "burst_least": float(min(per_engine(alone))),
+        "burst_most": float(max(per_engine(alone))),
+        "burst_spread": float(max(per_engine(alone)) - min(per_engine(alone))),
+        "amid_spread": float(max(per_engine(amid)) - min(per_engine(amid))),
+        "hit_share": sum(asked.num_cached for asked in talked) / sum(asked.num_reachable for asked in talked),
+        "ttft_p50_ms": percentile(first_ms, 50),
+        "ttft_p99_ms": percentile(first_ms, 99),
+        "route_us": percentile(idle.route_s + busy.route_s, 50) * 1e6,
+    }
+
+
+def per_engine(requests: list[Asked]) -> list[int]:
+    counts = Counter(asked.engine for asked in requests)
+    return [counts[engine] for engine in range(NUM_ENGINES)]
