@@ -12,7 +12,8 @@ from coordinator.ledger import Ledger
 from coordinator.members import Members
 from coordinator.prefix import Match, PrefixIndex
 from coordinator.router import CACHE_WORTH, POLICIES, Ask, cost_of, near_ones
-from transport.messages import KVEvents, Load, Member, Released, Route, Routed, View
+from coordinator.stealing import Stealing
+from transport.messages import GiveBack, KVEvents, Load, Member, Released, Route, Routed, View
 from trireme.fleet import Fleet
 from trireme.hashing import unpacked_keys
 
@@ -29,13 +30,16 @@ class Coordinator:
         epoch: int = 0,
         fleet: Fleet | None = None,
         block_size: int = 16,
+        steals_for: int = 0,
     ) -> None:
+        """`steals_for` is the number of rows that an engine runs at once; 0: waiting rows stay where they are."""
         self.fleet = fleet or Fleet()
         self.block_size = block_size
         self.members = Members(num_engines)
         self.ledger = Ledger(epoch)
         self.prefixes = PrefixIndex(num_engines, self.fleet.far(num_engines))
         self.changed = True  # something a View shows; the publisher clears it
+        self._stealing = Stealing(steals_for)
         self._choose = POLICIES[balance](rng)
         self._view_seq = epoch << 40
         self.num_routed = self.num_refused = self.num_expired = 0
@@ -92,6 +96,11 @@ class Coordinator:
         if released.engine in self.members and self.members[released.engine].epoch == released.epoch:
             self.ledger.release(front, released.engine, released.count)
             self.changed = True
+
+    def orders(self, now: float) -> list[GiveBack]:
+        """Which engines are to give waiting rows back, for others that have room. Called at most every few milliseconds."""
+        loads = [engine.load for engine in self.members if engine.state == "ready" and engine.load is not None]
+        return self._stealing.orders(loads, self.ledger.outstanding, now)
 
     def expire(self, now: float) -> None:
         """Called about once a second."""

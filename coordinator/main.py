@@ -32,6 +32,7 @@ def main(channel: BootChannel) -> None:
         epoch=boot.epoch,
         fleet=fleet_of(config),
         block_size=config.cache.block_size,
+        steals_for=config.scheduler.num_rows if config.coordinator.work_stealing else 0,
     )
     with Server.open(boot, "coordinator", ToCoordinator) as server:
         shell = Shell(core, server)

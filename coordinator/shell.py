@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from coordinator.core import Coordinator
-from transport.messages import Call, CallReply, Hello, KVEvents, Load, Released, Resync, Route, Wire
+from transport.messages import Call, CallReply, GiveBack, Hello, KVEvents, Load, Released, Resync, Route, Wire
 from transport.server import Peer
 from transport.wired import Left
 
@@ -47,6 +47,7 @@ class Shell:
         self._latest_view = 0.0
         self._next_sweep = 0.0
         self._next_resync: dict[int, float] = {}
+        self._engines: dict[int, Peer] = {}
 
     @property
     def num_routed(self) -> int:
@@ -65,6 +66,8 @@ class Shell:
 
     def _publish(self, now: float) -> None:
         self._core.changed = False
+        for order in self._core.orders(now):
+            self._order(order)
         self._server.broadcast(self._core.view(), role="front")
         self._next_view, self._latest_view = now + VIEW_S, now + VIEW_IDLE_S
 
@@ -89,6 +92,11 @@ class Shell:
                 case _:
                     log.warning("ignored a message type=%s from=%s", type(message).__name__, peer.name)
 
+    def _order(self, order: GiveBack) -> None:
+        """One that does not reach its engine is given again."""
+        if (peer := self._engines.get(order.engine)) is not None:
+            self._server.send(peer, order)
+
     def _on_blocks(self, peer: Peer, events: KVEvents) -> None:
         now = self._clock()
         if not self._core.engine_cached(events) and now >= self._next_resync.get(events.engine, 0.0):
@@ -99,6 +107,7 @@ class Shell:
     def _on_arrival(self, peer: Peer) -> None:
         log.info("connected peer=%s epoch=%d pid=%d", peer.name, peer.epoch, peer.pid)
         if peer.role == "engine":
+            self._engines[engine_index(peer.name)] = peer
             self._core.engine_connected(engine_index(peer.name), peer.epoch)
         elif peer.role == "front":
             self._server.send(peer, self._core.view())

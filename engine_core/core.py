@@ -41,13 +41,14 @@ from trireme.errors import EngineError, OverloadedError, TriremeError
 
 
 class Counters(msgspec.Struct):
-    """Totals since start. At every quiet point submitted = stop + length + abort + error + live requests."""
+    """Totals since start. At every quiet point submitted = stop + length + abort + error + returned + live requests."""
 
     submitted: int = 0
     stop: int = 0
     length: int = 0
     abort: int = 0
     error: int = 0
+    returned: int = 0  # given back to their front ends before they started
     refused: int = 0  # of the errors: never queued, or timed out in the queue
     row_faults: int = 0  # of the errors
     duplicates: int = 0  # submits under a rid that is live: ignored
@@ -112,6 +113,19 @@ class EngineCore:
             if request is not None:
                 self._end(request, "abort")
         self._after_event()
+
+    def give_back(self, count: int, to: int, now: float) -> int:
+        """Forgets up to `count` queued rows that never started, those that would wait longest, and tells their front ends to
+        send them to engine `to`; returns how many. None of them has an End here."""
+        waiting = (row for row in self.scheduler.waiting if row.state is State.WAITING and row.may_move)
+        chosen = heapq.nlargest(count, waiting, key=self.scheduler.policy.key)
+        for request in chosen:
+            self.scheduler.end(request)
+            del self.requests[request.front, request.rid]
+            self.counters.returned += 1
+            self.outbox.to(request.front).returned.append((request.rid, to, now - request.arrival_s))
+        self._after_event()
+        return len(chosen)
 
     def front_gone(self, front: str) -> None:
         """A front end died: its rows end and nobody is told."""
@@ -250,7 +264,7 @@ class EngineCore:
 
     def _check_totals(self) -> None:
         totals = self.counters
-        ended = totals.stop + totals.length + totals.abort + totals.error
+        ended = totals.stop + totals.length + totals.abort + totals.error + totals.returned
         if totals.submitted != ended + len(self.requests):
             raise IntegrityError(f"{totals.submitted} submitted, but {ended} ended and {len(self.requests)} live")
 

@@ -35,6 +35,14 @@ class FrontGone(Wire, frozen=True):
     front: str
 
 
+class AskedBack(Wire, frozen=True):
+    """Waiting rows were given back."""
+
+    now: float
+    count: int
+    to: int
+
+
 class Ticked(Wire, frozen=True):
     now: float
 
@@ -50,7 +58,7 @@ class Answered(Wire, frozen=True):
     result: StepResult
 
 
-Event = Began | Submitted | Aborted | FrontGone | Ticked | Planned | Answered
+Event = Began | Submitted | Aborted | FrontGone | AskedBack | Ticked | Planned | Answered
 
 _SIZE_BYTES = 4
 
@@ -69,6 +77,8 @@ def apply(core: EngineCore, event: Event) -> StepPlan | None:
             core.abort(event.front, event.rids)
         case FrontGone():
             core.front_gone(event.front)
+        case AskedBack():
+            core.give_back(event.count, event.to, event.now)
         case Ticked():
             core.tick(event.now)
         case Answered():

@@ -18,7 +18,20 @@ from engine_core.core import EngineCore
 from engine_core.executor.base import Executor
 from engine_core.rest import Rest
 from engine_core.watch import Watch
-from transport.messages import Abort, Call, CallReply, Drain, EngineDown, Hello, KVEvents, Load, Pong, Submit, Wire
+from transport.messages import (
+    Abort,
+    Call,
+    CallReply,
+    Drain,
+    EngineDown,
+    GiveBack,
+    Hello,
+    KVEvents,
+    Load,
+    Pong,
+    Submit,
+    Wire,
+)
 from transport.poller import Poller, Source
 from transport.server import Peer
 from transport.wired import Left
@@ -131,6 +144,13 @@ class EngineLoop:
         """The coordinator is new or back: it needs a Load at once, and to know all blocks."""
         self.tell_all_blocks()
         self._changed, self._next_load = True, 0.0
+
+    def give_back(self, order: GiveBack) -> None:
+        """The coordinator wants rows that wait here to run elsewhere."""
+        if order.epoch == self.core.epoch:
+            count = self.core.give_back(min(order.count, len(self.core.requests)), order.to, self._clock())
+            self._changed = True
+            log.info("gave back %s", facts(rows=count, asked=order.count, to=order.to))
 
     def tell_all_blocks(self) -> None:
         """The coordinator has missed a report."""

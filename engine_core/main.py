@@ -18,6 +18,7 @@ from transport.messages import (
     Failed,
     FromCoordinator,
     FrontToEngine,
+    GiveBack,
     LoadProgress,
     Progress,
     Resync,
@@ -106,3 +107,5 @@ def _on_coordinator(coordinator: Connection, loop: EngineLoop) -> None:
                 loop.report_now()
             case Resync():
                 loop.tell_all_blocks()
+            case GiveBack():
+                loop.give_back(message)

@@ -31,6 +31,7 @@ class FrontOutputs:
         "logprobs",
         "placed",
         "prompt_logprobs",
+        "returned",
     )
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class FrontOutputs:
         self.logprobs: list[LogprobRow] = []
         self.prompt_logprobs: list[LogprobRow] = []
         self.placed: list[int] = []
+        self.returned: list[tuple[int, int, float]] = []
 
     def add(self, rid: int, token: int) -> None:
         """One token of one row."""
@@ -67,6 +69,7 @@ class FrontOutputs:
             self.logprobs,
             self.prompt_logprobs,
             self.placed,
+            self.returned,
         )
 
     def _pack(self) -> None:

@@ -55,6 +55,7 @@ class Request:
         "front",
         "hashes",
         "limit",
+        "may_move",
         "num_cached",
         "num_preemptions",
         "num_prompt",
@@ -75,6 +76,9 @@ class Request:
         self.params = submit.params
         self.salt = submit.salt
         self.priority = submit.priority
+        self.may_move = (
+            not submit.stays and submit.num_moves == 0
+        )  # at most once in its life, and before it ran anywhere
         self.arrival = arrival  # rank in the order of submits; keeps its place through preemptions
         self.arrival_s = now
         self._tokens = array("i", np.ascontiguousarray(submit.prompt, np.int32).tobytes())

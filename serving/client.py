@@ -387,6 +387,7 @@ class EngineClient:
                 route = self._route_for(group[0], len(group), pin, label or self._label)
                 engine, ticket = await self._place(route, until)
                 for replay in group:
+                    replay.stays = pin >= 0
                     self._send(_Row(stream, index, replay, next(self._rids), route.label, until), engine, ticket)
                     index += 1
         except BaseException:
@@ -423,13 +424,16 @@ class EngineClient:
 
     # ------------------------------------------------------------ moves
 
-    def resubmit(self, engine: int, rids: Iterable[int], *, to: int = -1) -> None:
-        """Rows that an engine has given back, without an end and without having run them, go on elsewhere (at `to`, if >= 0)."""
-        source = self._engines[engine]
-        rows = [row for rid in rids if (row := source.rows.pop(rid, None)) is not None]
-        self._chooser.ended(engine, len(rows))
-        for row in rows:
-            row.pin = to
+    def _resubmit(self, source: _Engine, returned: Iterable[tuple[int, int, float]]) -> None:
+        """Rows that an engine has given back, without an end and without having run them, go on elsewhere (at the engine it
+        names, if that is up). What they have waited counts against their deadlines."""
+        rows = []
+        for rid, to, waited_s in returned:
+            if (row := source.rows.pop(rid, None)) is not None:
+                row.pin = to if to < len(self._engines) else -1
+                row.replay.has_waited(waited_s)
+                rows.append(row)
+        self._chooser.ended(source.index, len(rows))
         self._send_on(rows, [])
 
     def _move(self, rows: Sequence[_Row], cause: str) -> None:
@@ -458,8 +462,7 @@ class EngineClient:
     async def _place_again(self, row: _Row) -> None:
         """Sends a row that has no engine to one. Never raises for want of an engine: the row ends then."""
         try:
-            route = self._route_for(row.replay, 1, row.pin, row.label)
-            engine, ticket = await self._place(route, row.wait_until)
+            engine, ticket = await self._place_soon(row)
         except TriremeError as error:
             if self._moves.take(row):
                 self._end(row, End(row.rid, "error", error=error.message, error_code=error.code))
@@ -470,6 +473,15 @@ class EngineClient:
             return
         row.rid = next(self._rids)
         self._send(row, engine, ticket)
+
+    async def _place_soon(self, row: _Row) -> tuple[_Engine, int]:
+        """At the engine that it is meant for, if it is there at once; else as any other."""
+        route = self._route_for(row.replay, 1, row.pin, row.label)
+        if route.pin >= 0:
+            with contextlib.suppress(EngineDeadError):
+                return await self._place_once(route)
+            route = msgspec.structs.replace(route, pin=-1)
+        return await self._place(route, row.wait_until)
 
     def _fail_moving(self, reason: str, code: str) -> None:
         for row in self._moves.take_all():
@@ -659,6 +671,8 @@ class EngineClient:
                 touched[row.stream] = None
         for end in message.ends:
             self._finish(engine, end.rid, end)
+        if message.returned:
+            self._resubmit(engine, message.returned)
         for stream in touched:
             stream._wake()
 

@@ -14,6 +14,8 @@ import numpy as np
 from transport.messages import Submit
 from trireme.params import RowParams
 
+LEAST_WAIT_S = 0.001  # what is left of a deadline that has passed
+
 
 class Cursor(Protocol):
     """A place in something that follows the output token by token, as in a grammar."""
@@ -42,6 +44,7 @@ class Replay:
         "prompt",
         "prompt_index",
         "salt",
+        "stays",
     )
 
     def __init__(
@@ -64,6 +67,7 @@ class Replay:
         self.num_scored = 0  # prompt positions whose log-probabilities were received
         self.has_first = False  # a First was received
         self.num_submits = 0
+        self.stays = False  # its caller demanded an engine
         self.num_moves = 0  # from engines that died
         self.is_suspect = False  # it was running on an engine that died, and has gained nothing since
         self.cursor: Cursor | None = None  # what must follow the output anew after a move
@@ -86,7 +90,13 @@ class Replay:
             deadline_s=self.deadline_s,
             num_replayed=len(self.emitted),
             num_moves=self.num_submits - 1,
+            stays=self.stays,
         )
+
+    def has_waited(self, seconds: float) -> None:
+        """It has spent so much of its time in a queue, and goes to another one."""
+        if self.deadline_s > 0:
+            self.deadline_s = max(LEAST_WAIT_S, self.deadline_s - seconds)
 
     @property
     def num_tokens(self) -> int:

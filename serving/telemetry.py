@@ -133,6 +133,7 @@ _ENGINE_NUMBERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "oldest_wait_s": ("trireme_queue_age_seconds", ()),
     "steps": ("trireme_engine_steps", ()),
     "preemptions": ("trireme_preemptions", ()),
+    "returned": ("trireme_rows_given_back", ()),
     "prefix_queries": ("trireme_prefix_queries", ()),
     "prefix_hits": ("trireme_prefix_hits", ()),
     "blocks_owned": ("trireme_kv_blocks", ("owned",)),

@@ -17,7 +17,7 @@ from trireme.hashing import KEY_BYTES
 from trireme.lockstep import Mode
 from trireme.params import RowParams
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_PREFIX = 1024  # blocks of a prompt that a Route names
 
 Role = Literal["front", "engine", "worker", "coordinator", "admin"]
@@ -97,6 +97,7 @@ class Submit(Wire, frozen=True):
     deadline_s: float = 0.0  # most seconds to wait in the queue; 0 is none
     num_replayed: int = 0
     num_moves: int = 0  # times it was accepted before, by engines that it lost: a full queue does not refuse it again
+    stays: bool = False  # its caller demanded this engine: never given back
 
 
 class Abort(Wire, frozen=True):
@@ -163,6 +164,9 @@ class StepOutputs(Wire, frozen=True):
     logprobs: list[LogprobRow] = []
     prompt_logprobs: list[LogprobRow] = []
     placed: list[int] = []  # rows that enter the batch for the first time; sent before the step that computes them
+    returned: list[
+        tuple[int, int, float]
+    ] = []  # rows given back without an end: (rid, engine for it, seconds it has waited)
 
     def __post_init__(self) -> None:
         if len(self.rids) != 2 * len(self.tokens) or len(self.tokens) % 4:
@@ -346,6 +350,16 @@ class Resync(Wire, frozen=True):
     engine: int
 
 
+class GiveBack(Wire, frozen=True):
+    """The coordinator asks an engine to forget up to `count` rows that never started; their front ends, told by `returned` of
+    StepOutputs, send them to engine `to`. Another life of the engine than `epoch` ignores it."""
+
+    engine: int
+    epoch: int
+    count: int
+    to: int
+
+
 class Route(Wire, frozen=True):
     """Front end asks for an engine. `pin` >= 0 demands that engine."""
 
@@ -477,6 +491,6 @@ EngineToFront = Welcome | Refused | StepOutputs | CallReply | EngineDown | Pong
 WorkerToCore = Hello | LoadProgress | WorkerLoaded | WorkerReady | WorkerFault | StepResult | CallReply | Pong
 CoreToWorker = Welcome | Refused | WorkerInit | SetupKV | StepPlan | NextToken | Call | Ping
 ToCoordinator = Hello | Load | KVEvents | Route | Released | WaveReport | Call | Ping
-FromCoordinator = Welcome | Refused | Routed | View | Resync | WaveOrder | CallReply | Pong
+FromCoordinator = Welcome | Refused | Routed | View | Resync | GiveBack | WaveOrder | CallReply | Pong
 ToChild = Boot | Drain | Progress
 FromChild = Progress | Ready | Failed | Beat

@@ -172,6 +172,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
             "has cached most of the prompt"
         ),
     ] = "p2c"
+    work_stealing: Annotated[bool, _text("move requests that wait at one engine to another one that has room")] = True
     engine_weights: Annotated[
         tuple[str, ...], _text("size of each engine, as numbers (2,1,1); a larger one gets more; default: all alike")
     ] = ()

@@ -60,6 +60,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("trireme_prefix_queries", "counter", "prompt tokens looked up in the prefix cache", ("engine",)),
     Metric("trireme_prefix_hits", "counter", "prompt tokens found in the prefix cache", ("engine",)),
     Metric("trireme_preemptions", "counter", "rows that gave their blocks away and were recomputed", ("engine",)),
+    Metric("trireme_rows_given_back", "counter", "waiting rows that left for an engine with room", ("engine",)),
     # front ends and the wire
     Metric("trireme_streams_open", "gauge", "HTTP requests being answered"),
     Metric("trireme_slow_readers", "counter", "streams ended because their reader lagged too far behind"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,53 @@ def test_places_and_weights_are_obeyed(tiny: Path) -> None:
         for _ in range(16):
             deployment.post("/v1/completions", body)
         assert steps(deployment) == [12.0, 4.0, 0.0]
+
+
+class Crowd:
+    """Streams that are all sent to the first of two engines, by its weight, when it runs two rows at a time."""
+
+    FLAGS = ("--served-name", "tiny", "--dp", "2", "--threads", "1", "--max-num-seqs", "2", "--balance", "round_robin")
+    FLAGS += ("--engine-weights", "1000,0.001")
+
+    def __init__(self, deployment: Deployment, count: int, max_tokens: int) -> None:
+        self.deployment = deployment
+        self.bodies = [
+            {"model": "tiny", "prompt": f"row {i}", "seed": i, "max_tokens": max_tokens, "ignore_eos": True}
+            for i in range(count)
+        ]
+        self.pool = ThreadPoolExecutor(count)
+        self.answers = [self.pool.submit(self.ask, body) for body in self.bodies]
+
+    def ask(self, body: dict[str, Any]) -> str:
+        return str(self.deployment.post("/v1/completions", body, timeout_s=60)["choices"][0]["text"])
+
+    def check(self) -> None:
+        """Everybody got what they get alone."""
+        found = [answer.result(60) for answer in self.answers]
+        assert found == [self.ask(body) for body in self.bodies]
+
+
+def test_an_idle_engine_takes_rows_that_wait_at_another(tiny: Path) -> None:
+    with Deployment(tiny, *Crowd.FLAGS) as deployment:
+        Crowd(deployment, 16, 100).check()
+        stolen = deployment.metric("trireme_rows_given_back_total", engine="0")
+        assert 2 <= stolen <= 16
+        assert deployment.metric("trireme_engine_steps_total", engine="1") >= 100
+        assert deployment.metric("trireme_requests_total", outcome="complete") == 32
+
+
+def test_without_stealing_they_stay(tiny: Path) -> None:
+    with Deployment(tiny, *Crowd.FLAGS, "--no-work-stealing") as deployment:
+        Crowd(deployment, 8, 60).check()
+        assert deployment.metric("trireme_engine_steps_total", engine="1") == 0
+
+
+@pytest.mark.parametrize("victim", ["thief", "loaded", "coordinator"])
+def test_death_amid_stealing_loses_and_repeats_nothing(tiny: Path, victim: str) -> None:
+    with Deployment(tiny, *Crowd.FLAGS) as deployment:
+        crowd = Crowd(deployment, 16, 150)
+        wait_for(lambda: deployment.metric("trireme_rows_given_back_total", engine="0") > 0, 20, "something stolen")
+        module = "coordinator.main" if victim == "coordinator" else "engine_core.main"
+        os.kill(deployment.pids(module)[1 if victim == "thief" else 0], signal.SIGKILL)
+        crowd.check()
+        assert deployment.metric("trireme_requests_total", outcome="error") == 0

@@ -137,6 +137,15 @@ class FakeEngine:
         for link in self._links:
             self._welcome(link)
 
+    def give_back(self, to: int, waited_s: float = 0.0) -> None:
+        """Forgets the rows that never began, and tells their front ends."""
+        for link in self._links:
+            rids = [rid for rid, row in self.rows.items() if row.link is link and row.num_done == 0]
+            for rid in rids:
+                del self.rows[rid]
+            returned = [(rid, to, waited_s) for rid in rids]
+            link.on_message(StepOutputs(self.index, self.step, b"", b"", returned=returned))
+
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()

@@ -150,12 +150,58 @@ async def test_closing_ends_rows_between_engines(pair: tuple[FakeEngine, FakeEng
 async def test_rows_given_back_by_an_engine_go_where_they_are_told(pair: tuple[FakeEngine, FakeEngine]) -> None:
     client = await ready(*pair)
     pair[0].hold.clear()
-    stream = await client.submit([replay(max_tokens=4, choice=0), replay(max_tokens=4, choice=1)], pin=0)
-    client.resubmit(0, [submit.rid for submit in submits_of(pair[0])], to=1)
+    pair[1].hold.clear()
+    stream = await client.submit([replay(max_tokens=4, choice=0), replay(max_tokens=4, choice=1)])
+    source, target = pair if pair[0].rows else (pair[1], pair[0])
+    source.give_back(to=target.index)
+    target.hold.set()
     events = await drain(stream)
     assert ends(events) == [(0, "length", ""), (1, "length", "")]
-    assert len(submits_of(pair[1])) == 2
-    assert [row.num_moves for row in stream.replays] == [0, 0]
+    assert tokens_of(events, 1) == words("abcd")
+    assert [(submit.num_moves, submit.stays) for submit in submits_of(target)] == [(1, False)] * 2
+    assert [row.num_moves for row in stream.replays] == [0, 0], "no engine died of them"
+
+
+@pytest.mark.parametrize("to", [0, 1, 7])
+async def test_rows_meant_for_an_engine_that_is_not_there_go_anywhere_at_once(
+    pair: tuple[FakeEngine, FakeEngine], to: int
+) -> None:
+    client = await ready(*pair)
+    pair[0].hold.clear()
+    stream = await client.submit([replay(max_tokens=4)], pin=0)
+    if to == 1:
+        pair[1].die()
+    pair[0].give_back(to)
+    pair[0].hold.set()
+    assert ends(await asyncio.wait_for(drain(stream), 1)) == [(0, "length", "")]
+
+
+async def test_what_was_waited_counts_against_the_deadline_and_pinned_rows_say_so(
+    pair: tuple[FakeEngine, FakeEngine],
+) -> None:
+    client = await ready(*pair)
+    pair[0].hold.clear()
+    row = replay(max_tokens=4)
+    row.deadline_s = 5.0
+    stream = await client.submit([row], pin=0)
+    assert submits_of(pair[0])[0].stays
+    pair[0].give_back(1, waited_s=3.0)
+    await drain(stream)
+    assert submits_of(pair[1])[0].deadline_s == pytest.approx(2.0)
+    row.has_waited(99.0)
+    assert row.deadline_s > 0, "0 would mean none"
+
+
+async def test_a_row_aborted_before_it_is_given_back_stays_ended(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    client = await ready(*pair)
+    pair[0].hold.clear()
+    stream = await client.submit([replay(max_tokens=4)], pin=0)
+    (rid,) = pair[0].rows
+    stream.close()
+    pair[0]._links[0].on_message(StepOutputs(0, 0, b"", b"", returned=[(rid, 1, 0.0)]))
+    await asyncio.sleep(0.01)
+    assert client.num_rows == 0
+    assert not submits_of(pair[1])
 
 
 # ---------------------------------------------------------------- poison

@@ -1,0 +1,60 @@
+"""Work stealing: which engine is asked to give waiting requests back, and to which idle one they are to go.
+
+Pure. Used by core.py. It only proposes: the loaded engine forgets rows that never started and says so in the ordered stream of
+its outputs, and the front end, which owns each request, submits them to the other one. So nothing is lost or runs twice whoever
+dies when: a row is on the engine until the front end has read that it is not. An order that gets lost is given again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from coordinator.ledger import Outstanding
+from transport.messages import GiveBack, Load
+
+PATIENCE_S = 0.1  # a row that has waited no longer may be about to start
+COOLDOWN_S = 0.25  # for both engines: until what was stolen has arrived and is in their reports
+MAX_ROWS = 64  # in one order
+
+
+KV_COMFORT = 0.8  # share of blocks in use up to which an engine counts as having room
+
+
+class Stealing:
+    """`capacity` is the number of rows that an engine can run at once."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._busy_until: dict[int, float] = {}
+        self.num_asked = 0  # rows
+
+    def orders(self, loads: Sequence[Load], outstanding: Callable[[int], Outstanding], now: float) -> list[GiveBack]:
+        """What to ask of the engines with these reports (all ready, all of one place that front ends reach): the idlest one
+        takes from the fullest one, and so on."""
+        free = [load for load in loads if self._busy_until.get(load.engine, 0.0) <= now]
+        thieves = sorted(
+            (load for load in free if self._has_room(load) and not outstanding(load.engine).num_rows),
+            key=lambda load: load.num_running,
+        )
+        victims = sorted(
+            (load for load in free if load.num_waiting > 0 and load.oldest_wait_s >= PATIENCE_S),
+            key=lambda load: -load.num_waiting,
+        )
+        found = []
+        for thief, victim in zip(thieves, victims, strict=False):
+            surplus = (victim.num_waiting + victim.num_running - thief.num_running) // 2
+            count = min(victim.num_waiting, surplus, self._capacity - thief.num_running, MAX_ROWS)
+            if count <= 0:
+                continue
+            for load in (thief, victim):
+                self._busy_until[load.engine] = now + COOLDOWN_S
+            self.num_asked += count
+            found.append(GiveBack(victim.engine, victim.epoch, count, thief.engine))
+        return found
+
+    def _has_room(self, load: Load) -> bool:
+        return (
+            load.num_waiting == 0
+            and load.num_running < self._capacity
+            and load.blocks_used <= KV_COMFORT * load.num_blocks
+        )
