@@ -74,7 +74,7 @@ class Coordinator:
 
     def route(self, front: str, route: Route, now: float) -> Routed:
         """An engine and a ticket for it, or the reason why there is none."""
-        ready = self.members.ready()
+        ready = self._reachable(front, self.members.ready())
         if route.pin >= 0:
             refusal = self._objection_to_pin(route.pin)
             ready = [route.pin]
@@ -99,8 +99,13 @@ class Coordinator:
 
     def orders(self, now: float) -> list[GiveBack]:
         """Which engines are to give waiting rows back, for others that have room. Called at most every few milliseconds."""
-        loads = [engine.load for engine in self.members if engine.state == "ready" and engine.load is not None]
-        return self._stealing.orders(loads, self.ledger.outstanding, now)
+        groups: dict[int, list[Load]] = {}
+        for engine in self.members:
+            if engine.state == "ready" and engine.load is not None:
+                groups.setdefault(self.fleet.group(engine.index), []).append(engine.load)
+        return [
+            order for loads in groups.values() for order in self._stealing.orders(loads, self.ledger.outstanding, now)
+        ]
 
     def expire(self, now: float) -> None:
         """Called about once a second."""
@@ -123,6 +128,11 @@ class Coordinator:
                 for e in self.members
             ],
         )
+
+    def _reachable(self, front: str, ready: list[int]) -> list[int]:
+        """Those that this front end has links to."""
+        group = self.fleet.group_of_front(front)
+        return ready if group < 0 else [engine for engine in ready if self.fleet.group(engine) == group]
 
     def _ask(self, ready: list[int], route: Route, match: Match | None) -> Ask:
         near = self.fleet.labelled(route.label, ready)

@@ -121,7 +121,8 @@ class RoundRobin:
         if self._present != (present := frozenset(ask.engines)):
             floor = min((places[engine] for engine in present & self._present), default=0.0)
             for engine in present - self._present:
-                places[engine] = max(places.get(engine, 0.0), floor)
+                stride = 1.0 / ask.weights.get(engine, 1.0)
+                places[engine] = max(places.get(engine, floor + stride), floor)
             self._present = present
         size = max(ask.engines) + 1
         turn = min(ask.engines, key=lambda engine: (places[engine], (engine - self._last - 1) % size))

@@ -23,6 +23,7 @@ from transport.hatch import Egg
 from transport.messages import Boot, Failed, Progress, Ready
 from trireme import __version__, log
 from trireme.config import Decision, EngineConfig
+from trireme.fleet import engines_of_front
 from trireme.resolve import Prepared, describe, prepare
 from trireme.settings import to_yaml
 from trireme.sizes import format_bytes
@@ -135,6 +136,9 @@ class ServeView:
             address = url_of(*event.address)
             also = f"also   {address}/metrics   trireme chat --url {address}"
             also += f"   trireme.Client({self.run_dir!r})" if self.run_dir else ""
+            for i, other in enumerate(event.addresses[1:], 1):
+                mine = engines_of_front(config, i)
+                also += f"\n       {url_of(*other)} engines {mine.start}..{mine.stop - 1}"
             self.console.ready(time.monotonic() - self.begun, address, curl_line(address, config), also)
 
 

@@ -59,6 +59,7 @@ class AllReady(msgspec.Struct, frozen=True):
     seconds: float
     spawned_at: float = 0.0
     ready_at: dict[str, float] = {}
+    addresses: list[tuple[str, int]] = []  # all of them
 
 
 class Restarted(msgspec.Struct, frozen=True):
@@ -141,7 +142,7 @@ class Supervisor:
         self._waker = Waker()
         self._poller.add(self._waker, lambda: None)
         self._run_dir: RunDir | None = None
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []  # one for all front ends, or one for each
         self._secret_keys: dict[str, bytes] = {}
         self._started_at = 0.0
         self._phase: Literal["running", "draining", "leaving"] = "running"
@@ -167,7 +168,9 @@ class Supervisor:
             config_hash=hashlib.sha256(self._config_bytes).digest(),
             run_dir=self._run_dir.path,
             index=index,
-            listen_fd=self._listener.fileno() if self._listener is not None and role == "front" else -1,
+            listen_fd=self._listeners[index % len(self._listeners)].fileno()
+            if role == "front" and self._listeners
+            else -1,
             secret_keys=self._secret_keys,
         )
 
@@ -175,9 +178,7 @@ class Supervisor:
         """Binds the listening socket, then starts every part. Raises ConfigError when the address cannot be had."""
         self._started_at = time.monotonic()
         if any(part.role == "front" for part in self._parts):
-            self._listener = listen(self.config.serving.host, self.config.serving.port)
-            host, port = self._listener.getsockname()[:2]
-            self.address = (host, port)
+            self._listen()
         self._run_dir = RunDir()
         if self.config.launch.transport == "tcp":
             self._secret_keys = make_secret_keys()
@@ -218,11 +219,22 @@ class Supervisor:
         self.is_finished = True
         for part in reversed(self._parts):
             self._discard(part, "stopped")
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
         if self._run_dir is not None:
             self._run_dir.remove()
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where front ends listen: one for all of them, or one for each."""
+        return [listener.getsockname()[:2] for listener in self._listeners]
+
+    def _listen(self) -> None:
+        serving, is_shared = self.config.serving, self.config.coordinator.load_balancing == "internal"
+        for i in range(1 if is_shared else serving.api_servers):
+            self._listeners.append(listen(serving.host, serving.port + i if serving.port else 0))
+        self.address = self.addresses[0]
 
     # ------------------------------------------------------------ parts
 
@@ -274,7 +286,9 @@ class Supervisor:
             self.is_ready = True
             ready = {p.name: p.ready for p in self._parts if p.ready is not None}
             spawned, stamps = min(p.started_at for p in self._parts), {p.name: p.ready_at for p in self._parts}
-            self._notify(AllReady(self.address, ready, time.monotonic() - self._started_at, spawned, stamps))
+            self._notify(
+                AllReady(self.address, ready, time.monotonic() - self._started_at, spawned, stamps, self.addresses)
+            )
 
     def _on_death(self, part: Part, failed: Failed | None) -> None:
         """Before the first readiness a death is fatal, later it is a restart, and in a drain it is what was asked for."""

@@ -76,6 +76,7 @@ def make_app(front: Front) -> ASGIApp:
         ("GET", "/ready", _ready),
         ("GET", "/startup", _startup),
         ("GET", "/metrics", _metrics),
+        ("GET", "/load", _load),
         ("GET", "/version", _version),
     ]
     table = [Route(path, _Endpoint(front, method, handler)) for method, path, handler in routes]
@@ -450,6 +451,18 @@ async def _startup(front: Front, scope: Scope, receive: Receive, send: Send) -> 
 
 async def _version(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
     await send_body(send, 200, _encode({"version": __version__}))
+
+
+async def _load(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    """For balancers outside: what the engines behind this address have to do, and whether more would be taken."""
+    loads = await front.client.loads(STATISTICS_TIMEOUT_S)
+    answer = {
+        "status": front.readiness().phase,
+        "num_rows": front.client.num_rows,
+        "capacity": front.client.capacity,
+        "engines": [{"engine": engine, **load} for engine, load in sorted(loads.items())],
+    }
+    await send_body(send, 200, _encode(answer))
 
 
 async def _metrics(front: Front, scope: Scope, receive: Receive, send: Send) -> None:

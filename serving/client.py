@@ -31,6 +31,7 @@ from transport.messages import (
     EngineDown,
     EngineFacts,
     First,
+    Load,
     LogprobRow,
     Refused,
     Released,
@@ -62,6 +63,17 @@ SILENT_S = 1.0  # an engine whose loop answers no Ping for so long makes no prog
 RESEND_S = 0.05  # after an engine took no message
 MIGRATION_LIMIT = 2  # most moves of one choice
 ENGINE_WAIT_S = 60.0  # for an engine to come up
+LOAD_FIELDS = (
+    "epoch",
+    "progress",
+    "num_waiting",
+    "num_running",
+    "waiting_tokens",
+    "running_tokens",
+    "blocks_used",
+    "num_blocks",
+    "oldest_wait_s",
+)  # of Load, for balancers outside
 
 
 class Link(Protocol):
@@ -242,17 +254,20 @@ class EngineClient:
         engine_wait_s: float = ENGINE_WAIT_S,
         label: str = "",
         tells_prefix: bool = False,
+        first_engine: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Rows of an engine that dies move at most `migration_limit` times. While no engine is up, requests wait for one for at
         most `engine_wait_s`. `label` is the place of this front end: the coordinator prefers engines with the same one. With
-        `tells_prefix` it learns what prompts begin with."""
+        `tells_prefix` it learns what prompts begin with. `first_engine` is the number of the first of `engines`, where these are
+        not all that there are."""
+        self._first = first_engine
         self._clock = clock
         self._label = label
         self._tells_prefix = tells_prefix
         self._connects = tuple(engines)
         self._connect_coordinator = coordinator
-        self._engines = [_Engine(index) for index in range(len(engines))]
+        self._engines = [_Engine(first_engine + i) for i in range(len(engines))]
         self._coordinator: Link | None = None
         self._rids = itertools.count(1)
         self._routes: dict[int, asyncio.Future[Routed]] = {}
@@ -326,6 +341,25 @@ class EngineClient:
             up = [self._last_facts]
         return sum(facts.max_num_seqs + facts.max_waiting for facts in up if facts)
 
+    async def loads(self, timeout_s: float = 1.0) -> dict[int, dict[str, Any]]:
+        """What the engines of this front end have to do, by engine: as the coordinator knows it, or by asking them."""
+        if self.view is not None and self._coordinator is not None and self._coordinator.is_up:
+            members = [member for member in self.view.members if self._has(member.engine)]
+            return {
+                member.engine: {"state": member.state, "in_flight": member.in_flight, **_load_fields(member.load)}
+                for member in members
+            }
+
+        async def ask(engine: int) -> dict[str, Any]:
+            try:
+                found = await self.call(engine, "stats", timeout_s)
+            except (TriremeError, TimeoutError):
+                return {"state": "down"}
+            return {"state": "ready", "in_flight": 0, **{key: found.get(key) for key in LOAD_FIELDS}}
+
+        numbers = [engine.index for engine in self._engines]
+        return dict(zip(numbers, await asyncio.gather(*map(ask, numbers)), strict=True))
+
     def counts(self) -> dict[str, int]:
         """Sums over all links: malformed, dropped and such."""
         total: dict[str, int] = {}
@@ -351,7 +385,7 @@ class EngineClient:
 
     async def call(self, engine: int, method: str, timeout_s: float = 5.0, **args: Any) -> Any:
         """Asks one engine (`stats`, ...). Raises EngineDeadError when it is away, EngineError when it refuses."""
-        target = self._engines[engine]
+        target = self._at(engine)
         call_id = next(self._rids)
         reply: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = (target, reply)
@@ -374,9 +408,10 @@ class EngineClient:
         `pin` >= 0 demands that engine; `label` asks for one near another place than ours. While no engine is up it waits. Raises
         OverloadedError, EngineDeadError, NotFoundError (no such engine).
         """
-        if pin >= len(self._engines):
+        if pin >= 0 and not self._has(pin):
             raise NotFoundError(
-                f"there is no engine {pin}; there are {len(self._engines)}", param="x-data-parallel-rank"
+                f"there is no engine {pin} here, but {self._first}..{self._engines[-1].index}",
+                param="x-data-parallel-rank",
             )
         groups = [list(group) for _, group in itertools.groupby(replays, key=lambda replay: replay.prompt_index)]
         stream = Stream(self, replays)
@@ -430,7 +465,7 @@ class EngineClient:
         rows = []
         for rid, to, waited_s in returned:
             if (row := source.rows.pop(rid, None)) is not None:
-                row.pin = to if to < len(self._engines) else -1
+                row.pin = to if self._has(to) else -1
                 row.replay.has_waited(waited_s)
                 rows.append(row)
         self._chooser.ended(source.index, len(rows))
@@ -504,7 +539,7 @@ class EngineClient:
 
     async def _place(self, route: Route, until: float) -> tuple[_Engine, int]:
         """An engine that is up, and the ticket for it. Raises EngineDeadError when none comes up before `until`."""
-        candidates = [self._engines[route.pin]] if route.pin >= 0 else self._engines
+        candidates = [self._at(route.pin)] if route.pin >= 0 else self._engines
         while True:
             if not any(engine.is_up for engine in candidates):
                 await self._wait_up(candidates, until)
@@ -526,11 +561,11 @@ class EngineClient:
             return self._place_alone(pin), 0
         for _ in range(3):
             routed = await self._route(msgspec.structs.replace(route, rid=next(self._rids)))
-            if routed is None or routed.engine < 0:
+            if routed is None or not self._has(routed.engine):
                 # away, or just back and not yet told what our own links know
                 self.num_fallbacks += 1
                 return self._place_alone(pin), 0
-            engine = self._engines[routed.engine]
+            engine = self._at(routed.engine)
             if await self._is_there(engine, routed):
                 if pin >= 0 or not engine.stalled or not self._num_working():
                     return engine, routed.ticket
@@ -542,14 +577,21 @@ class EngineClient:
 
     def _place_alone(self, pin: int) -> _Engine:
         if pin >= 0:
-            if not self._engines[pin].is_up:
-                raise EngineDeadError(f"engine {pin} is not available: {self._engines[pin].reason}")
-            return self._engines[pin]
+            engine = self._at(pin)
+            if not engine.is_up:
+                raise EngineDeadError(f"engine {pin} is not available: {engine.reason}")
+            return engine
         up = [engine.index for engine in self._engines if engine.is_up]
         up = [index for index in up if not self._engines[index].stalled] or up
         if not up:
             raise EngineDeadError(f"no engine is available: {self._engines[0].reason}")
-        return self._engines[self._chooser.choose(up)]
+        return self._at(self._chooser.choose(up))
+
+    def _has(self, engine: int) -> bool:
+        return 0 <= engine - self._first < len(self._engines)
+
+    def _at(self, engine: int) -> _Engine:
+        return self._engines[engine - self._first]
 
     async def _route(self, route: Route) -> Routed | None:
         """The coordinator's answer, or None when it is away. A place given too late or to nobody is returned to it."""
@@ -714,6 +756,10 @@ class EngineClient:
             if owner is engine and not reply.done():
                 reply.set_exception(EngineDeadError(text))
         self._note_change()
+
+
+def _load_fields(load: Load | None) -> dict[str, Any]:
+    return {key: getattr(load, key) for key in LOAD_FIELDS} if load is not None else {}
 
 
 def _settle(row: _Row) -> None:

@@ -11,7 +11,7 @@ from serving.client import Connect, EngineClient
 from transport.aio import AsyncConnection
 from transport.messages import Boot, EngineToFront, FromCoordinator
 from trireme.config import EngineConfig
-from trireme.fleet import front_label
+from trireme.fleet import engines_of_front, front_label
 
 
 def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:
@@ -20,12 +20,15 @@ def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:
     def over(name: str, accepts: Any) -> Connect:
         return lambda on_message: AsyncConnection.open(boot, name, accepts, on_message)
 
-    engines = [over(f"engine-{index}.front", EngineToFront) for index in range(config.parallel.dp)]
+    is_front = boot.name == f"front-{boot.index}"  # not a client of the Python API, which reaches all engines
+    mine = engines_of_front(config, boot.index) if is_front else range(config.parallel.dp)
+    engines = [over(f"engine-{index}.front", EngineToFront) for index in mine]
     return EngineClient(
         engines,
         over("coordinator", FromCoordinator) if config.parallel.dp > 1 else None,
         migration_limit=config.serving.migration_limit,
         engine_wait_s=config.serving.engine_wait,
-        label=front_label(config, boot.index) if boot.role == "front" else "",
+        label=front_label(config, boot.index) if is_front else "",
         tells_prefix=config.routes_by_prefix,
+        first_engine=mine.start,
     )

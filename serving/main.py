@@ -49,9 +49,9 @@ def main(channel: BootChannel) -> None:
 
     async def run() -> None:
         client = client_over_sockets(channel.boot, config)
-        siblings = Siblings(
-            channel.boot.run_dir, channel.boot.index, config.serving.api_servers, lambda: front.own_snapshot()
-        )
+        is_alone = config.coordinator.load_balancing != "internal"  # on a port of its own: it tells its own numbers
+        number, total = (0, 1) if is_alone else (channel.boot.index, config.serving.api_servers)
+        siblings = Siblings(channel.boot.run_dir, number, total, lambda: front.own_snapshot())
         front = Front(
             config,
             client,

@@ -172,6 +172,13 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
             "has cached most of the prompt"
         ),
     ] = "p2c"
+    load_balancing: Annotated[
+        Literal["internal", "hybrid", "external"],
+        _text(
+            "who balances: each HTTP process over all engines (internal), or something outside over HTTP processes on ports of "
+            "their own (--port and those after it), each with its share of the engines (hybrid) or with one (external)"
+        ),
+    ] = "internal"
     work_stealing: Annotated[bool, _text("move requests that wait at one engine to another one that has room")] = True
     engine_weights: Annotated[
         tuple[str, ...], _text("size of each engine, as numbers (2,1,1); a larger one gets more; default: all alike")

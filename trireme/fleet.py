@@ -17,10 +17,12 @@ MAX_WEIGHT = 1000.0
 
 
 class Fleet(NamedTuple):
-    """`weights` and `labels` by engine; an engine that is in neither has weight 1 and no label."""
+    """`weights` and `labels` by engine; an engine that is in neither has weight 1 and no label. Each front end uses `share`
+    engines of its own, front end 0 the first ones; 0: each uses all."""
 
     weights: Mapping[int, float] = {}
     labels: Sequence[str] = ()
+    share: int = 0
 
     def weight(self, engine: int) -> float:
         return self.weights.get(engine, 1.0)
@@ -31,6 +33,15 @@ class Fleet(NamedTuple):
     def labelled(self, label: str, engines: Sequence[int]) -> list[int]:
         """Those of `engines` that have this label; none for no label."""
         return [engine for engine in engines if self.label(engine) == label] if label else []
+
+    def group(self, engine: int) -> int:
+        """Engines of one group are used by the same front ends."""
+        return engine // self.share if self.share else 0
+
+    def group_of_front(self, front: str) -> int:
+        """The group of engines that this front end uses, or -1: all."""
+        prefix, _, number = front.rpartition("-")
+        return int(number) if self.share and prefix == "front" and number.isdecimal() else -1
 
     def far(self, num_engines: int) -> list[int]:
         """Engines elsewhere than engine 0, beside which the coordinator is taken to run."""
@@ -48,8 +59,35 @@ def fleet_of(config: EngineConfig) -> Fleet:
         for label in labels:
             if len(label) > MAX_LABEL:
                 raise ConfigError(f"--{flag}: {label[:20]!r}... has {len(label)} characters; the limit is {MAX_LABEL}")
+    _check_sharing(config)
     weights = [_weight(word) for word in given.engine_weights]
-    return Fleet(dict(enumerate(weights)), given.engine_labels)
+    share = 0 if given.load_balancing == "internal" else num_engines // config.serving.api_servers
+    return Fleet(dict(enumerate(weights)), given.engine_labels, share)
+
+
+def engines_of_front(config: EngineConfig, front: int) -> range:
+    """The engines that a front end uses."""
+    if config.coordinator.load_balancing == "internal":
+        return range(config.parallel.dp)
+    share = config.parallel.dp // config.serving.api_servers
+    return range(front * share, (front + 1) * share)
+
+
+def _check_sharing(config: EngineConfig) -> None:
+    mode, dp, fronts = config.coordinator.load_balancing, config.parallel.dp, config.serving.api_servers
+    if mode == "external" and fronts != dp:
+        raise ConfigError(
+            f"--load-balancing external needs an HTTP process for each of {dp} engines; there are {fronts}",
+            hint=f"--api-servers {dp}",
+        )
+    if mode == "hybrid" and dp % fronts:
+        raise ConfigError(
+            f"{dp} engines cannot be shared evenly by {fronts} HTTP processes", hint=f"--api-servers {dp}"
+        )
+    if mode != "internal" and config.serving.port and config.serving.port + fronts > 1 << 16:
+        raise ConfigError(
+            f"--port {config.serving.port} leaves no room for {fronts} ports in a row", hint="--port 8000"
+        )
 
 
 def front_label(config: EngineConfig, front: int) -> str:

@@ -20,7 +20,7 @@ ENGINE_FLAGS = """
 --block-size --prefix-cache --num-blocks --dp --tp --pp --device --share-gpus --threads --pin-cores --executor --worker
 --max-num-seqs --max-num-tokens --chunk --max-waiting --max-waiting-tokens --queue-timeout --async-steps --check --host --port
 --api-servers --api-key --body-limit --default-max-tokens --drain-notice --drain-timeout --migration-limit --engine-wait
---stream-buffer --balance --work-stealing --engine-weights --engine-labels --front-labels --transport
+--stream-buffer --balance --load-balancing --work-stealing --engine-weights --engine-labels --front-labels --transport
 --log-level --log-format --start-timeout
 --step-timeout
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -127,3 +129,36 @@ def test_death_amid_stealing_loses_and_repeats_nothing(tiny: Path, victim: str) 
         os.kill(deployment.pids(module)[1 if victim == "thief" else 0], signal.SIGKILL)
         crowd.check()
         assert deployment.metric("trireme_requests_total", outcome="error") == 0
+
+
+def test_something_outside_balances_over_ports_of_one_engine_each(tiny: Path) -> None:
+    flags = (
+        "--served-name",
+        "tiny",
+        "--dp",
+        "2",
+        "--threads",
+        "1",
+        "--api-servers",
+        "2",
+        "--load-balancing",
+        "external",
+    )
+    with Deployment(tiny, *flags) as deployment:
+        ports = [deployment.url, f"http://127.0.0.1:{deployment.port + 1}"]
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        texts = []
+        for engine, url in enumerate(ports):
+            deployment.url = url
+            texts += [deployment.post("/v1/completions", body)["choices"][0]["text"] for _ in range(3)]
+            assert deployment.metric("trireme_engine_steps_total", engine=str(engine)) == 12
+            assert deployment.metric("trireme_engine_up") == 1
+            assert deployment.metric("trireme_requests_total", outcome="complete") == 3
+            load = json.loads(deployment.get("/load"))
+            assert [(entry["engine"], entry["state"]) for entry in load["engines"]] == [(engine, "ready")]
+            assert load["engines"][0]["progress"] >= 12
+            assert load["status"] == "ready"
+            assert next(deployment.stream(body, rank=engine))["choices"]
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                next(deployment.stream(body, rank=1 - engine))
+        assert len(set(texts)) == 1

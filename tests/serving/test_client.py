@@ -215,6 +215,27 @@ async def test_routes_carry_the_place_of_the_front_end_or_that_of_the_request() 
     assert [route.label for route in coordinator.log] == ["rack-a", "rack-b"]
 
 
+async def test_a_front_end_with_a_share_of_the_engines_knows_them_by_their_numbers() -> None:
+    coordinator = FakeCoordinator(lambda route: Routed(route.rid, 4, 0, 9))
+    engines = [FakeEngine(words(letter * 9), index=index) for index, letter in ((3, "a"), (4, "b"))]
+    client = EngineClient(engines, coordinator, first_engine=3)
+    client.start()
+    await client.wait_up(1)
+    await drain(await client.submit([replay()]))
+    await drain(await client.submit([replay()], pin=4))
+    assert [len([m for m in engine.log if isinstance(m, Submit)]) for engine in engines] == [0, 2]
+    assert [state.engine for state in client.states()] == [3, 4]
+    assert (await client.call(4, "stats"))["num_running"] == 0
+    for pin in (0, 2, 5):
+        with pytest.raises(NotFoundError, match=r"3\.\.4"):
+            await client.submit([replay()], pin=pin)
+    member = Member(0, 0, "ready"), Member(3, 0, "ready", in_flight=7), Member(4, 0, "draining")
+    coordinator.on_message(View(1, list(member)))
+    assert await client.loads() == {3: {"state": "ready", "in_flight": 7}, 4: {"state": "draining", "in_flight": 0}}
+    coordinator.answer = lambda route: Routed(route.rid, 0, 0, 1)  # nonsense: not one of ours
+    await drain(await client.submit([replay()]))
+
+
 async def test_coordinator_decides_and_its_ticket_travels() -> None:
     coordinator = FakeCoordinator(lambda route: Routed(route.rid, 1, 0, 41))
     first, second, client = await two_engines(coordinator)

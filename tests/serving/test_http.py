@@ -571,6 +571,19 @@ async def test_rank_header_pins_an_engine(tmp_path: Path) -> None:
         assert (await served.post("/v1/completions", TEXT, **{"x-data-parallel-rank": "-1"}))[0] == 400
 
 
+async def test_load_tells_balancers_what_every_engine_has_to_do(tmp_path: Path) -> None:
+    engines = FakeEngine(words("a", EOS), index=0), FakeEngine(words("b", EOS), index=1)
+    async with serve(tmp_path, *engines) as served:
+        assert (await served.request("GET", "/ready"))[0] == 200
+        engines[1].die()
+        status, _, body = await served.request("GET", "/load")
+        answer = json.loads(body)
+        assert (status, answer["status"], answer["num_rows"]) == (200, "degraded", 0)
+        first, second = answer["engines"]
+        assert (first["engine"], first["state"], first["num_running"], first["num_waiting"]) == (0, "ready", 0, 0)
+        assert second == {"engine": 1, "state": "down"}
+
+
 async def test_label_header_is_bounded(tmp_path: Path) -> None:
     async with serve(tmp_path, FakeEngine(words("a", EOS))) as served:
         assert (await served.post("/v1/completions", TEXT, **{"x-trireme-label": "rack-a"}))[0] == 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trireme.errors import ConfigError
-from trireme.fleet import MAX_LABEL, fleet_of, front_label
+from trireme.fleet import MAX_LABEL, engines_of_front, fleet_of, front_label
 from trireme.settings import load
 
 
@@ -29,9 +29,25 @@ def test_weights_and_labels_are_lists_by_engine_and_by_front_end() -> None:
     assert [front_label(given, i) for i in range(2)] == ["a", "b"]
 
 
+def test_front_ends_share_the_engines_evenly_when_something_outside_balances() -> None:
+    internal = config(dp=4, api_servers=2)
+    assert [engines_of_front(internal, i) for i in range(2)] == [range(4), range(4)]
+    assert fleet_of(internal).group_of_front("front-1") == -1
+    hybrid = config(dp=4, api_servers=2, load_balancing="hybrid")
+    assert [engines_of_front(hybrid, i) for i in range(2)] == [range(2), range(2, 4)]
+    fleet = fleet_of(hybrid)
+    assert [fleet.group(engine) for engine in range(4)] == [0, 0, 1, 1]
+    assert [fleet.group_of_front(name) for name in ("front-0", "front-1", "front-llm", "client-7")] == [0, 1, -1, -1]
+    external = config(dp=3, api_servers=3, load_balancing="external")
+    assert [engines_of_front(external, i) for i in range(3)] == [range(1), range(1, 2), range(2, 3)]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        ({"dp": 4, "load_balancing": "external"}, ["4 engines", "there are 1"]),
+        ({"dp": 4, "api_servers": 3, "load_balancing": "hybrid"}, ["4 engines", "3 HTTP processes"]),
+        ({"dp": 2, "api_servers": 2, "load_balancing": "external", "port": 65535}, ["65535", "2 ports"]),
         ({"dp": 3, "engine_weights": "1,2"}, ["engine-weights", "2 entries", "3 engines"]),
         ({"dp": 3, "engine_labels": "a"}, ["engine-labels", "1 entries", "3 engines"]),
         ({"api_servers": 2, "front_labels": "a"}, ["front-labels", "2 HTTP processes"]),

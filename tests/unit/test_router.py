@@ -238,3 +238,32 @@ def test_when_the_near_ones_are_away_a_far_one_serves_and_pins_go_anywhere() -> 
     for engine in (2, 3):
         core.engine_lost(engine, 0, "killed")
     assert core.route("f", Route(1, 10, label="b"), 0.0).engine in (0, 1)
+
+
+# ---------------------------------------------------------------- shares
+
+HALVES = Fleet(share=2)
+
+
+def test_a_front_end_with_a_share_gets_its_own_engines_only() -> None:
+    core = coordinator(fleet=HALVES)
+    assert {core.route("front-1", Route(i, 10), 0.0).engine for i in range(20)} == {2, 3}
+    assert {core.route("front-llm", Route(i, 10), 0.0).engine for i in range(40)} == {0, 1, 2, 3}
+    for engine in (2, 3):
+        core.engine_lost(engine, 0, "killed")
+    refused = core.route("front-1", Route(1, 10), 0.0)
+    assert refused.engine == -1
+    assert "killed" in refused.error
+    assert core.route("front-0", Route(1, 10), 0.0).engine in (0, 1)
+
+
+def test_waiting_rows_are_stolen_within_a_share_only() -> None:
+    core = Coordinator(4, "p2c", random.Random(0), fleet=HALVES, steals_for=8)
+    for engine in range(4):
+        core.engine_connected(engine, 0)
+        core.engine_reported(load(engine, num_running=8))
+    core.engine_reported(load(0, seq=2, num_running=8, num_waiting=9, oldest_wait_s=1.0))
+    core.engine_reported(load(3, seq=2))
+    assert core.orders(0.0) == []
+    core.engine_reported(load(1, seq=2))
+    assert [(order.engine, order.to) for order in core.orders(0.0)] == [(0, 1)]
