@@ -582,7 +582,7 @@ class EngineClient:
                 raise EngineDeadError(f"engine {pin} is not available: {engine.reason}")
             return engine
         up = [engine.index for engine in self._engines if engine.is_up]
-        up = [index for index in up if not self._engines[index].stalled] or up
+        up = [index for index in up if not self._at(index).stalled] or up
         if not up:
             raise EngineDeadError(f"no engine is available: {self._engines[0].reason}")
         return self._at(self._chooser.choose(up))

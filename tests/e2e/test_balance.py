@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,7 +88,7 @@ class Crowd:
     """Streams that are all sent to the first of two engines, by its weight, when it runs two rows at a time."""
 
     FLAGS = ("--served-name", "tiny", "--dp", "2", "--threads", "1", "--max-num-seqs", "2", "--balance", "round_robin")
-    FLAGS += ("--engine-weights", "1000,0.001")
+    FLAGS += ("--engine-weights", "1000,0.001", "--max-waiting", "64")
 
     def __init__(self, deployment: Deployment, count: int, max_tokens: int) -> None:
         self.deployment = deployment
@@ -131,6 +134,21 @@ def test_death_amid_stealing_loses_and_repeats_nothing(tiny: Path, victim: str) 
         assert deployment.metric("trireme_requests_total", outcome="error") == 0
 
 
+def two_ports() -> int:
+    """The first of two free ports in a row, below those that the system gives away."""
+    for _ in range(100):
+        first = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", first))
+            other.bind(("127.0.0.1", first + 1))
+            return first
+    raise AssertionError("no two free ports in a row")
+
+
+def progress(deployment: Deployment) -> int:
+    return int(json.loads(deployment.get("/load"))["engines"][0]["progress"])
+
+
 def test_something_outside_balances_over_ports_of_one_engine_each(tiny: Path) -> None:
     flags = (
         "--served-name",
@@ -144,7 +162,10 @@ def test_something_outside_balances_over_ports_of_one_engine_each(tiny: Path) ->
         "--load-balancing",
         "external",
     )
-    with Deployment(tiny, *flags) as deployment:
+    deployment = Deployment(tiny, *flags)
+    deployment.port = two_ports()
+    deployment.url = f"http://127.0.0.1:{deployment.port}"
+    with deployment:
         ports = [deployment.url, f"http://127.0.0.1:{deployment.port + 1}"]
         body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         texts = []
@@ -156,8 +177,8 @@ def test_something_outside_balances_over_ports_of_one_engine_each(tiny: Path) ->
             assert deployment.metric("trireme_requests_total", outcome="complete") == 3
             load = json.loads(deployment.get("/load"))
             assert [(entry["engine"], entry["state"]) for entry in load["engines"]] == [(engine, "ready")]
-            assert load["engines"][0]["progress"] >= 12
             assert load["status"] == "ready"
+            wait_for(lambda: progress(deployment) >= 12, 1, "the load is that of now")
             assert next(deployment.stream(body, rank=engine))["choices"]
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 next(deployment.stream(body, rank=1 - engine))

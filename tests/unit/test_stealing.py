@@ -195,7 +195,8 @@ class SlowLink:
         self.there, self.back = there, back
         self.epoch = 0  # of the peer, by its last Welcome
         self.is_up = False
-        self.server_progress = 0
+        self.server_stalled = ""
+        self.silent_s = 0.0
 
     def send(self, message: Wire) -> bool:
         if self.is_up:
@@ -444,7 +445,11 @@ class World:
             assert core.is_idle, core.requests
             core.check_idle()
         for task in self.pending:
-            task.cancel()
+            if task.done():
+                task.result()
+            else:
+                assert not all(self.fronts_alive), "a request was never placed"
+                task.cancel()
         for client in self.clients:
             client.close()
         await self.settle()
