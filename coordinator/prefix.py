@@ -3,7 +3,8 @@
 Pure. Fed by core.py with the engines' reports (KVEvents), asked for each request. A key is 8 bytes of a block's hash
 (trireme/hashing.py), so that one key stands for the whole prefix up to that block. Wrong answers are harmless: an engine looks
 for itself what it has. Costs: 16 bytes and a half-full table for a block however many near engines have it (26 to 52 bytes in
-all), 8 to 16 bytes for a block of a far one.
+all), 8 to 16 bytes for a block of a far one. A lookup of 64 blocks takes 40 to 65 microseconds, of 1024 about 105, whether
+there are 32 thousand keys or 4 million; a far engine adds 11.
 """
 
 from __future__ import annotations
