@@ -76,9 +76,9 @@ def undisturbed(deployment: Deployment, max_tokens: int) -> str:
 
 def test_a_killed_engines_streams_go_on(tiny: Path) -> None:
     with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192") as deployment:
-        whole = undisturbed(deployment, 2000)
-        moved = running_streams(deployment, 2, max_tokens=2000, rank=0)
-        kept = running_streams(deployment, 2, max_tokens=2000, rank=1)
+        whole = undisturbed(deployment, 5000)
+        moved = running_streams(deployment, 2, max_tokens=5000, rank=0)
+        kept = running_streams(deployment, 2, max_tokens=5000, rank=1)
         engines = deployment.pids("engine_core.main")
         assert len(engines) == 2
         os.kill(engines[0], signal.SIGKILL)
