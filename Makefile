@@ -4,10 +4,13 @@
 PYTHON ?= python3
 MODEL ?= smollm2
 FLAGS ?=
+SEEDS ?= 5000
+FIRST ?= 0
+PROCESSES ?= $(shell nproc)
 BIN := .venv/bin
 export PYTHONUNBUFFERED := 1
 
-.PHONY: serve chat test kills fmt lint types arch unit gpu gpu-check cuda-compile bench count docs native setup setup-dev check-python clean
+.PHONY: serve chat test kills fmt lint types arch unit gpu gpu-check cuda-compile bench simulate nightly count docs native setup setup-dev check-python clean
 
 serve: setup
 	@exec $(BIN)/trireme serve $(MODEL) $(FLAGS)
@@ -54,6 +57,13 @@ bench: setup
 	$(BIN)/trireme bench latency $(MODEL) $(FLAGS)
 	$(BIN)/trireme bench throughput $(MODEL) $(FLAGS)
 	$(BIN)/trireme bench serve $(MODEL) $(FLAGS)
+
+# coordinator, engines and clients under virtual time: SEED=n with its trace, or SEEDS=n of them from FIRST on
+simulate: setup-dev
+	@$(BIN)/python -m tests.sim.run $(if $(SEED),--seed $(SEED),--first $(FIRST) --count $(SEEDS) --processes $(PROCESSES))
+
+nightly: setup-dev
+	@$(BIN)/python -m tests.sim.run --first $(FIRST) --count 1000000 --processes $(PROCESSES)
 
 # instructions of the hot paths against scripts/instructions.json; needs valgrind (apt-get install valgrind)
 count: setup-dev

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from coordinator.ledger import Ledger
+from coordinator.ledger import Ledger, WatchedTime
 from coordinator.members import Members
 from coordinator.prefix import Match, PrefixIndex
 from coordinator.router import CACHE_WORTH, POLICIES, Ask, cost_of, near_ones
@@ -38,6 +38,7 @@ class Coordinator:
         self.members = Members(num_engines)
         self.ledger = Ledger(epoch)
         self.prefixes = PrefixIndex(num_engines, self.fleet.far(num_engines))
+        self._lease_time = WatchedTime()
         self.changed = True  # something a View shows; the publisher clears it
         self._stealing = Stealing(steals_for)
         self._choose = POLICIES[balance](rng)
@@ -87,7 +88,7 @@ class Coordinator:
         engine = self._choose(self._ask(ready, route, match)) if len(ready) > 1 else ready[0]
         num_rows = max(1, route.num_choices)
         num_tokens = self._uncached(engine, route, match)
-        ticket = self.ledger.give(front, engine, num_rows, num_rows * num_tokens, now)
+        ticket = self.ledger.give(front, engine, num_rows, num_rows * num_tokens, self._lease_time.at(now))
         self.num_routed += 1
         self.changed = True
         return Routed(route.rid, engine, self.members[engine].epoch, ticket)
@@ -109,7 +110,7 @@ class Coordinator:
 
     def expire(self, now: float) -> None:
         """Called about once a second."""
-        expired = self.ledger.expire(now)
+        expired = self.ledger.expire(self._lease_time.at(now))
         if expired:
             self.num_expired += expired
             self.changed = True

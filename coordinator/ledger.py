@@ -10,6 +10,22 @@ from collections import deque
 from dataclasses import dataclass
 
 LEASE_S = 30.0  # a ticket neither admitted nor returned for so long was lost on the way
+AWAY_S = 5.0  # a clock that moves by more between two looks tells that nobody was there to hear of tickets
+
+
+class WatchedTime:
+    """Time in which the coordinator was there: a stop of its process, or a leap of its clock, does not count."""
+
+    def __init__(self) -> None:
+        self._latest: float | None = None
+        self._away_s = 0.0
+
+    def at(self, now: float) -> float:
+        """Ask often, at least once a second."""
+        if self._latest is not None and now - self._latest > AWAY_S:
+            self._away_s += now - self._latest
+        self._latest = now
+        return now - self._away_s
 
 
 @dataclass(slots=True)

@@ -56,6 +56,7 @@ class Request:
         "hashes",
         "limit",
         "may_move",
+        "num_adopted",
         "num_cached",
         "num_preemptions",
         "num_prompt",
@@ -90,6 +91,7 @@ class Request:
         self.blocks: list[int] = []
         self.columns: Columns | None = None
         self.hashes: list[bytes] = []  # chain over the full blocks hashed so far
+        self.num_adopted = 0  # leading blocks that others, or this row before, had written
         self.num_sealed = 0  # leading blocks that the prefix cache knows
         self.num_scored = 0  # prompt positions whose log-probabilities went out
         self.num_cached = -1  # prompt tokens found in the prefix cache at first admission
@@ -205,7 +207,7 @@ class Request:
             self.columns.decoding[self.row] = False
             self.columns.known[self.row] = 0
         self.blocks = []
-        self.num_sealed = 0
+        self.num_adopted = self.num_sealed = 0
         self.row, self.columns = -1, None
 
     def __repr__(self) -> str:

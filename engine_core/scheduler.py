@@ -92,7 +92,7 @@ class Scheduler:
         clean = {id(row): row for row in chain(self.running, *(draft.requests() for draft in drafts))}
         clean.pop(id(request), None)
         readers: list[Request] = []
-        while found := [row for row in clean.values() if not bad.keys().isdisjoint(chain(row.blocks, row.hashes))]:
+        while found := [row for row in clean.values() if _has_read(row, bad)]:
             for row in found:
                 del clean[id(row)]
                 pairs = enumerate(zip_longest(row.blocks, row.hashes))
@@ -100,6 +100,8 @@ class Scheduler:
                 bad.update(dict.fromkeys(_blocks_from(row, first, self.cache)))
                 readers.append(row)
         self.cache.distrust([content for content in bad if isinstance(content, bytes)])
+        if request.num_adopted * self.limits.block_size > first_token:
+            readers.append(request)  # it had lost its place, and has come back to what it had written there
         for row in readers:
             if row.state is State.RUNNING:
                 self._preempt(row, sound=False)
@@ -330,6 +332,12 @@ class Scheduler:
         self._freed.append(request.row)
         self.free_rows.append(request.row)
         request.forget_kv()
+
+
+def _has_read(row: Request, bad: dict[int | bytes, None]) -> bool:
+    """Whether a row may have read one of these blocks. One that has its place holds what it reads: equal content in blocks of its
+    own is sound. Of one that has lost its place only the contents are known."""
+    return not bad.keys().isdisjoint(row.blocks if row.state is State.RUNNING else row.hashes)
 
 
 def _blocks_from(request: Request, first: int, cache: KVCache) -> list[int | bytes]:

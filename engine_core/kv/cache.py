@@ -62,7 +62,7 @@ class KVCache:
         for block in hits:
             self.pool.share(block)
         request.blocks = list(hits)
-        request.num_sealed = len(hits)
+        request.num_adopted = request.num_sealed = len(hits)
         request.num_computed = request.capacity = len(hits) * self.block_size
         self.num_queried += request.num_tokens
         self.num_hit += request.num_computed

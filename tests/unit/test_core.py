@@ -157,6 +157,25 @@ def test_rows_that_share_blocks_with_a_fault_are_recomputed_with_several_plans_i
     driver.check_tokens(clean)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize(("chunk", "budget"), [(1, 64), (2, 2), (4, 4), (4, 64)])
+def test_choices_of_one_faulty_prompt_all_end(chunk: int, budget: int, block_size: int, ahead: bool) -> None:
+    """None goes on over what another one failed to write, and they do not throw each other out for ever."""
+    prompt = [(3 * i) % 200 for i in range(16)]
+    for place in (0, 4, 6, 11):
+        limits = make_limits(chunk=chunk, max_num_tokens=budget, block_size=block_size)
+        driver = Driver(limits, depth=2, ahead=ahead, fake=FakeOptions(row_fault_token=300))
+        first = driver.submit(prompt[:9], max_tokens=12)
+        driver.step()
+        faulty = [driver.submit([*prompt[:place], 300, *prompt[place:]], choice=i, seed=1) for i in range(3)]
+        mate = driver.submit([*prompt[:place], *prompt[4:]])
+        driver.run()
+        assert [row.end.reason for row in faulty] == ["error"] * 3
+        driver.check_tokens(first)
+        driver.check_tokens(mate)
+
+
 def test_a_sharer_in_flight_when_the_fault_arrives_is_voided_and_recomputed() -> None:
     driver = Driver(depth=2, fake=FakeOptions(row_fault_token=300))
     common = [(3 * i) % 200 for i in range(8)]

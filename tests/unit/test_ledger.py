@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from coordinator.core import Coordinator
 from coordinator.ledger import LEASE_S, Ledger, Outstanding
+from transport.messages import Load, Route
 
 FRONTS = st.sampled_from(["front-0", "front-1"])
 ENGINES = st.integers(0, 2)
@@ -123,3 +127,17 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_leap_of_the_clock_expires_nothing() -> None:
+    core = Coordinator(1, "p2c", random.Random(0))
+    core.engine_connected(0, 0)
+    core.engine_reported(Load(0, 0, 1, 0, 0, 0, 0, 0, 0, 8, 0.0, {}, 0))
+    core.expire(100.0)
+    core.route("front-0", Route(1, 10), 100.5)
+    core.expire(100.9 + LEASE_S)  # the process was stopped, or its machine asleep
+    assert core.ledger.outstanding(0).num_tickets == 1
+    for second in range(1, 32):
+        core.expire(100.9 + LEASE_S + second)
+    assert core.ledger.outstanding(0).num_tickets == 0
+    assert core.num_expired == 1
