@@ -18,6 +18,7 @@ from transport.messages import Drain
 
 PATIENCE_S = 120.0  # after the last fault is over, for every request to end
 SETTLE_S = 2.5  # then, for every message to arrive and every process to report
+QUIET_LOOKS = 8  # what is stuck is given up by then, and the slowest message is there
 LEASES_S = 33.0  # for lost tickets to expire
 MOST_EVENTS = 300_000
 
@@ -84,6 +85,11 @@ class World:
         self._pass(self.timeline.now + SETTLE_S)
         if self.coordinator is not None and self.coordinator.num_tickets:
             self._pass(self.timeline.now + LEASES_S)
+        for _ in range(QUIET_LOOKS):
+            try:
+                return self.books.check_quiet(list(self.fronts.values()))
+            except Breach:
+                self._pass(self.timeline.now + SETTLE_S)
         self.books.check_quiet(list(self.fronts.values()))
 
     def end(self) -> None:
