@@ -47,7 +47,9 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     gate_up [T, 2 F]: F gate columns, then F up columns. Returns [T, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(alpha * gate))
+    # in double precision: torch's vectorized and scalar loops differ in the last bit, and T and F decide which one runs
+    share = torch.sigmoid((alpha * gate).double()).to(gate.dtype)
+    return (up.clamp(-limit, limit) + 1) * (gate * share)
 
 
 def torch_attention(

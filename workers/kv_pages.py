@@ -22,7 +22,9 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 class ResidentKv:
     """Walks over the first blocks of all layers, which are used first, a slice of each layer in turn."""
 
-    def __init__(self, kv: Sequence[HostKV]) -> None:
+    def __init__(self, kv: Sequence[HostKV], *, yields: bool = True) -> None:
+        """`yields`: only while nobody else computes, so that on a busy machine it may never come to its end."""
+        self._yields = yields
         self._arrays = [array for layer in kv for array in (layer.k, layer.v)]
         total = sum(array.nbytes for array in self._arrays)
         self.num_bytes = min(total // SHARE, MOST_BYTES)
@@ -46,8 +48,9 @@ class ResidentKv:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread alone
+        if self._yields:
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread alone
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         page = os.sysconf("SC_PAGE_SIZE")

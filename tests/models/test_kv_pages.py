@@ -22,7 +22,7 @@ def make_kv() -> list[HostKV]:
 
 def test_a_share_of_the_memory_becomes_resident() -> None:
     kv = make_kv()
-    pages = ResidentKv(kv)
+    pages = ResidentKv(kv, yields=False)
     before = resident_bytes()
     pages.start()
     assert pages.wait(60.0)
