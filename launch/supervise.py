@@ -334,7 +334,7 @@ class Supervisor:
         for part in self._parts:
             deadlines.append(part.restart_at)
             if part.state == "starting":
-                deadlines.append(part.started_at + self.config.launch.start_timeout)
+                deadlines.append(self._start_ends(part))
             if part.child is not None and part.child.last_beat:
                 deadlines.append(part.child.last_beat + self.timing.stuck_s)
         return min(deadlines)
@@ -344,7 +344,7 @@ class Supervisor:
         for part in self._parts:
             if part.restart_at <= now:
                 self._launch(part)
-            elif part.state == "starting" and now - part.started_at >= self.config.launch.start_timeout:
+            elif part.state == "starting" and now >= self._start_ends(part):
                 self._kill(part, self._describe_slow_start(part))
             elif part.child is not None and part.child.last_beat and now - part.child.last_beat >= self.timing.stuck_s:
                 self._on_reports(part)  # beats may be waiting unread when it was we who were stopped
@@ -353,6 +353,12 @@ class Supervisor:
         while self._stop_requests:
             self._on_stop_request(*self._stop_requests.pop(0))
         self._advance_stop(now)
+
+    def _start_ends(self, part: Part) -> float:
+        """When a part that starts is late. A front end waits for the engines, so it is late only after those that still start."""
+        awaited = [p.started_at for p in self._parts if p.role == "engine" and p.state == "starting"]
+        begun = max([part.started_at, *awaited]) if part.role == "front" else part.started_at
+        return begun + self.config.launch.start_timeout + (1.0 if part.role == "front" and awaited else 0.0)
 
     def _describe_slow_start(self, part: Part) -> str:
         text = f"{part.name} did not become ready within {self.config.launch.start_timeout:g} s"
