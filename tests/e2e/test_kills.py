@@ -113,7 +113,7 @@ def test_a_killed_workers_streams_wait_for_the_next_life(tiny: Path) -> None:
 def test_a_killed_coordinator_is_not_noticed_and_soon_back(tiny: Path) -> None:
     with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192") as deployment:
         before = one_answer(deployment)
-        streams = running_streams(deployment, 4, max_tokens=2000)
+        streams = running_streams(deployment, 4, max_tokens=6000)
         for _ in range(3):
             (old,) = deployment.pids("coordinator.main")
             os.kill(old, signal.SIGKILL)
@@ -178,7 +178,7 @@ def test_no_orphans_when_the_supervisor_is_killed(tiny: Path, moment: str) -> No
 def test_sigterm_finishes_streams_and_refuses_new_ones(tiny: Path) -> None:
     flags = ("--served-name", "tiny", "--max-len", "8192", "--drain-notice", "0", "--drain-timeout", "30")
     with Deployment(tiny, *flags) as deployment:
-        streams = running_streams(deployment, 3, max_tokens=2000)
+        streams = running_streams(deployment, 3, max_tokens=4000)
         family = deployment.family()
         deployment.process.send_signal(signal.SIGTERM)
         wait_for(lambda: deployment.status("/ready") == 503, 2, "not ready while draining")
