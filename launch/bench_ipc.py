@@ -20,8 +20,9 @@ import numpy as np
 
 from launch.bench import Row, publish
 from launch.options import Invocation
-from serving.client import EngineClient, Stream
+from serving.client import EngineClient
 from serving.replay import Replay
+from serving.stream import Stream
 from transport.aio import AsyncConnection
 from transport.boot import spawn
 from transport.codec import encode

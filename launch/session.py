@@ -17,7 +17,8 @@ from launch.batch import InFlight, PromptSource, Request, TextSide, run_request,
 from launch.blocking import LoopThread
 from launch.deployment import Deployment
 from launch.view import ProgressView
-from serving.client import EngineClient, EngineState
+from serving.client import EngineClient
+from serving.engine import EngineState
 from transport.messages import Progress
 from trireme.config import Decision, EngineConfig
 from trireme.errors import EngineDeadError

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from serving.client import Connect, EngineClient
+from serving.client import EngineClient
+from serving.engine import Connect
 from transport.aio import AsyncConnection
 from transport.messages import Boot, EngineToFront, FromCoordinator
 from trireme.config import EngineConfig

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from serving.chat import ChatRenderer
-from serving.client import EngineClient, EngineState
+from serving.client import EngineClient
 from serving.detokenizer import TokenText
+from serving.engine import EngineState
 from serving.processor import Processor
 from serving.sse import Ticker
 from serving.telemetry import Snapshot, Telemetry

@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal, NamedTuple
 
-from serving.client import EngineClient, Stream, error_from_end
+from serving.client import EngineClient, error_from_end
 from serving.detokenizer import Detokenizer, TokenText
 from serving.replay import Replay
+from serving.stream import Stream
 from transport.messages import End, First, LogprobRow
 from trireme.params import SamplingParams
 

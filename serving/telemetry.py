@@ -23,7 +23,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from serving.client import EngineState
+from serving.engine import EngineState
 from serving.generation import Generation
 from serving.sse import Outcome
 from trireme.metrics import BY_NAME

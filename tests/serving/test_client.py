@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from serving.choose import Chooser
-from serving.client import EngineClient, Event, Stream
+from serving.client import EngineClient
 from serving.replay import Replay
+from serving.stream import Event, Stream
 from tests.serving.engines import FakeEngine, client_of, words
 from transport.messages import Abort, End, Load, Member, Released, Route, Routed, Submit, View
 from transport.sockets import Left

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.client import EngineState
+from serving.engine import EngineState
 from serving.siblings import Siblings
 from serving.telemetry import Snapshot, Telemetry, merged, page
 from trireme.metrics import BY_NAME

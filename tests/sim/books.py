@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from coordinator.ledger import LEASE_S
 from coordinator.simulation.cost_model import expected_tokens
 from engine_core.executor.base import WorkerLost
-from serving.client import MIGRATION_LIMIT, PromptLogprobs
+from serving.client import MIGRATION_LIMIT
+from serving.stream import PromptLogprobs
 from tests.sim.scene import MAX_LEN, VOCAB, Ask
 from transport.messages import Abort, End, First, Load, LogprobRow, Released, Routed, StepOutputs, Submit
 from transport.packed import unpack_ids
@@ -339,7 +340,7 @@ class Books:
         if self.failure is not None:
             raise self.failure
         for engine in host.client._engines:
-            own = host.client._chooser._own.get(engine.index, 0)
+            own = host.client._placement.chooser._own.get(engine.index, 0)
             if own != len(engine.rows):
                 raise Breach(f"R20: {host.process.name} counts {own} rows on engine {engine.index}: {len(engine.rows)}")
         if host.loop.errors:
@@ -349,7 +350,7 @@ class Books:
         """Everything has ended and every message has arrived."""
         for host in hosts:
             client = host.client
-            if client.num_rows or client._routes or len(client._moves):
+            if client.num_rows or client._placement.routes or len(client._moves):
                 raise Breach(f"R20: {host.process.name} has {client.num_rows} rows when all is quiet")
         for book in self.engines.values():
             book.check_quiet()

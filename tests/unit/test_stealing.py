@@ -20,8 +20,9 @@ from coordinator.core import Coordinator
 from coordinator.ledger import Outstanding
 from coordinator.stealing import COOLDOWN_S, MAX_ROWS, PATIENCE_S, Stealing
 from engine_core.core import EngineCore
-from serving.client import EngineClient, Stream
+from serving.client import EngineClient
 from serving.replay import Replay
+from serving.stream import Stream
 from tests.unit.engine_driver import Driver, make_limits, make_worker
 from tests.unit.test_router import coordinator, load
 from transport.messages import (
@@ -421,14 +422,14 @@ class World:
             await self.settle()
             self.check()
             if not any(delivered) and not any(stepped):
-                if all(stream._num_open == 0 for front, _, stream, _ in self.streams if self.fronts_alive[front]):
+                if all(stream.num_open == 0 for front, _, stream, _ in self.streams if self.fronts_alive[front]):
                     break
                 num_idle += 1
                 await asyncio.sleep(0.1)  # some timer of a front end
         for front, replay, stream, events in self.streams:
             if not self.fronts_alive[front]:
                 continue
-            assert stream._num_open == 0, f"a row of front-{front} never ended"
+            assert stream.num_open == 0, f"a row of front-{front} never ended"
             events += await stream.next()
             found = [event for _, event in events if isinstance(event, End)]
             tokens = [event for _, event in events if isinstance(event, int)]
