@@ -24,7 +24,7 @@ LEAST_SLOTS = 1024
 MAX_SLOTS = 1 << 25  # 512 MiB with up to 64 engines; what does not fit is not known
 MAX_ENGINE_BLOCKS = 1 << 24
 NUM_HASHES = 4  # of a Bloom filter
-COUNTERS_PER_BLOCK = 8  # at least: a block that is not there seems to be in 2.4 % of cases at most
+COUNTERS_PER_BLOCK = 8  # at least: a block that is not there seems to be in about 2.4 % of cases
 STUCK = 255  # a counter that got here never falls again
 WORD = 64
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coordinator.ledger import Outstanding
+from coordinator.router import KV_COMFORT
 from transport.messages import GiveBack, Load
 
 PATIENCE_S = 0.1  # a row that has waited no longer may be about to start
 COOLDOWN_S = 0.25  # for both engines: until what was stolen has arrived and is in their reports
 MAX_ROWS = 64  # in one order
-
-
-KV_COMFORT = 0.8  # share of blocks in use up to which an engine counts as having room
 
 
 class Stealing:

@@ -37,6 +37,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: RestartLimits = COORDINATOR_LIMITS
     stuck_s: float = 15.0  # between two beats of a child that beats
     cleanup_s: float = 10.0  # for a front end beyond its drain deadline
+    after_engines_s: float = 1.0  # for a front end to be ready once the engines are
     leave_s: float = 5.0  # for engines and coordinator after the front ends have gone
 
 
@@ -323,6 +324,9 @@ class Supervisor:
         self._on_death(part, Failed(part.name, error))
 
     def _abort(self, failed: Failed) -> None:
+        """The first failure is the cause; what follows from it in the same turn is not told."""
+        if self.is_finished:
+            return
         self.failed = failed
         self.exit_code = failed.exit_code or 1
         self.is_finished = True
@@ -357,8 +361,10 @@ class Supervisor:
     def _start_ends(self, part: Part) -> float:
         """When a part that starts is late. A front end waits for the engines, so it is late only after those that still start."""
         awaited = [p.started_at for p in self._parts if p.role == "engine" and p.state == "starting"]
-        begun = max([part.started_at, *awaited]) if part.role == "front" else part.started_at
-        return begun + self.config.launch.start_timeout + (1.0 if part.role == "front" and awaited else 0.0)
+        ends = part.started_at
+        if part.role == "front" and awaited:
+            ends = max(ends, max(awaited) + self.timing.after_engines_s)
+        return ends + self.config.launch.start_timeout
 
     def _describe_slow_start(self, part: Part) -> str:
         text = f"{part.name} did not become ready within {self.config.launch.start_timeout:g} s"

@@ -146,6 +146,17 @@ def test_a_part_that_does_not_become_ready_is_named_with_its_last_step(start: Ca
     assert run.supervisor.failed.error == "engine-0 did not become ready within 12 s; its last step was load 1/2"
 
 
+def test_the_late_part_is_named_even_when_all_deadlines_have_passed_at_once(start: Callable[..., Run]) -> None:
+    run = start(start_timeout=8.0)
+    (run.directory / "engine-0.order").write_text("hang")
+    run.supervisor.start()
+    time.sleep(8.0 + TIMING.after_engines_s + 0.5)  # as on a machine that stood still: the front end is late too
+    run.until_finished(40)
+    assert run.supervisor.failed is not None
+    assert run.supervisor.failed.error.startswith("engine-0 did not become ready within 8 s")
+    assert run.supervisor.failed.source == "engine-0"
+
+
 def test_killed_parts_are_restarted_in_place_while_the_others_go_on(start: Callable[..., Run]) -> None:
     run = start(dp=2, fronts=2)
     run.until_ready()

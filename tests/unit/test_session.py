@@ -35,7 +35,7 @@ class Scripted:
 
     def client(self):
         self.engine = FakeEngine(self.script, **self.facts)
-        return EngineClient([self.engine])
+        return EngineClient([self.engine], migration_limit=0, engine_wait_s=0.0)
 
     def close(self):
         self.num_closed += 1
