@@ -40,6 +40,7 @@ class Batch:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._poison = poison
+        self.num_used_blocks = 0  # one more than the highest that any row was ever given
         max_blocks = -(-max_len // block_size) + 1  # a planner may hold one block ahead
         self.tokens: NDArray[np.int32] = np.zeros((num_rows, max_len), np.int32)
         self.num_tokens: NDArray[np.int32] = np.zeros(num_rows, np.int32)
@@ -154,8 +155,11 @@ class Batch:
         stop = start + len(blocks)
         if stop > self.blocks.shape[1]:
             raise EngineError(f"row {row} was given {stop} blocks; {self.blocks.shape[1]} hold {self.max_len} tokens")
-        if blocks and not (min(blocks) >= 0 and max(blocks) < self._num_kv_blocks):
-            raise EngineError(f"row {row} was given blocks outside 0..{self._num_kv_blocks - 1}: {blocks}")
+        if blocks:
+            highest = max(blocks)
+            if not (min(blocks) >= 0 and highest < self._num_kv_blocks):
+                raise EngineError(f"row {row} was given blocks outside 0..{self._num_kv_blocks - 1}: {blocks}")
+            self.num_used_blocks = max(self.num_used_blocks, highest + 1)
         self.blocks[row, start:stop] = blocks
         self.num_blocks[row] = stop
 
@@ -168,8 +172,10 @@ class Batch:
             for row in dict.fromkeys(rows.tolist()):
                 self._append_blocks(row, blocks[rows == row].tolist())
             return
-        if blocks.size and not 0 <= int(blocks.min()) <= int(blocks.max()) < self._num_kv_blocks:
+        highest = int(blocks.max(initial=-1))
+        if blocks.size and not 0 <= int(blocks.min()) <= highest < self._num_kv_blocks:
             raise EngineError(f"blocks outside 0..{self._num_kv_blocks - 1} were given: {blocks.tolist()[:8]}")
+        self.num_used_blocks = max(self.num_used_blocks, highest + 1)
         at = self.num_blocks[rows]
         if int(at.max(initial=0)) >= self.blocks.shape[1]:
             raise EngineError(f"a row was given more than the {self.blocks.shape[1]} blocks for {self.max_len} tokens")

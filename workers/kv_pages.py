@@ -1,7 +1,8 @@
-"""Makes the first KV memory resident before requests need it: a page that is touched for the first time waits for the system.
+"""Makes KV memory resident before requests need it: a page that is touched for the first time waits for the system.
 
-Called by workers.worker. The thread is in the idle class, so it works only while nobody computes; what it had no time for is taken
-from the system as blocks are first used, as before.
+Called by workers.worker. The thread is in the idle class, so it works only while nobody computes, and keeps a reserve beyond the
+highest block in use (blocks that never held anything are given out in ascending order); what it had no time for is taken from the
+system as blocks are first used.
 """
 
 from __future__ import annotations
@@ -14,38 +15,53 @@ from collections.abc import Sequence
 
 from models.forward import HostKV
 
-SHARE, MOST_BYTES = 8, 512 << 20  # an eighth of the KV memory, and at most so much
+SHARE, MOST_BYTES = 8, 512 << 20  # the reserve: an eighth of the KV memory, and at most so much
 _SLICE = 1 << 20  # bytes per call, of one layer's keys or values: few enough to end soon after `stop`
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
 class ResidentKv:
-    """Walks over the first blocks of all layers, which are used first, a slice of each layer in turn."""
+    """Walks over the blocks of all layers in their order, a slice of each layer in turn, as far as the reserve reaches."""
 
     def __init__(self, kv: Sequence[HostKV], *, yields: bool = True) -> None:
-        """`yields`: only while nobody else computes, so that on a busy machine it may never come to its end."""
+        """The first axis of every array are the blocks. `yields`: only while nobody else computes, so that on a busy machine
+        it may never come to its end."""
         self._yields = yields
         self._arrays = [array for layer in kv for array in (layer.k, layer.v)]
-        total = sum(array.nbytes for array in self._arrays)
-        self.num_bytes = min(total // SHARE, MOST_BYTES)
-        self.num_done = 0
-        self._stopped = threading.Event()
+        self.num_blocks = len(self._arrays[0]) if self._arrays else 0
+        block_bytes = sum(array.nbytes for array in self._arrays) // max(1, self.num_blocks)
+        self.reserve = min(self.num_blocks // SHARE, MOST_BYTES // max(1, block_bytes))  # blocks
+        self.num_bytes = 0  # made resident so far
+        self._turn = threading.Condition()
+        self._wanted = self.reserve  # blocks
+        self._done = 0  # blocks
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
 
     def start(self) -> None:
         """Begins in the background."""
         self._thread.start()
 
+    def follow(self, num_used: int) -> None:
+        """The blocks before `num_used` are in use or were; called at every step, so it costs next to nothing. What is missing
+        of the reserve is filled up once half of it is used."""
+        if num_used + self.reserve // 2 >= self._wanted and self._wanted < self.num_blocks:
+            with self._turn:
+                self._wanted = min(num_used + self.reserve, self.num_blocks)
+                self._turn.notify()
+
     def stop(self) -> None:
         """Returns when no memory is touched any more."""
-        self._stopped.set()
+        with self._turn:
+            self._is_stopped = True
+            self._turn.notify()
         if self._thread.is_alive():
             self._thread.join()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has come to its end."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Whether all that is wanted now is resident, or never will be."""
+        with self._turn:
+            return self._turn.wait_for(lambda: self._done >= self._wanted or not self._thread.is_alive(), timeout_s)
 
     def _run(self) -> None:
         if self._yields:
@@ -53,14 +69,30 @@ class ResidentKv:
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread alone
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        page = os.sysconf("SC_PAGE_SIZE")
-        each = self.num_bytes // max(1, len(self._arrays)) // page * page
-        for offset in range(0, each, _SLICE):
+        while (stop := self._next_stop()) is not None:
             for array in self._arrays:
-                size = min(_SLICE, each - offset)
-                if self._stopped.is_set():
+                start, size = _pages(array.ctypes.data, array.nbytes // self.num_blocks, self._done, stop)
+                if self._is_stopped:
                     return
-                start = array.ctypes.data // page * page + offset
                 if madvise(start, size, _POPULATE_WRITE) != 0:
                     return  # an older system, or no memory left: pages come as they are used
-                self.num_done += size
+                self.num_bytes += size
+            with self._turn:
+                self._done = stop
+                self._turn.notify_all()
+
+    def _next_stop(self) -> int | None:
+        """The block before which the next slices end; waits until some are wanted. None: stopped."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_stopped or self._done < self._wanted)
+            if self._is_stopped:
+                return None
+            largest = max(array.nbytes for array in self._arrays) // self.num_blocks
+            return min(self._wanted, self._done + max(1, _SLICE // largest))
+
+
+def _pages(address: int, block: int, start: int, stop: int) -> tuple[int, int]:
+    """Address and bytes of the pages that hold the blocks start..stop-1 of `block` bytes each, the first of them at `address`."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    first = (address + start * block) // page * page
+    return first, -(-(address + stop * block) // page) * page - first

@@ -75,6 +75,11 @@ class Runner:
         """Rows in the persistent batch."""
         return self._batch.num_rows()
 
+    @property
+    def num_used_blocks(self) -> int:
+        """One more than the highest KV block that any row was ever given."""
+        return self._batch.num_used_blocks
+
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step. None on workers that do not report.
 

@@ -116,7 +116,10 @@ class Worker:
             raise EngineError("a step arrived before setup_kv")
         self._runner.before_forward = self.before_forward
         try:
-            return self._runner.execute(plan)
+            result = self._runner.execute(plan)
+            if self._pages is not None:
+                self._pages.follow(self._runner.num_used_blocks)
+            return result
         except BaseException:
             if self._abort_group is not None:
                 self._abort_group()

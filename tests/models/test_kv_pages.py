@@ -1,7 +1,8 @@
-"""The first KV memory is resident before anybody uses it, and only that."""
+"""KV memory is resident before anybody uses it: a reserve beyond the highest block in use, and only that."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import numpy as np
 from models.forward import HostKV
 from workers.kv_pages import SHARE, ResidentKv
 
-LAYERS, BYTES = 4, 24 << 20
+LAYERS, BLOCKS, BLOCK_BYTES = 4, 1 << 12, 6 << 10
+TOTAL = 2 * LAYERS * BLOCKS * BLOCK_BYTES
 
 
 def resident_bytes() -> int:
@@ -17,27 +19,46 @@ def resident_bytes() -> int:
 
 
 def make_kv() -> list[HostKV]:
-    return [HostKV(k=np.zeros(BYTES, np.uint8), v=np.zeros(BYTES, np.uint8)) for _ in range(LAYERS)]
+    shape = (BLOCKS, BLOCK_BYTES)
+    return [HostKV(k=np.zeros(shape, np.uint8), v=np.zeros(shape, np.uint8)) for _ in range(LAYERS)]
 
 
-def test_a_share_of_the_memory_becomes_resident() -> None:
+def is_near(gained: int, wanted: int) -> bool:
+    return 0.9 * wanted < gained < 1.2 * wanted + 2 * LAYERS * (4 << 20)  # large pages round up
+
+
+def test_the_reserve_becomes_resident_and_follows_the_use() -> None:
     kv = make_kv()
     pages = ResidentKv(kv, yields=False)
     before = resident_bytes()
     pages.start()
     assert pages.wait(60.0)
-    assert pages.num_done == pages.num_bytes == 2 * LAYERS * BYTES // SHARE
-    gained = resident_bytes() - before
-    assert 0.9 * pages.num_bytes < gained < 2 * pages.num_bytes + 2 * LAYERS * (4 << 20)  # large pages round up
+    assert pages.reserve == BLOCKS // SHARE
+    assert is_near(resident_bytes() - before, TOTAL // SHARE)
+
+    pages.follow(BLOCKS // SHARE // 2 - 1)  # more than half of the reserve is left
+    time.sleep(0.05)
+    assert is_near(resident_bytes() - before, TOTAL // SHARE)
+    pages.follow(BLOCKS // 2)
+    assert pages.wait(60.0)
+    assert is_near(resident_bytes() - before, TOTAL // 2 + TOTAL // SHARE)
+    pages.follow(BLOCKS - 1)
+    assert pages.wait(60.0)
+    assert is_near(resident_bytes() - before, TOTAL)
+    assert TOTAL <= pages.num_bytes < 1.1 * TOTAL
+    pages.follow(BLOCKS)
+    pages.stop()
     assert not any(layer.k.any() or layer.v.any() for layer in kv)
 
 
 def test_stopping_it_returns_and_nothing_is_touched_after() -> None:
     pages = ResidentKv(make_kv())
     pages.start()
+    pages.follow(BLOCKS)
     pages.stop()
-    done = pages.num_done
+    done = pages.num_bytes
     assert pages.wait(0.0)
-    assert pages.num_done == done
+    pages.follow(BLOCKS)
+    assert pages.num_bytes == done
     ResidentKv(make_kv()).stop()
-    assert ResidentKv([]).num_bytes == 0
+    assert ResidentKv([]).num_blocks == 0
