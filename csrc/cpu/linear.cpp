@@ -189,7 +189,7 @@ void linear(const PackedWeight& weight, const LinearArgs& args) {
   const int threads = work < kSerialWork ? 1 : num_threads();
   const int64_t num_tasks = threads == 1 ? 1 : std::max<int64_t>(threads * 4, work / kTaskWork);
   const int wanted = static_cast<int>(std::clamp<int64_t>(num_tasks / row_chunks, 1, weight.num_tiles));
-  const int tiles_per_task = (weight.num_tiles + wanted - 1) / wanted;
+  const int tiles_per_task = round_up((weight.num_tiles + wanted - 1) / wanted, rows.group > 1 ? set.strip_tiles : 1);
   const int tile_chunks = (weight.num_tiles + tiles_per_task - 1) / tiles_per_task;
 
   auto run_task = [&](int task, int) {

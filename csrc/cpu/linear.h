@@ -248,6 +248,7 @@ struct LinearKernels {
   int dear_grouped_from = 1 << 30;  // the same for kinds that are dear to unpack, if that is less
   int group = kTileRows;       // a divisor of task_rows
   int task_rows = kMaxTaskRows;          // a task unpacks its weights once
+  int strip_tiles = 1;                   // grouped rows meet so many tiles at once
   size_t task_row_bytes = 192 << 10;     // what the rounded form of a task's rows may take, so that they stay in the second-level cache
   bool wide = false;           // grouped rows for kinds of signed codes are QuantizedRows::wide
   bool scaled_sums = false;    // QuantizedRows::sum_factor is the kind's offset

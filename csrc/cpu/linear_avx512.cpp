@@ -59,6 +59,7 @@ LinearKernels make_kernels() {
   kernels.grouped_from = kGroupedFrom;
   kernels.scaled_sums = true;
   kernels.task_rows = kAvx512TaskRows;
+  kernels.strip_tiles = 2;
   kernels.task_row_bytes = 512 << 10;
   for (WeightKind kind : {WeightKind::f32, WeightKind::f16, WeightKind::bf16}) {
     kernels.tiles[static_cast<int>(kind)] = dense_tiles_avx512(kind);
