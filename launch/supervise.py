@@ -6,12 +6,12 @@ it prints nothing itself. Holds the listening socket and the run directory; both
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -20,12 +20,16 @@ from launch.parts import Modules, parts_of
 from launch.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 from transport.address import make_secret_keys
 from transport.boot import Child, spawn
-from transport.hatch import Egg
+from transport.hatch import Egg, hatch
 from transport.messages import Boot, Failed, Progress, Ready, Role
 from transport.poller import NEVER, Poller, Waker
 from transport.rundir import RunDir
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+
+SPARE_ROLES = (
+    "coordinator",
+)  # whose next life waits with its imports behind it: nobody should wait for those under load
 
 PartState = Literal["new", "starting", "ready", "waiting", "down", "stopped"]
 
@@ -135,6 +139,7 @@ class Supervisor:
         self.address: tuple[str, int] | None = None
         self._notify = notify
         self._eggs = eggs if eggs is not None else {}
+        self._spares: dict[str, Egg] = {}
         self._parts = self._make_parts(
             modules or Modules(), config.serving.api_servers if num_fronts is None else num_fronts
         )
@@ -220,6 +225,8 @@ class Supervisor:
         self.is_finished = True
         for part in reversed(self._parts):
             self._discard(part, "stopped")
+        while self._spares:
+            self._spares.popitem()[1].discard()
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -250,8 +257,21 @@ class Supervisor:
         part.epoch += 1
         boot = self.boot_for(part.role, part.name, part.index, part.epoch)
         part.state, part.started_at, part.restart_at = "starting", time.monotonic(), NEVER
-        part.child = spawn(part.module, boot, egg=self._eggs.pop(part.name, None))
+        part.child = spawn(part.module, boot, egg=self._egg_for(part))
         self._poller.add(part.child, lambda: self._on_reports(part))
+
+    def _egg_for(self, part: Part) -> Egg | None:
+        egg = self._eggs.pop(part.name, None) or self._spares.pop(part.name, None)
+        if egg is not None and egg.process.poll() is not None:
+            egg.discard()
+            return None
+        return egg
+
+    def _keep_spares(self) -> None:
+        for part in self._parts:
+            if part.role in SPARE_ROLES and part.name not in self._spares and self._phase == "running":
+                with contextlib.suppress(OSError):
+                    self._spares[part.name] = hatch(part.module, f"spare-{part.name}", part.role)
 
     def _on_reports(self, part: Part) -> None:
         child = part.child
@@ -281,6 +301,7 @@ class Supervisor:
         part.state, part.ready, part.ready_at = "ready", report, time.monotonic()
         if self.is_ready:
             self._notify(Restarted(part.name, part.epoch))
+            self._keep_spares()
             return
         self._notify(report)
         if all(p.state == "ready" for p in self._parts):
@@ -290,6 +311,7 @@ class Supervisor:
             self._notify(
                 AllReady(self.address, ready, time.monotonic() - self._started_at, spawned, stamps, self.addresses)
             )
+            self._keep_spares()
 
     def _on_death(self, part: Part, failed: Failed | None) -> None:
         """Before the first readiness a death is fatal, later it is a restart, and in a drain it is what was asked for."""
@@ -400,7 +422,7 @@ class Supervisor:
         if self._phase == "leaving" and (now >= self._phase_ends or all(part.child is None for part in self._parts)):
             self.is_finished = True
 
-    @contextmanager
+    @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """SIGTERM drains with notice, SIGINT without; whichever comes second kills."""
 

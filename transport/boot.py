@@ -8,6 +8,7 @@ The channel is a SOCK_SEQPACKET pair whose one end is the child's stdin: one pac
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -24,6 +25,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -223,6 +225,10 @@ class BootChannel:
         if not isinstance(boot, Boot):
             raise ProtocolError(f"a child's first message must be Boot, not {type(boot).__name__}")
         self.boot = msgspec.structs.replace(boot, listen_fd=fds[0]) if fds else boot
+        if boot.name != self._name:  # hatched as a spare
+            self._name = boot.name
+            with contextlib.suppress(OSError):
+                Path("/proc/self/comm").write_text(boot.name[:15])
         threading.Thread(target=self._watch_parent, name="boot", daemon=True).start()
 
     def progress(self, phase: str, done: int, total: int) -> None:

@@ -46,6 +46,14 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+def is_spare(pid: int, line: str) -> bool:
+    """Whether a process waits to become a part; one that has become it bears the part's name."""
+    _, found, rest = line.partition(" spare-")
+    with contextlib.suppress(OSError):
+        return bool(found) and Path(f"/proc/{pid}/comm").read_text().strip() != rest.split()[0][:15]
+    return False
+
+
 class Deployment:
     """`trireme serve MODEL FLAGS...` on a free port. Use as a context manager."""
 
@@ -144,8 +152,8 @@ class Deployment:
         return {pid: line for pid, line in found.items() if is_alive(pid)}
 
     def pids(self, module: str) -> list[int]:
-        """Descendants that run `python -m module`, oldest first."""
-        return sorted(pid for pid, line in self.family().items() if module in line)
+        """Descendants that run `module` as a part of the deployment (spares wait to become one), oldest first."""
+        return sorted(pid for pid, line in self.family().items() if module in line and not is_spare(pid, line))
 
     def stop(self, *, kill: bool = False, timeout_s: float = 20) -> int:
         """Ends the deployment: SIGTERM, or SIGKILL of the whole tree. Returns the exit status of the supervisor."""

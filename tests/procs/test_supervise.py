@@ -26,6 +26,11 @@ from trireme.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+def comm(pid: int) -> str:
+    """The name of a process, at most 15 letters of it."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 class Run:
     """A Supervisor stepped by the test, and all its events."""
 
@@ -103,7 +108,7 @@ def test_everything_starts_serves_and_leaves_no_trace(start: Callable[..., Run],
     run_dir = run.supervisor.boot_for("front", "x").run_dir
     assert os.stat(run_dir).st_mode & 0o777 == 0o700
     pids = descendants(os.getpid())
-    assert len(pids) == 7  # two of them workers
+    assert len(pids) == 8  # two of them workers, and a coordinator's next life
     run.supervisor.request_stop("test")
     run.until_finished()
     run.supervisor.close()
@@ -195,6 +200,31 @@ def test_killed_parts_are_restarted_in_place_while_the_others_go_on(start: Calla
     assert {name: is_alive(pid) for name, pid in before.items()} == {
         "engine-0": True, "engine-1": False, "front-0": False, "front-1": True
     }  # fmt: skip
+
+
+def test_the_coordinators_next_life_waits_and_is_not_relied_on(start: Callable[..., Run]) -> None:
+    def pid_of(run: Run) -> int:
+        return next(part.child.pid for part in run.supervisor.parts if part.role == "coordinator" and part.child)
+
+    def spares() -> list[int]:
+        return [pid for pid in descendants(os.getpid()) if comm(pid).startswith("spare-")]
+
+    run = start(dp=2)
+    run.until_ready()
+    for epoch in (1, 2):
+        run.until(lambda: len(spares()) == 1)
+        (spare,) = spares()
+        os.kill(pid_of(run), signal.SIGKILL)
+        run.until(lambda epoch=epoch: run.ask()["coordinator"] == epoch)
+        assert pid_of(run) == spare
+        assert comm(spare) == "coordinator"
+    run.until(lambda: len(spares()) == 1)
+    for pid in (*spares(), pid_of(run)):
+        os.kill(pid, signal.SIGKILL)
+    run.until(lambda: run.ask()["coordinator"] == 3)
+    run.until(lambda: len(spares()) == 1)
+    run.supervisor.close()
+    wait_for(lambda: not descendants(os.getpid()), 5.0)
 
 
 def test_a_frozen_engine_is_killed_and_restarted(start: Callable[..., Run]) -> None:
