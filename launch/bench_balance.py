@@ -1,12 +1,14 @@
 """`trireme bench balance`: how the policies spread a burst and keep talks where their prefix is cached, both at once.
 
-The coordinator and the engine cores are the real ones, their time is virtual (launch/balance_sim.py). No model and no process.
+The coordinator and the engine cores are the real ones, their time is virtual (launch/balance_sim.py). No model. What a decision
+costs is measured on the coordinator's process beside it (launch/bench_route.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+from launch import bench_route
 from launch.balance_sim import ALONE, Asked, World, burst, talk
 from launch.bench import Row, publish
 from launch.options import Invocation
@@ -15,6 +17,7 @@ from trireme.metrics import percentile
 
 POLICIES = ("random", "round_robin", "p2c", "least", "prefix", "prefix_least", ALONE)
 NUM_ENGINES = 4
+NUM_ROUTES = 2000
 NUM_TALKS, NUM_TURNS, TALKS_BEGIN_S, BURST_AT_S = 40, 6, 2.0, 4.0
 
 
@@ -31,6 +34,10 @@ def run(invocation: Invocation) -> int:
         Row(f"{policy}, {number} front ends", measure(policy, number, count, seed=number), policy)
         for policy in POLICIES
         for number in fronts
+    ]
+    rows += [
+        Row(f"{policy}, over sockets", bench_route.measure(policy, NUM_ROUTES), policy)
+        for policy in bench_route.POLICIES
     ]
     publish(invocation, "none", rows, None)
     return 0

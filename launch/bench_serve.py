@@ -2,7 +2,8 @@
 
 A step is a number of clients in closed loops, or a rate of requests that arrive by chance whatever is unanswered. The
 server is the one at --url, or the whole process tree started for the purpose. With --peer each load is put on both servers
-in turn, with the same prompts, so that the ratio holds on a noisy machine.
+in turn, with the same prompts, so that the ratio holds on a noisy machine. Several addresses, with commas between, are one
+server: its clients are spread over them in turn.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ def run(invocation: Invocation) -> int:
     with _server(invocation) as (server, config):
         servers = {OWN: server}
         if invocation.options["peer"]:
-            servers[PEER] = endpoint(invocation.options["peer"])
+            servers[PEER] = _endpoints(invocation.options["peer"])
         rows, model = asyncio.run(_measure(invocation, servers, steps))
     publish(invocation, model, rows, config)
     return 1 if any(row.figures.get("errors") for row in rows) else 0
 
 
 @contextmanager
-def _server(invocation: Invocation) -> Iterator[tuple[Endpoint, EngineConfig | None]]:
+def _server(invocation: Invocation) -> Iterator[tuple[list[Endpoint], EngineConfig | None]]:
     """The server under test; one of our own is stopped at the end."""
     config = invocation.loaded.config
     key = config.serving.api_key[0] if config.serving.api_key else ""
     if invocation.options["url"]:
-        yield endpoint(invocation.options["url"], key), None
+        yield _endpoints(invocation.options["url"], key), None
         return
     serving = msgspec.structs.replace(config.serving, port=0)
     config = msgspec.structs.replace(config, serving=serving)
@@ -79,17 +80,23 @@ def _server(invocation: Invocation) -> Iterator[tuple[Endpoint, EngineConfig | N
         view.close()
         assert deployment.address is not None
         host, port = deployment.address
-        yield Endpoint(host, port, False, "", key), resolved
+        yield [Endpoint(host, port, False, "", key)], resolved
     finally:
         view.close()
         deployment.close()
 
 
-async def _measure(invocation: Invocation, servers: dict[str, Endpoint], steps: list[Step]) -> tuple[list[Row], str]:
+def _endpoints(urls: str, key: str = "") -> list[Endpoint]:
+    return [endpoint(url, key) for url in urls.split(",")]
+
+
+async def _measure(
+    invocation: Invocation, servers: dict[str, list[Endpoint]], steps: list[Step]
+) -> tuple[list[Row], str]:
     options = invocation.options
-    models = {name: str((await get_json(to, "/v1/models"))["data"][0]["id"]) for name, to in servers.items()}
+    models = {name: str((await get_json(to[0], "/v1/models"))["data"][0]["id"]) for name, to in servers.items()}
     for name, to in servers.items():
-        await _one(to, models[name], "warm up", WARM_UP_TOKENS)
+        await asyncio.gather(*(_one(one, models[name], "warm up", WARM_UP_TOKENS) for one in to))
     rows: list[Row] = []
     ratios: list[Row] = []
     for step in steps:
@@ -120,30 +127,30 @@ def steps_of(options: dict[str, Any]) -> list[Step]:
     return [Step("rate" if what == "rate" else "clients", float(amount)) for amount in amounts]
 
 
-async def _load(to: Endpoint, model: str, options: dict[str, Any], step: Step, repeat: int) -> dict[str, float]:
+async def _load(to: list[Endpoint], model: str, options: dict[str, Any], step: Step, repeat: int) -> dict[str, float]:
     """Puts one step's load on a server; the prompts depend on step and repeat only."""
     count = options["num_requests"] or (max(4, round(RATE_S * step.amount)) if step.is_open else round(3 * step.amount))
     first = repeat * 1_000_000 + round(step.amount * 1000)
     prompts = iter([make_text(options["input_len"], seed) for seed in range(first, first + count)])
     samples: list[Sample] = []
 
-    async def client() -> None:
+    async def client(which: int) -> None:
         for prompt in prompts:
-            samples.append(await _one(to, model, prompt, options["output_len"]))
+            samples.append(await _one(to[which % len(to)], model, prompt, options["output_len"]))
 
-    async def visitor(prompt: str, after_s: float) -> None:
+    async def visitor(which: int, prompt: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        samples.append(await _one(to, model, prompt, options["output_len"]))
+        samples.append(await _one(to[which % len(to)], model, prompt, options["output_len"]))
 
     begun = time.perf_counter()
     if step.is_open:
         chance, moment, visits = random.Random(first), 0.0, []
-        for prompt in prompts:
-            visits.append(visitor(prompt, moment))
+        for which, prompt in enumerate(prompts):
+            visits.append(visitor(which, prompt, moment))
             moment += chance.expovariate(step.amount)
         await asyncio.gather(*visits)
     else:
-        await asyncio.gather(*(client() for _ in range(int(step.amount))))
+        await asyncio.gather(*(client(which) for which in range(int(step.amount))))
     wall_s = time.perf_counter() - begun
     for error, times in Counter(sample.error for sample in samples if sample.error).items():
         print(f"{times} x {error}", file=sys.stderr)

@@ -28,7 +28,14 @@ REPEATS = Setting("", "repeats", "whole", 3, "measured runs, each with fresh pro
 NUM_REQUESTS = Setting(
     "", "num_requests", "whole", None, "requests per row; default: 3 per client", optional=True, low=1
 )
-PEER = Setting("", "peer", "text", None, "a second server to load in turn with the same requests", optional=True)
+PEER = Setting(
+    "",
+    "peer",
+    "text",
+    None,
+    "a second server (or several, with commas) to load in turn with the same requests",
+    optional=True,
+)
 
 COMMON_ENGINE = ("max_len", "kv_memory", "dp", "tp", "pp", "threads", "log_level")
 

@@ -1,0 +1,147 @@
+"""What the coordinator costs: its real process over real sockets, with engines that do nothing but report.
+
+Called by bench_balance. The processor time is that of the coordinator's process, reports of engines and views for front ends
+included; the round trip is a front end's, one request at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from transport.boot import spawn
+from transport.messages import Boot, FromCoordinator, Load, Role, Routed
+from transport.messages import Route as RouteRequest
+from transport.poller import Poller
+from transport.rundir import RunDir
+from transport.sockets import Connection
+from trireme.config import CoordinatorConfig, EngineConfig, LaunchConfig, ModelConfig, ParallelConfig
+from trireme.errors import EngineError
+from trireme.hashing import KEY_BYTES
+from trireme.metrics import percentile
+
+POLICIES = ("p2c", "least", "prefix")
+START_S, ANSWER_S = 30.0, 10.0
+REPORT_S = 0.02  # as engines that are at work
+PROMPT_TOKENS, PREFIX_KEYS = 1024, 64
+
+
+class _Fleet:
+    """Engines that report and one front end that asks, in this process."""
+
+    def __init__(self, boot: Boot, num_engines: int) -> None:
+        self.poller = Poller()
+        self.routed: list[Routed] = []
+        names: list[tuple[Role, str, int]] = [("front", "front-0", 0)]
+        names += [("engine", f"engine-{index}", index) for index in range(num_engines)]
+        self.links = [
+            self._link(msgspec.structs.replace(boot, role=role, name=name, index=i)) for role, name, i in names
+        ]
+        self.front, *self.engines = self.links
+        self._admitted = [0] * num_engines
+        self._seq = self._next_report = 0.0
+
+    def _link(self, boot: Boot) -> Connection:
+        link = Connection.open(boot, "coordinator", FromCoordinator)
+        self.poller.add(link, lambda: self._receive(link))
+        return link
+
+    def _receive(self, link: Connection) -> None:
+        self.routed.extend(message for message in link.receive() if isinstance(message, Routed))
+
+    def join(self) -> None:
+        """Returns when the coordinator sends requests to engines. Raises EngineError."""
+        until = time.monotonic() + START_S
+        while any(link.welcome is None for link in self.links) or self.ask(0, b"").engine < 0:
+            self.turn()
+            if time.monotonic() > until:
+                raise EngineError(f"the coordinator knows no engine after {START_S:g} s")
+
+    def ask(self, rid: int, keys: bytes) -> Routed:
+        """One request's round trip. Raises EngineError when no answer comes."""
+        until = time.monotonic() + ANSWER_S
+        self.front.send(RouteRequest(rid, PROMPT_TOKENS, prefix=keys))
+        while not self.routed:
+            self.turn()
+            if time.monotonic() > until:
+                raise EngineError(f"the coordinator did not answer within {ANSWER_S:g} s")
+        answer = self.routed.pop()
+        if answer.engine >= 0:
+            self._admitted[answer.engine] = answer.ticket
+        return answer
+
+    def turn(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_report:
+            self._next_report = now + REPORT_S
+            self._seq += 1
+            for index, engine in enumerate(self.engines):
+                admitted = {"front-0": self._admitted[index]}
+                engine.send(Load(index, 0, int(self._seq), int(self._seq), 0, 8, 0, 4096, 64, 1024, 0.0, admitted, 0))
+        self.poller.wait(0.001)
+
+    def close(self) -> None:
+        for link in self.links:
+            self.poller.remove(link)
+            link.close()
+
+
+def measure(policy: str, num_requests: int, num_engines: int = 4) -> dict[str, float]:
+    """Round trip and processor time of `num_requests` decisions, each with the keys of a prompt of 1024 tokens."""
+    with _coordinator(policy, num_engines) as (boot, pid):
+        fleet = _Fleet(boot, num_engines)
+        try:
+            fleet.join()
+            before, began = _cpu_s(pid), time.perf_counter()
+            trips = []
+            for rid in range(1, num_requests + 1):
+                sent = time.perf_counter()
+                keys = rid.to_bytes(8, "little") * (PREFIX_KEYS * KEY_BYTES // 8) if policy == "prefix" else b""
+                fleet.ask(rid, keys)
+                trips.append(time.perf_counter() - sent)
+            wall_s, cpu_s = time.perf_counter() - began, _cpu_s(pid) - before
+        finally:
+            fleet.close()
+    return {
+        "requests": float(num_requests),
+        "per_second": num_requests / wall_s,
+        "trip_p50_us": percentile(trips, 50) * 1e6,
+        "trip_p99_us": percentile(trips, 99) * 1e6,
+        "coordinator_us": cpu_s / num_requests * 1e6,
+    }
+
+
+@contextmanager
+def _coordinator(policy: str, num_engines: int) -> Iterator[tuple[Boot, int]]:
+    """What others must know to join it, and its process id."""
+    config = EngineConfig(
+        model=ModelConfig(model="none"),
+        parallel=ParallelConfig(dp=num_engines),
+        coordinator=CoordinatorConfig(balance=policy),  # type: ignore[arg-type]
+        launch=LaunchConfig(log_level="warning"),
+    )
+    run_dir = RunDir()
+    boot = Boot("coordinator", "coordinator", 0, msgspec.msgpack.encode(config), b"route", run_dir.path)
+    child, poller, reports = spawn("coordinator.main", boot), Poller(), list[object]()
+    try:
+        poller.add(child, lambda: reports.extend(child.receive()))
+        until = time.monotonic() + START_S
+        while not child.is_ready:
+            if child.is_dead or time.monotonic() > until:
+                raise EngineError(f"the coordinator is not ready after {START_S:g} s: {reports}")
+            poller.wait(0.05)
+        yield boot, child.pid
+    finally:
+        poller.remove(child)
+        child.close()
+        run_dir.remove()
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor seconds of all threads of a process, as the scheduler counts them."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
