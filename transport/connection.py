@@ -92,10 +92,9 @@ class Connection(Wired):
         for _ in range(limit):
             while self._events:
                 yield self._events.popleft()
-            try:
-                body = self._socket.recv(NOW)
-            except zmq.Again:
+            if not self._is_readable():
                 break
+            body = self._socket.recv(NOW)
             message = self._receive_one(body)
             if message is not None:
                 yield message

@@ -117,10 +117,9 @@ class Server(Wired):
         for _ in range(limit):
             while self._events:
                 yield self._events.popleft()
-            try:
-                routing_id = self._socket.recv(NOW)
-            except zmq.Again:
+            if not self._is_readable():
                 break
+            routing_id = self._socket.recv(NOW)
             peer, message = self._receive_one(routing_id)
             if peer is not None and message is not None:
                 yield peer, message
