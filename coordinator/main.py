@@ -28,7 +28,7 @@ def main(channel: BootChannel) -> None:
     core = Coordinator(
         config.parallel.dp,
         config.coordinator.balance,
-        random.SystemRandom(),
+        random.Random(),
         epoch=boot.epoch,
         fleet=fleet_of(config),
         block_size=config.cache.block_size,
