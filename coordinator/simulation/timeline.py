@@ -60,6 +60,7 @@ class Process:
         self.frozen_until = 0.0
         self.frozen_from = NEVER
         self.has_lost_time = False  # it was frozen, or its clock has jumped
+        self.leaps: list[float] = []  # seconds by which its clock has jumped
         self.turn: Callable[[], float] = lambda: NEVER
         self._ahead_s = clock_at - timeline.now
         self._due = NEVER
@@ -75,6 +76,7 @@ class Process:
     def jump(self, seconds: float) -> None:
         """Its clock jumps ahead."""
         self._ahead_s += seconds
+        self.leaps.append(seconds)
         self.has_lost_time = True
         self.wake()
 
