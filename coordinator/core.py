@@ -13,7 +13,8 @@ from coordinator.members import Members
 from coordinator.prefix import Match, PrefixIndex
 from coordinator.router import CACHE_WORTH, POLICIES, Ask, cost_of, near_ones
 from coordinator.stealing import Stealing
-from transport.messages import GiveBack, KVEvents, Load, Member, Released, Route, Routed, View
+from coordinator.waves import Waves
+from transport.messages import GiveBack, KVEvents, Load, Member, Released, Route, Routed, View, WaveReport
 from trireme.fleet import Fleet
 from trireme.hashing import unpacked_keys
 
@@ -31,6 +32,7 @@ class Coordinator:
         fleet: Fleet | None = None,
         block_size: int = 16,
         steals_for: int = 0,
+        in_lockstep: bool = False,
     ) -> None:
         """`steals_for` is the number of rows that an engine runs at once; 0: waiting rows stay where they are."""
         self.fleet = fleet or Fleet()
@@ -39,6 +41,7 @@ class Coordinator:
         self.ledger = Ledger(epoch)
         self.prefixes = PrefixIndex(num_engines, self.fleet.far(num_engines))
         self._lease_time = WatchedTime()
+        self.waves = Waves(num_engines, epoch) if in_lockstep else None
         self.changed = True  # something a View shows; the publisher clears it
         self._stealing = Stealing(steals_for)
         self._choose = POLICIES[balance](rng)
@@ -51,6 +54,8 @@ class Coordinator:
             self.ledger.forget_engine(engine)
             self.prefixes.forget(engine)
             self.changed = True
+            if self.waves is not None:
+                self.waves.connected(engine, epoch)
 
     def engine_cached(self, events: KVEvents) -> bool:
         """False when the engine must tell everything again."""
@@ -68,6 +73,12 @@ class Coordinator:
             self.ledger.forget_engine(engine)
             self.prefixes.forget(engine)
             self.changed = True
+            if self.waves is not None:
+                self.waves.lost(engine, epoch)
+
+    def wave_reported(self, report: WaveReport) -> None:
+        if self.waves is not None and report.engine in self.members:
+            self.waves.reported(report)
 
     def front_lost(self, front: str) -> None:
         self.ledger.forget_front(front)

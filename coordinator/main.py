@@ -33,6 +33,7 @@ def main(channel: BootChannel) -> None:
         fleet=fleet_of(config),
         block_size=config.cache.block_size,
         steals_for=config.scheduler.num_rows if config.coordinator.work_stealing else 0,
+        in_lockstep=config.in_lockstep,
     )
     with Server.open(boot, "coordinator", ToCoordinator) as server:
         shell = Shell(core, server)

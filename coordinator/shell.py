@@ -13,9 +13,23 @@ from typing import Any, Protocol
 import msgspec
 
 from coordinator.core import Coordinator
-from transport.messages import Call, CallReply, GiveBack, Hello, KVEvents, Load, Released, Resync, Route, Wire
+from transport.messages import (
+    Call,
+    CallReply,
+    GiveBack,
+    Hello,
+    KVEvents,
+    Load,
+    Released,
+    Resync,
+    Route,
+    WaveReport,
+    Wire,
+)
 from transport.server import Peer
 from transport.wired import Left
+from trireme.errors import EngineError
+from trireme.lockstep import pause_mode
 
 log = logging.getLogger("trireme.coordinator")
 
@@ -43,6 +57,7 @@ class Shell:
         self._core = core
         self._server = server
         self._clock = clock
+        self._pausers: list[tuple[Peer, int, int]] = []  # (who, call, pause or resume) not answered yet
         self._next_view = 0.0
         self._latest_view = 0.0
         self._next_sweep = 0.0
@@ -83,14 +98,19 @@ class Shell:
                     self._on_blocks(peer, message)
                 case Released() if peer.role == "front":
                     self._core.released(peer.name, message)
+                case WaveReport() if peer.role == "engine":
+                    self._core.wave_reported(message)
                 case Hello():
                     self._on_arrival(peer)
                 case Left():
                     self._on_loss(peer, message.reason)
+                case Call() if message.method in ("pause", "resume"):
+                    self._pause(peer, message)
                 case Call():
                     self._server.send(peer, self._answer(message))
                 case _:
                     log.warning("ignored a message type=%s from=%s", type(message).__name__, peer.name)
+        self._settle_waves()
 
     def _order(self, order: GiveBack) -> None:
         """One that does not reach its engine is given again."""
@@ -107,8 +127,10 @@ class Shell:
     def _on_arrival(self, peer: Peer) -> None:
         log.info("connected peer=%s epoch=%d pid=%d", peer.name, peer.epoch, peer.pid)
         if peer.role == "engine":
-            self._engines[engine_index(peer.name)] = peer
-            self._core.engine_connected(engine_index(peer.name), peer.epoch)
+            index = engine_index(peer.name)
+            if index in self._core.members:
+                self._engines[index] = peer
+            self._core.engine_connected(index, peer.epoch)
         elif peer.role == "front":
             self._server.send(peer, self._core.view())
 
@@ -118,6 +140,32 @@ class Shell:
             self._core.engine_lost(engine_index(peer.name), peer.epoch, reason)
         elif peer.role == "front":
             self._core.front_lost(peer.name)
+
+    def _pause(self, peer: Peer, call: Call) -> None:
+        """Pauses or resumes engines in lock step; answered when all of them are as asked."""
+        try:
+            if self._core.waves is None:
+                raise EngineError("these engines do not step together: each is paused by itself")
+            mode = pause_mode(call.args.get("mode", "wait")) if call.method == "pause" else ""
+            self._pausers.append((peer, call.call_id, self._core.waves.direct(mode)))
+        except EngineError as error:
+            self._server.send(peer, CallReply(call.call_id, ok=False, error=error.message))
+
+    def _settle_waves(self) -> None:
+        """Orders that engines have not heard, and answers that have become due."""
+        waves = self._core.waves
+        if waves is None:
+            return
+        for rank, order in waves.orders():
+            self._server.send(self._engines[rank], order)
+        waiting, self._pausers = self._pausers, []
+        for peer, call_id, number in waiting:
+            stands = waves.standing(number)
+            if stands is False:
+                self._pausers.append((peer, call_id, number))
+            else:
+                error = "" if stands else "another pause or resume came in between"
+                self._server.send(peer, CallReply(call_id, ok=not error, result=[], error=error))
 
     def _answer(self, call: Call) -> CallReply:
         methods = {"stats": self._stats}
@@ -136,9 +184,16 @@ class Shell:
             "prefix_bytes": core.prefixes.num_bytes,
             "prefix_keys": core.prefixes.num_keys,
             "prefix_gaps": core.prefixes.num_gaps,
+            "waves": self._waves(),
             "members": msgspec.to_builtins(core.view().members),
             "socket": self._server.counts(),
         }
+
+    def _waves(self) -> dict[str, Any] | None:
+        waves = self._core.waves
+        if waves is None:
+            return None
+        return {"wave": waves.wave, "is_parked": waves.is_parked, "pause": waves.mode, "epoch": waves.epoch}
 
 
 def engine_index(name: str) -> int:

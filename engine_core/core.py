@@ -22,7 +22,7 @@ from engine_core.plan import Draft, Place
 from engine_core.policy import find_policy
 from engine_core.request import Request, State
 from engine_core.scheduler import Limits, Scheduler
-from engine_core.watch import Pace
+from engine_core.watch import StepTimes
 from transport.messages import (
     End,
     EndReason,
@@ -81,7 +81,7 @@ class EngineCore:
         self.requests: dict[tuple[str, int], Request] = {}
         self.outbox = Outbox(engine)
         self.counters = Counters()
-        self.pace = Pace()
+        self.step_times = StepTimes()
         self.draining = False
         self._arrivals = 0
         self._admitted: dict[str, int] = {}
@@ -155,7 +155,8 @@ class EngineCore:
         draft = scheduler.complete(now)
         self.counters.steps += 1
         is_pipeline = scheduler.depth > 1 and not scheduler.ahead
-        self.pace.note(draft.total_tokens, now - (draft.planned_s if is_pipeline else draft.started_s))
+        num_tokens = draft.total_tokens if result.agreed is None else result.agreed.num_tokens
+        self.step_times.note(num_tokens, now - (draft.planned_s if is_pipeline else draft.started_s))
         tokens = self._tokens_of(result)
         in_order = result.rows == draft.asking_rows()
         if not in_order or result.faults or result.prompt_logprobs or result.logprobs:
@@ -184,6 +185,17 @@ class EngineCore:
             self.outbox.to(request.front).placed.append(request.rid)
         self._after_event()
         return draft.to_message()
+
+    def empty_plan(self, now: float) -> StepPlan | None:
+        """A step without rows, for an engine that may not stand still. None while `depth` plans are in flight."""
+        draft = self.scheduler.schedule_none(now)
+        return None if draft is None else draft.to_message()
+
+    def abort_all(self, why: str) -> None:
+        """Ends every row with an error that invites to try again."""
+        for request in list(self.requests.values()):
+            self._end(request, "error", error=OverloadedError(why))
+        self._after_event()
 
     # ------------------------------------------------------------ what comes out
 

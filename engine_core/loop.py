@@ -16,6 +16,7 @@ import msgspec
 
 from engine_core.core import EngineCore
 from engine_core.executor.base import Executor
+from engine_core.pace import Alone, Pace
 from engine_core.rest import Rest
 from engine_core.watch import Watch
 from transport.messages import (
@@ -36,6 +37,7 @@ from transport.poller import Poller, Source
 from transport.server import Peer
 from transport.wired import Left
 from trireme.errors import EngineError
+from trireme.lockstep import pause_mode
 from trireme.log import facts
 
 log = logging.getLogger("trireme.engine")
@@ -76,6 +78,7 @@ class EngineLoop:
         poller: Poller,
         *,
         step_timeout: float = 15.0,
+        pace: Pace | None = None,
         on_load: Callable[[Load | KVEvents], bool] | None = None,
         on_turn: Callable[[int], None] | None = None,
         tells_blocks: bool = False,
@@ -83,11 +86,12 @@ class EngineLoop:
     ) -> None:
         self._clock = clock
         self.core = core
+        self.pace = pace or Alone(core)
         self.is_over = False
         self._executor = executor
         self._server = server
         self._poller = poller
-        self._watch = Watch(core.pace, step_timeout)
+        self._watch = Watch(core.step_times, step_timeout, most_tokens=self.pace.most_tokens)
         self._halted, self._next_halt = "", 0.0
         self._on_load = on_load
         self._on_turn = on_turn
@@ -112,15 +116,17 @@ class EngineLoop:
         now, began_s, steps = self._clock(), time.thread_time(), self.core.counters.steps
         for result in self._executor.take_results():
             self.core.on_result(result, now)
+            self.pace.on_result(result)
             self._changed = True
         self.core.tick(now)
-        if not self._rest.is_awake and self.core.requests:
+        if not self._rest.is_awake and (self.core.requests or not self.pace.may_leave):
             self._rest.work_came()
-        while self._rest.is_awake and (plan := self.core.next_plan(now)) is not None:
+        while self._rest.is_awake and (plan := self.pace.next_plan(now)) is not None:
             if plan.new:
                 self._send_outputs()  # should this step be the last one, front ends know whom to suspect
             self._executor.submit(plan)
         self._send_outputs()
+        self.pace.settle()
         self._server.progress = self.core.counters.steps
         self._check_health(now)
         self._report(now)
@@ -199,10 +205,20 @@ class EngineLoop:
             self._sleep(call.args.get("level", 1), lambda error: self._reply(peer, call.call_id, [], error))
         elif call.method == "wake":
             self._rest.wake(lambda error: self._reply(peer, call.call_id, [], error))
+        elif call.method in ("pause", "resume"):
+            self._pause(peer, call)
         else:
-            known = ", ".join([*own, "workers", "sleep", "wake"])
+            known = ", ".join([*own, "workers", "sleep", "wake", "pause", "resume"])
             error = f"an engine has no method {call.method!r:.40}; it has {known}"
             self._server.send(peer, CallReply(call.call_id, False, None, error))
+
+    def _pause(self, peer: Peer, call: Call) -> None:
+        try:
+            mode = pause_mode(call.args.get("mode", "wait")) if call.method == "pause" else ""
+        except EngineError as error:
+            self._reply(peer, call.call_id, [], error.message)
+        else:
+            self.pace.direct(mode, lambda error: self._reply(peer, call.call_id, [], error))
 
     def _sleep(self, level: Any, answer: Callable[[str], object]) -> None:
         under_way = 0 if self.core.is_idle else max(1, len(self.core.requests))
@@ -234,6 +250,7 @@ class EngineLoop:
             "blocks_owned": core.limits.num_blocks - cache.num_available,
             "num_in_flight": len(scheduler.in_flight),
             "state": self._rest.state,
+            "pause": self.pace.mode,
             "core_s": time.thread_time(),
             "core_step_s": list(self._step_s),
             "socket": self._server.counts(),
@@ -246,10 +263,11 @@ class EngineLoop:
         leaves."""
         if now >= self._next_halt:
             self._halted, self._next_halt = self._executor.halted(), now + HALT_S
-        watch, has_work = self._watch, bool(self.core.requests) and self._rest.is_awake
+        watch, has_work = self._watch, self.pace.owes_step and self._rest.is_awake
         watch.look(now, self.core.oldest_step(), has_work=has_work, halted=self._halted)
-        if bool(watch.stalled) != bool(self._server.stalled):
-            self._tell_health(watch.stalled)
+        stalled = watch.stalled or self.pace.why_still(now)
+        if bool(stalled) != bool(self._server.stalled):
+            self._tell_health(stalled)
         if watch.stuck:
             raise EngineError(watch.stuck, hint="--step-timeout gives steps more time")
         is_idle = self.core.is_idle
@@ -258,7 +276,7 @@ class EngineLoop:
         self._was_idle = is_idle
         if now >= self._drain_from:
             self.core.draining = True
-            if is_idle or now >= self._drain_until:
+            if (is_idle and self.pace.may_leave) or now >= self._drain_until:
                 if not is_idle:
                     self.last_words("the engine was shut down before this request ended")
                 self.is_over = True

@@ -12,7 +12,9 @@ import msgspec
 
 from engine_core.executor.base import Executor, WorkerLost, WorkerPlace, make_executor
 from engine_core.loop import EngineLoop
+from engine_core.pace import Together
 from engine_core.start import start_core
+from engine_core.wave import Wave
 from transport.boot import BootChannel
 from transport.messages import (
     Failed,
@@ -22,6 +24,7 @@ from transport.messages import (
     LoadProgress,
     Progress,
     Resync,
+    WaveOrder,
     Welcome,
 )
 from transport.sockets import Connection, Poller, Server
@@ -60,12 +63,16 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
     started = start_core(config, executor, progress, engine=boot.index, epoch=boot.epoch)
     server = Server.open(boot, f"{boot.name}.front", FrontToEngine, facts=started.core.facts())
     coordinator = Connection.open(boot, "coordinator", FromCoordinator) if config.parallel.dp > 1 else None
+    pace = None
+    if config.in_lockstep and coordinator is not None:
+        pace = Together(started.core, Wave(boot.index, boot.epoch, executor.depth), coordinator.send)
     loop = EngineLoop(
         started.core,
         executor,
         server,
         poller,
         step_timeout=config.launch.step_timeout,
+        pace=pace,
         on_load=coordinator.send if coordinator is not None else None,
         on_turn=channel.beat,
         tells_blocks=config.routes_by_prefix,
@@ -105,7 +112,10 @@ def _on_coordinator(coordinator: Connection, loop: EngineLoop) -> None:
         match message:
             case Welcome():
                 loop.report_now()
+                loop.pace.welcome()
             case Resync():
                 loop.tell_all_blocks()
             case GiveBack():
                 loop.give_back(message)
+            case WaveOrder():
+                loop.pace.obey(message)

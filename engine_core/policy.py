@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from engine_core.request import Request
+from engine_core.request import Request, State
 from trireme.errors import ConfigError
 
 Key: TypeAlias = tuple[int, ...]
@@ -50,6 +50,7 @@ class WaitingQueue:
         self._heap: list[tuple[Key, Request]] = []
         self._live: dict[Key, Request] = {}
         self.num_tokens = 0  # known tokens of all queued requests
+        self.num_preempted = 0  # of them, those that have run before
 
     def __len__(self) -> int:
         return len(self._live)
@@ -62,6 +63,7 @@ class WaitingQueue:
         key = self._key(request)
         self._live[key] = request
         self.num_tokens += request.num_tokens
+        self.num_preempted += request.state is State.PREEMPTED
         heapq.heappush(self._heap, (key, request))
 
     def peek(self) -> Request | None:
@@ -75,6 +77,7 @@ class WaitingQueue:
         """Takes a queued request out, wherever it stands."""
         del self._live[self._key(request)]
         self.num_tokens -= request.num_tokens
+        self.num_preempted -= request.state is State.PREEMPTED
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = list(self._live.items())
             heapq.heapify(self._heap)

@@ -63,6 +63,7 @@ class Scheduler:
         self.in_flight: deque[Draft] = deque()
         self.step = 0  # newest step planned
         self.completed = 0  # newest step answered
+        self.admits = True  # False: only rows that have begun go on
         self.num_preemptions = 0
         self._freed: list[int] = []  # row slots that workers do not know to be free yet
         self._joining: list[Request] = []  # rows whose last chunk is planned: they decode next
@@ -106,6 +107,19 @@ class Scheduler:
             if row.state is State.RUNNING:
                 self._preempt(row, sound=False)
 
+    @property
+    def num_begun(self) -> int:
+        """Rows that have had a place in the batch, now or before they were preempted."""
+        return len(self.running) + self.waiting.num_preempted
+
+    def schedule_none(self, now: float) -> Draft | None:
+        """A step without rows, to keep others company. None while `depth` steps are in flight."""
+        if len(self.in_flight) >= self.depth:
+            return None
+        draft = Draft(self.step + 1, now)
+        self._send_off(draft)
+        return draft
+
     def complete(self, now: float) -> Draft:
         """The oldest step in flight is over: lifts its fence and returns it. The next one starts now."""
         draft = self.in_flight.popleft()
@@ -133,10 +147,13 @@ class Scheduler:
             self._admit(draft, now)
         if not len(draft):
             return self._unblock(now)
+        self._send_off(draft)
+        return draft
+
+    def _send_off(self, draft: Draft) -> None:
         draft.freed, self._freed = self._freed, []
         self.step = draft.step
         self.in_flight.append(draft)
-        return draft
 
     # ------------------------------------------------------------ passes of one step
 
@@ -214,7 +231,7 @@ class Scheduler:
         """
         cache = self.cache
         owed = sum(cache.blocks_for(row.num_tokens) - len(row.blocks) for row in self.prefilling)
-        while self.free_rows and (request := self.waiting.peek()) is not None:
+        while self.free_rows and (request := self._next_waiting()) is not None:
             spare = cache.num_available - owed
             if spare < 1 or self._chunk(draft, 1) < 1:
                 return
@@ -234,6 +251,12 @@ class Scheduler:
             self._plan(draft, request, num_tokens)
             draft.place(request)
             owed += cache.blocks_for(request.num_tokens) - len(request.blocks)
+
+    def _next_waiting(self) -> Request | None:
+        if self.admits or not self.waiting.num_preempted:
+            return self.waiting.peek() if self.admits else None
+        begun = (row for row in self.waiting if row.state is State.PREEMPTED)
+        return min(begun, key=self.policy.key, default=None)
 
     def _start(self, request: Request, hits: list[int], now: float) -> None:
         """Queue to running: a slot and the matched prefix."""

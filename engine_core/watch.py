@@ -1,6 +1,6 @@
 """Whether an engine makes progress, judged by its steps alone. Pure: time is passed in, and so is what the system says of workers.
 
-Used by core (Pace, fed with every step) and loop (Watch). A long honest step is no stall: a step is late only when it has run
+Used by core (StepTimes, fed with every step) and loop (Watch). A long honest step is no stall: a step is late only when it has run
 for a second, and three times as long as steps of its size have taken. A step whose size was never seen is judged by
 the nearest smaller one, scaled by its tokens; the very first one by nothing but FIRST_STEP_S. A worker that the system has
 stopped makes no progress whatever its step may take. Time in which the loop itself did not turn, because the whole deployment
@@ -17,7 +17,7 @@ FIRST_STEP_S = 300.0  # the first step may compile, or touch all weights for the
 FORGET = 0.98  # what the longest step of a size counts after each other one
 
 
-class Pace:
+class StepTimes:
     """The longest recent step of each size, in powers of two of tokens."""
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class Pace:
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens has ended after so long."""
-        size = num_tokens.bit_length()
+        size = max(1, num_tokens).bit_length()
         self._longest[size] = max(seconds, FORGET * self._longest.get(size, 0.0))
 
     def usual_s(self, num_tokens: int) -> float | None:
         """How long such a step may well take; None when no step has been seen."""
-        known = [size for size in self._longest if size <= num_tokens.bit_length()]
+        known = [size for size in self._longest if size <= max(1, num_tokens).bit_length()]
         if not known:
             return min(self._longest.values(), default=None)  # a smaller step takes no longer
         nearest = max(known)
@@ -42,10 +42,13 @@ class Watch:
     """`look` on every turn of the loop; then `stalled` says why there is no progress ("" when there is), and `stuck` why there
     will be none."""
 
-    def __init__(self, pace: Pace, step_timeout: float) -> None:
+    def __init__(self, times: StepTimes, step_timeout: float, *, most_tokens: int = 0) -> None:
+        """Steps that are taken together with other engines may have up to `most_tokens` there: they are not given up before
+        such a step would be."""
         self.stalled = ""
         self.stuck = ""
-        self._pace = pace
+        self._times = times
+        self._most_tokens = most_tokens
         self._step_timeout = step_timeout
         self._looked = self._back = 0.0  # the last look, and the first one after we had been away
         self._rested = 0.0  # when there was no reason to complain about anything but a step
@@ -70,11 +73,12 @@ class Watch:
             self._look_at(number, now - max(began, self._back), num_tokens)
 
     def _look_at(self, number: int, age_s: float, num_tokens: int) -> None:
-        usual_s = self._pace.usual_s(num_tokens)
-        if usual_s is None:
+        usual_s = self._times.usual_s(num_tokens)
+        longest_s = self._times.usual_s(max(num_tokens, self._most_tokens))
+        if usual_s is None or longest_s is None:
             patience_s = max(self._step_timeout, FIRST_STEP_S)
         else:
-            patience_s = max(self._step_timeout, PATIENCE * usual_s)
+            patience_s = max(self._step_timeout, PATIENCE * longest_s)
             if not self.stalled and age_s > max(LATE_S, PATIENCE * usual_s):
                 self.stalled = f"step {number} has run for {age_s:.1f} s; one of its size takes {usual_s:.2f} s"
         if age_s > patience_s:

@@ -22,6 +22,7 @@ from serving.engine import EngineState
 from transport.messages import Progress
 from trireme.config import Decision, EngineConfig
 from trireme.errors import EngineDeadError
+from trireme.lockstep import pause_mode
 from trireme.outputs import OutputDelta, RequestOutput
 from trireme.params import SamplingParams
 
@@ -176,6 +177,16 @@ class AsyncSession:
         for state in self.health():
             await self._ready()[0].call(state.engine, "wake", timeout_s=REST_S)
 
+    async def pause(self, mode: str = "wait", timeout_s: float = REST_S) -> None:
+        """Returns when no engine steps any more. What runs is ended ("abort"), ends first ("wait") or stays as it is ("keep");
+        requests that come meanwhile wait for `resume`. Raises EngineError for another mode, or when another pause or a resume
+        comes in between, and TimeoutError."""
+        await self._ready()[0].direct(pause_mode(mode), timeout_s)
+
+    async def resume(self, timeout_s: float = REST_S) -> None:
+        """Ends a pause."""
+        await self._ready()[0].direct("", timeout_s)
+
     def _ready(self) -> tuple[EngineClient, TextSide, InFlight]:
         if self._client is None or self._text is None or self._in_flight is None:
             raise RuntimeError("not started, or closed")
@@ -310,6 +321,14 @@ class Session:
     def wake(self) -> None:
         """Ends a sleep before the next request does."""
         self._loop.wait(self._session.wake())
+
+    def pause(self, mode: str = "wait", timeout_s: float = REST_S) -> None:
+        """AsyncSession.pause: returns when no engine steps any more."""
+        self._loop.wait(self._session.pause(mode, timeout_s))
+
+    def resume(self, timeout_s: float = REST_S) -> None:
+        """Ends a pause."""
+        self._loop.wait(self._session.resume(timeout_s))
 
     def close(self) -> None:
         """Aborts what runs and lets go of the engines. May be called twice."""

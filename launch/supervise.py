@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from launch.parts import Modules, parts_of
+from launch.peers import PeerMemory
 from launch.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 from transport.address import make_secret_keys
 from transport.boot import Child, spawn
@@ -150,6 +151,7 @@ class Supervisor:
         self._run_dir: RunDir | None = None
         self._listeners: list[socket.socket] = []  # one for all front ends, or one for each
         self._secret_keys: dict[str, bytes] = {}
+        self._peers = PeerMemory(config)
         self._started_at = 0.0
         self._phase: Literal["running", "draining", "leaving"] = "running"
         self._phase_ends = NEVER
@@ -178,6 +180,7 @@ class Supervisor:
             if role == "front" and self._listeners
             else -1,
             secret_keys=self._secret_keys,
+            peers=self._peers.path if role == "engine" else "",
         )
 
     def start(self) -> None:
@@ -230,6 +233,7 @@ class Supervisor:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
+        self._peers.close()
         if self._run_dir is not None:
             self._run_dir.remove()
 
@@ -255,6 +259,8 @@ class Supervisor:
     def _launch(self, part: Part) -> None:
         """Starts the next life of `part`, in place: same name, same addresses, next epoch."""
         part.epoch += 1
+        if part.role == "engine":
+            self._peers.join(part.epoch)
         boot = self.boot_for(part.role, part.name, part.index, part.epoch)
         part.state, part.started_at, part.restart_at = "starting", time.monotonic(), NEVER
         part.child = spawn(part.module, boot, egg=self._egg_for(part))
@@ -331,9 +337,19 @@ class Supervisor:
         else:
             part.state, part.restart_at = "waiting", now + delay_s
         self._notify(Died(part.name, failed.error, delay_s, part.restarts.num_recent, failed))
+        if part.role == "engine" and self._peers.is_shared:
+            self._end_group(part)
         alike = [p for p in self._parts if p.role == part.role]
         if part.role != "coordinator" and all(p.state == "down" for p in alike):
             self._abort(failed)  # nothing is left that could ever serve again
+
+    def _end_group(self, dead: Part) -> None:
+        """Engines in lock step end together, and start again together when the one that died does."""
+        self._peers.abort()
+        for part in self._parts:
+            if part.role == "engine" and part is not dead:
+                self._discard(part, dead.state)
+                part.restart_at = dead.restart_at
 
     def _discard(self, part: Part, state: PartState) -> None:
         if part.child is not None:

@@ -21,6 +21,7 @@ import msgspec
 from serving.engine import Connect, Engine, EngineState
 from serving.migration import judge
 from serving.moves import Moves
+from serving.pauses import Pauses
 from serving.placement import Placement
 from serving.replay import Replay
 from serving.stream import PromptLogprobs, Row, Stream
@@ -52,6 +53,7 @@ from trireme.errors import (
     TriremeError,
 )
 from trireme.hashing import prompt_keys
+from trireme.lockstep import Mode
 
 log = logging.getLogger(__name__)
 
@@ -82,24 +84,29 @@ class EngineClient:
         rng: random.Random | None = None,
         migration_limit: int = MIGRATION_LIMIT,
         engine_wait_s: float = ENGINE_WAIT_S,
+        in_lockstep: bool = False,
         label: str = "",
         tells_prefix: bool = False,
         first_engine: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Rows of an engine that dies move at most `migration_limit` times. While no engine is up, requests wait for one for at
-        most `engine_wait_s`. `label` is the place of this front end: the coordinator prefers engines with the same one. With
-        `tells_prefix` it learns what prompts begin with. `first_engine` is the number of the first of `engines`, where these are
-        not all that there are."""
+        most `engine_wait_s`. Engines `in_lockstep` die together: with the first, all are lost. `label` is the place of this front
+        end: the coordinator prefers engines with the same one. With `tells_prefix` it learns what prompts begin with.
+        `first_engine` is the number of the first of `engines`, where these are not all that there are."""
         self._clock = clock
         self._label = label
         self._tells_prefix = tells_prefix
         self._connects = tuple(engines)
         self._connect_coordinator = coordinator
         self._engines = [Engine(first_engine + i) for i in range(len(engines))]
+        if in_lockstep:
+            for engine in self._engines:
+                engine.company = self._engines
         self._rids = itertools.count(1)
         self._placement = Placement(self._engines, self._rids, clock, is_coordinated=coordinator is not None, rng=rng)
         self._calls: dict[int, tuple[Engine, asyncio.Future[CallReply]]] = {}
+        self._pauses = Pauses(self, self._placement, self._rids, in_lockstep=in_lockstep)
         self.num_moved = self.num_quarantined = 0
         self._migration_limit = migration_limit
         self._engine_wait_s = engine_wait_s
@@ -221,6 +228,10 @@ class EngineClient:
         if not answer.ok:
             raise EngineError(answer.error)
         return answer.result
+
+    async def direct(self, mode: Mode, timeout_s: float) -> None:
+        """Pauses every engine, or with "" lets all go on; returns when that is so. See Pauses.direct."""
+        await self._pauses.direct(mode, timeout_s)
 
     # ------------------------------------------------------------ requests
 
@@ -358,6 +369,7 @@ class EngineClient:
 
     def _on_coordinator(self, message: Any) -> None:
         self._placement.on_message(message)
+        self._pauses.on_message(message)
 
     def _on_engine(self, engine: Engine, message: Any) -> None:
         if isinstance(message, StepOutputs):
@@ -436,14 +448,18 @@ class EngineClient:
             stream.nudge()
 
     def _lose(self, engine: Engine, reason: str) -> None:
-        """The engine is gone: its rows go on elsewhere; nobody else's are touched."""
-        if engine.welcome is not None:
-            engine.lost_epoch = engine.welcome.epoch
-        engine.welcome, engine.reason = None, reason
+        """The engine is gone: its rows go on elsewhere; nobody else's are touched, unless others step together with it."""
         text = f"engine {engine.index} died: {reason}"
-        rows = list(engine.rows.values())
-        engine.rows.clear()
-        self._placement.chooser.ended(engine.index, len(rows))
+        rows: list[Row] = []
+        for lost in engine.lost_with():
+            rows += lost.rows.values()
+            if lost is not engine and lost.rows and lost.link is not None:
+                lost.link.send(Abort(rids=list(lost.rows)))  # should only the link to the first be broken
+            self._placement.chooser.ended(lost.index, len(lost.rows))
+            lost.rows.clear()
+            if lost.welcome is not None:
+                lost.lost_epoch = lost.welcome.epoch
+        engine.welcome, engine.reason = None, reason
         self._move(rows, text)
         for owner, reply in self._calls.values():
             if owner is engine and not reply.done():

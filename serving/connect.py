@@ -29,6 +29,7 @@ def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:
         over("coordinator", FromCoordinator) if config.parallel.dp > 1 else None,
         migration_limit=config.serving.migration_limit,
         engine_wait_s=config.serving.engine_wait,
+        in_lockstep=config.in_lockstep,
         label=front_label(config, boot.index) if is_front else "",
         tells_prefix=config.routes_by_prefix,
         first_engine=mine.start,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from serving.stream import Row
@@ -54,21 +54,43 @@ class Engine:
         self.link: Link | None = None
         self.welcome: Welcome | None = None
         self.rows: dict[int, Row] = {}
+        self.company: Sequence[Engine] = (self,)  # those that step together with it: none works without the others
         self.lost_epoch = -1  # the last life that has ended
         self.reason = "it has not started yet"
         self.cause = ""  # its last words
 
     @property
     def is_up(self) -> bool:
-        return self.welcome is not None and self.link is not None and self.link.is_up
+        """It and all of its company are there, in the same life."""
+        return self.welcome is not None and all(other.is_linked_in(self.welcome.epoch) for other in self.company)
 
     @property
     def stalled(self) -> str:
         """Why it makes no progress: by its own word, or because its loop does not answer. "" when it does, or is not up."""
-        if self.link is None or not self.is_up:
+        if not self.is_up:
+            return ""
+        if self.own_stall:
+            return self.own_stall
+        return next((f"engine {other.index}: {other.own_stall}" for other in self.company if other.own_stall), "")
+
+    @property
+    def own_stall(self) -> str:
+        """The same without its company."""
+        if self.link is None:
             return ""
         silent_s = self.link.silent_s
         return f"its loop has not answered for {silent_s:.1f} s" if silent_s > SILENT_S else self.link.server_stalled
+
+    def is_linked_in(self, epoch: int) -> bool:
+        return self.welcome is not None and self.welcome.epoch == epoch and self.link is not None and self.link.is_up
+
+    def lost_with(self) -> list[Engine]:
+        """The engine, and those of its company that end with its present life."""
+        epoch = self.welcome.epoch if self.welcome is not None else self.lost_epoch
+        return [self, *(other for other in self.company if other is not self and other.is_no_later_than(epoch))]
+
+    def is_no_later_than(self, epoch: int) -> bool:
+        return self.welcome is not None and self.welcome.epoch <= epoch
 
     @property
     def state(self) -> EngineState:
@@ -79,5 +101,11 @@ class Engine:
             facts=self.welcome.facts if self.welcome else None,
             num_rows=len(self.rows),
             stalled=self.stalled,
-            reason="" if self.is_up else self.reason,
+            reason="" if self.is_up else self._why_down(),
         )
+
+    def _why_down(self) -> str:
+        absent = next((other for other in self.company if other.welcome is None), self)
+        if self.welcome is None or absent is self:
+            return self.reason
+        return f"it steps together with engine {absent.index}, which is down: {absent.reason}"

@@ -14,10 +14,10 @@ import numpy as np
 
 from transport.packed import Column, Flags, Ids, check_columns
 from trireme.hashing import KEY_BYTES
-from trireme.lockstep import Mode
+from trireme.lockstep import Agreed, Ballot, Mode
 from trireme.params import RowParams
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_PREFIX = 1024  # blocks of a prompt that a Route names
 
 Role = Literal["front", "engine", "worker", "coordinator", "admin"]
@@ -185,12 +185,13 @@ class EngineDown(Wire, frozen=True):
 
 class WorkerInit(Wire, frozen=True):
     """First message to a worker after its Hello. `config` is the resolved EngineConfig as msgpack; `arena` the fd path of
-    the shared memory for collectives (empty with one worker)."""
+    the shared memory for collectives (empty with one worker), `peers` that of the engines in lock step (empty without)."""
 
     config: bytes
     dp_rank: int
     worker: int
     arena: str = ""
+    peers: str = ""
 
 
 class LoadProgress(Wire, frozen=True):
@@ -254,6 +255,7 @@ class StepPlan(Wire, frozen=True):
     num_computed: Column  # per scheduled row: tokens whose KV is already there
     tokens: Column  # per scheduled row: id sampled since the worker last saw the row; -1: none, or the worker holds it
     sample: Flags  # per scheduled row: its last computed position yields a new token
+    ballot: Ballot | None = None  # of engines in lock step; such a plan may have no rows
 
     def __post_init__(self) -> None:
         size = len(self.rows)
@@ -299,6 +301,7 @@ class StepResult(Wire, frozen=True):
     prompt_logprobs: list[LogprobRow] = []  # of prompt tokens start + 1 ... of a chunk [start, stop)
     faults: list[RowFault] = []
     execute_s: float = 0.0
+    agreed: Agreed | None = None  # what the ballots of all engines came to
 
     def __post_init__(self) -> None:
         if len(self.rows) != len(self.tokens) or len(self.rows) % 4:
@@ -446,6 +449,7 @@ class Boot(Wire, frozen=True):
     run_dir: str  # private directory of the sockets (mode 0700)
     index: int = 0  # dp rank, front-end number or worker number
     listen_fd: int = -1  # inherited listening socket of the HTTP port
+    peers: str = ""  # fd path of the shared memory of engines in lock step
     secret_keys: dict[str, bytes] = {}  # CURVE keys when tcp leaves loopback
 
 

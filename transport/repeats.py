@@ -17,6 +17,7 @@ def shortened(before: StepPlan | None, plan: StepPlan) -> NextToken | None:
         or plan.freed
         or plan.new
         or plan.copies
+        or plan.ballot is not None
         or plan.step != before.step + 1
         or plan.rows != before.rows
         or plan.sample != before.sample

@@ -89,6 +89,11 @@ class Arena:
         self.close()
 
 
+def create_peers_arena(num_engines: int, max_tokens: int, hidden: int) -> Arena:
+    """The same for the engines of a deployment that step together: each is one rank."""
+    return create_arena(Mesh(1, 1, num_engines), max_tokens, hidden, 0)
+
+
 def create_arena(mesh: Mesh, max_tokens: int, hidden: int, vocab: int) -> Arena:
     """Creates the arena of one engine in memory. Raises ConfigError when the system gives none."""
     layout = arena_layout(mesh, max_tokens, hidden, vocab)

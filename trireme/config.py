@@ -66,6 +66,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp: Annotated[int, _count("engines (data parallel)", 1, le=1024)] = 1
     tp: Annotated[int, _count("workers that share each layer (tensor parallel)", 1, le=64)] = 1
     pp: Annotated[int, _count("pipeline stages", 1, le=64)] = 1
+    ep: Annotated[
+        bool,
+        _text("split the experts of a mixture over the engines (dp), which then step together and restart together"),
+    ] = False
     device: Annotated[
         Literal["auto", "cpu", "cuda"], _text("what computes; auto: an NVIDIA GPU where there is one that can")
     ] = "auto"
@@ -222,6 +226,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether engines tell the coordinator what they have cached, and front ends what a prompt begins with."""
         has_choice = self.parallel.dp > 1 and self.cache.prefix_cache
         return has_choice and self.coordinator.balance in ("prefix", "prefix_least")
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether engines share a collective, so that none may step without the others."""
+        return self.parallel.ep and self.parallel.dp > 1
 
     @property
     def runs_ahead(self) -> bool:

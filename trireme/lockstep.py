@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from trireme.errors import CollectiveError
+from trireme.errors import CollectiveError, EngineError
 
 Mode: TypeAlias = Literal["", "abort", "wait", "keep"]
 """What a pause does with rows that have begun: end them, let them end, keep them as they are. "": nobody pauses."""
 
 PAUSES: tuple[Mode, ...] = ("abort", "wait", "keep")
+
+
+def pause_mode(asked: object) -> Mode:
+    """Raises EngineError for a pause that does not exist."""
+    for mode in PAUSES:
+        if mode == asked:
+            return mode
+    raise EngineError(f"there is no pause {asked!r:.20}; there are {', '.join(PAUSES)}")
 
 
 class Ballot(NamedTuple):

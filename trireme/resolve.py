@@ -258,6 +258,8 @@ class _Resolver:
         """Where workers run and with how many threads."""
         parallel, per_engine = self.config.parallel, self.shape.num_workers
         fleet_of(self.config)
+        if self.config.in_lockstep:
+            self.check_experts()
         if parallel.executor == "auto":
             if per_engine == 1:
                 self.decide("parallel", "one worker: it runs inside the engine process", executor="inproc")
@@ -269,6 +271,16 @@ class _Resolver:
             threads = max(1, self.device.cores // self.num_workers)
             because = f"{self.device.cores} cores over {self.num_workers} worker{'s' * (self.num_workers > 1)}"
             self.decide("parallel", because, threads=threads)
+
+    def check_experts(self) -> None:
+        """Refuses to split experts that there are not, or where nothing can."""
+        parallel, per_engine = self.config.parallel, self.shape.num_workers
+        if per_engine > 1:
+            raise ConfigError(f"--ep joins engines of one worker each; tp x pp is {per_engine}", hint="--dp instead")
+        if parallel.worker == "fake":
+            return
+        where = "a GPU" if self.is_on_gpu else f"{self.arch.family} models"
+        raise ConfigError(f"--ep: the experts of {where} cannot be split over engines", hint="leave --ep out")
 
     def token_bytes(self) -> int:
         """KV bytes per token on the fullest worker; 1 for models without KV."""

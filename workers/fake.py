@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -22,8 +22,12 @@ from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResul
 from transport.packed import pack, unpack, unpack_flags
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
+from trireme.lockstep import Agreed
 from trireme.mesh import Mesh
 from trireme.params import RowParams
+
+if TYPE_CHECKING:
+    from workers.peers import Peers
 
 
 class FakeOptions(msgspec.Struct, frozen=True):
@@ -87,12 +91,19 @@ class FakeWorker:
         self.failed: set[int] = set()  # rows that gave a fault, until they are freed
         self.num_steps = 0
         self.is_asleep = False
+        self._peers_arena = init.peers
+        self._peers: Peers | None = None
 
     def load(self) -> WorkerLoaded:
         """Pretends to read weights, in two progress ticks."""
         fake = self.model.fake
         self.progress("load", 0, 1)
         time.sleep(fake.load_ms / 1e3)
+        if self._peers_arena:
+            from workers.peers import Peers
+
+            limit_s = self.config.launch.step_timeout
+            self._peers = Peers(self._peers_arena, self.mesh.dp_rank, self.mesh.dp, timeout_s=limit_s)
         if fake.fail_load and self.mesh.worker == 0:
             raise EngineError(fake.fail_load, hint="remove fail_load from config.json")
         self.progress("load", 1, 1)
@@ -116,10 +127,12 @@ class FakeWorker:
         if self.is_asleep:
             raise EngineError("a step arrived while this worker was asleep")
         self.before_forward()
+        agreed = self._meet(plan)
         if self.model.fake.skip_kv:
             rows = unpack(plan.rows)[unpack_flags(plan.sample)]
             tokens = np.full(rows.size, self.model.fake.low)
-            return StepResult(plan.step, pack(rows), pack(tokens)) if self.mesh.reports_result else None
+            result = StepResult(plan.step, pack(rows), pack(tokens), agreed=agreed)
+            return result if self.mesh.reports_result else None
         self._apply(plan)
         faults = self._write(plan)
         delay_ms = self.model.fake.delay_ms or self.model.stub.delay_ms
@@ -128,14 +141,16 @@ class FakeWorker:
         self.num_steps += 1
         if not (self.mesh.reports_result or self.config.runs_ahead):
             return None
-        result = self._sample(plan, faults, started)
+        result = msgspec.structs.replace(self._sample(plan, faults, started), agreed=agreed)
         return result if self.mesh.reports_result else None
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """`info` tells the mesh place and the steps run; `sleep` and `wake` lose what the KV memory holds. Others raise
         EngineError."""
         if method == "info":
-            return {"worker": self.mesh.worker, "steps": self.num_steps, "rows": len(self.rows), "pid": os.getpid()}
+            found = {"worker": self.mesh.worker, "steps": self.num_steps, "rows": len(self.rows), "pid": os.getpid()}
+            peers = self._peers
+            return found if peers is None else {**found, "collectives": peers.num_steps, "trace": peers.trace}
         if method in ("sleep", "wake"):
             self.is_asleep = method == "sleep"
             self.kv[:] = -7
@@ -144,6 +159,17 @@ class FakeWorker:
 
     def close(self) -> None:
         self.rows.clear()
+
+    def _meet(self, plan: StepPlan) -> Agreed | None:
+        """In lock step: agrees with the other engines, then exchanges batches of the agreed shape with them, as experts do."""
+        if self._peers is None:
+            return None
+        num_tokens = int(unpack(plan.num_tokens).sum())
+        agreed = self._peers.agree(plan.ballot, num_tokens)
+        if agreed.num_tokens:
+            mine = np.full(agreed.num_tokens, plan.ballot.step if plan.ballot else 0, np.int32)
+            assert (self._peers.gather(mine) == mine).all(), f"step {plan.step}: another engine is in another step"
+        return agreed
 
     def _apply(self, plan: StepPlan) -> None:
         """The deltas of a plan, in the order of its fields; a delta that does not fit is a bug of the planner."""

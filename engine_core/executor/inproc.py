@@ -31,7 +31,8 @@ class InprocExecutor:
         if config.parallel.tp * config.parallel.pp != 1:
             raise ConfigError("the in-process executor runs one worker", hint="--executor procs")
         self.depth = depth_of(config)
-        self._init = WorkerInit(msgspec.msgpack.encode(config), place.dp_rank, 0)
+        peers = place.boot.peers if place.boot is not None else ""
+        self._init = WorkerInit(msgspec.msgpack.encode(config), place.dp_rank, 0, peers=peers)
         self._module = MODULES[config.parallel.worker_kind]
         self._poller = poller
         self._waker = Waker()

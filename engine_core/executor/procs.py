@@ -176,7 +176,7 @@ class ProcsExecutor:
         self._peers[worker] = peer
         assert self._server is not None
         arena = self._arena.path if self._arena is not None else ""
-        self._server.send(peer, WorkerInit(self._boot.config, self._dp_rank, worker, arena))
+        self._server.send(peer, WorkerInit(self._boot.config, self._dp_rank, worker, arena, self._boot.peers))
 
     def _on_reply(self, worker: int, reply: CallReply) -> None:
         call = self._calls.get(reply.call_id)

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_core.watch import FIRST_STEP_S, Pace, Watch
+from engine_core.watch import FIRST_STEP_S, StepTimes, Watch
 
 TIMEOUT_S = 15.0
 
 
 def watch_of(*steps: tuple[int, float]) -> Watch:
-    pace = Pace()
+    times = StepTimes()
     for num_tokens, seconds in steps:
-        pace.note(num_tokens, seconds)
-    return Watch(pace, TIMEOUT_S)
+        times.note(num_tokens, seconds)
+    return Watch(times, TIMEOUT_S)
 
 
 def look(
@@ -44,15 +44,15 @@ def look(
 )
 def test_an_honest_step_is_never_late(base: float, per_token: float, noise: list[float], sizes: list[int]) -> None:
     """Steps that cost what a machine costs, up to 2.8 times more one time than another."""
-    pace = Pace()
-    watch, now = Watch(pace, TIMEOUT_S), 100.0
+    times = StepTimes()
+    watch, now = Watch(times, TIMEOUT_S), 100.0
     for i, num_tokens in enumerate(sizes):
         seconds = (base + per_token * num_tokens) * noise[i % len(noise)]
         look(watch, now, now + seconds, (i, now, num_tokens))
         assert watch.stalled == ""
         assert not watch.stuck or (i == 0 and seconds > FIRST_STEP_S)
         now += seconds
-        pace.note(num_tokens, seconds)
+        times.note(num_tokens, seconds)
 
 
 @given(st.lists(st.floats(0.001, 0.15), min_size=1), st.integers(1, 64))

@@ -1,0 +1,65 @@
+"""This engine's end of what engines in lock step share: the agreement before each step, and batches of the agreed shape.
+
+Used by workers of engines that split the experts of a model. Torch-free. Rests on the shared memory of trireme/arena.py, so it
+never waits for ever: the death of another engine, an abort and a time-out raise CollectiveError, after which all must start again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.native import load_native
+from trireme.errors import CollectiveError, EngineError
+from trireme.lockstep import Agreed, Ballot, agree
+
+Item = TypeVar("Item", bound=np.generic)
+
+
+class Peers:
+    """`rank` of `size` engines. All make the same calls in the same order, each from one thread."""
+
+    def __init__(self, arena: str, rank: int, size: int, *, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.num_steps = 0
+        self.trace = 0  # a checksum over all that was ever agreed: alike on all engines
+        native = load_native()
+        self.comm: Any = run(lambda: native.Comm(arena, rank, 0, timeout_s, timeout_s))
+
+    def agree(self, ballot: Ballot | None, num_tokens: int, graph: int = 0) -> Agreed:
+        """What all engines say of this step: one gather."""
+        if ballot is None:
+            raise EngineError("a step came without a ballot to an engine that steps together with others")
+        own = np.array(ballot._replace(num_tokens=num_tokens, graph=graph), np.int64)
+        ballots = [Ballot(w, s, bool(work), bool(ready), n, g) for w, s, work, ready, n, g in self.gather(own).tolist()]
+        agreed = agree(ballots)
+        self.num_steps += 1
+        self.trace = zlib.crc32(repr((ballot[:2], agreed)).encode(), self.trace)
+        return agreed
+
+    def gather(self, x: NDArray[Item]) -> NDArray[Item]:
+        """Every engine's x, by rank: they have one shape."""
+        x = np.ascontiguousarray(x)
+        out = np.empty((self.size, *x.shape), x.dtype)
+        sizes = [x.nbytes] * self.size
+        run(lambda: self.comm.all_gather(x.ctypes.data, out.ctypes.data, 1, sizes))
+        return out
+
+    def abort(self) -> None:
+        """Fails every collective of the group, now and later. For an engine that cannot go on."""
+        self.comm.abort()
+
+
+T = TypeVar("T")
+
+
+def run(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except RuntimeError as error:
+        raise CollectiveError(str(error)) from None
