@@ -82,6 +82,25 @@ class Group(Protocol):
         ...
 
 
+class ExpertGroup(Protocol):
+    """Engines that have some experts of each layer each. All run the same layers in every step."""
+
+    rank: int
+    size: int
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The rows of all engines, by rank, from this one's [T, H]: as many of each as all have agreed on."""
+        ...
+
+    def collect(self, x: Tensor, count: int) -> Tensor:
+        """The first `count` of this engine's rows, each summed over all engines, from what each has computed for all rows."""
+        ...
+
+    def own(self, x: Tensor, count: int) -> Tensor:
+        """The first `count` of this engine's rows as they are."""
+        ...
+
+
 class SoloGroup:
     """The group of a worker that is alone."""
 

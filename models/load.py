@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from models.arch import native
 from models.dummy import DummySource
-from models.forward import Group, Model
+from models.forward import ExpertGroup, Group, Model
 from models.registry import family_named
 from models.weights import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
 from trireme.arch import ArchSpec
@@ -37,13 +37,15 @@ def load_model(
     quantize: str | None = None,
     runtime: str = "",
     dummy: bool = False,
+    experts: ExpertGroup | None = None,
 ) -> Model:
     """This rank's stage. `dtype` is the type of dense weights (auto: as stored); quantized blocks stay as they are.
 
     `quantize` is a scheme of models.quant.packed.SCHEMES to which dense matrices are rounded instead.
 
     `max_len` is how many positions will ever be computed (default: the model's own limit; more is allowed). `runtime` is
-    what choose_runtime says unless a test asks for the other one. With `dummy` the weights are noise.
+    what choose_runtime says unless a test asks for the other one. With `dummy` the weights are noise. `experts`: only a share
+    of the experts is loaded, the others are on other engines.
     `progress("weights", done, total)` counts layers, and the embedding with the head as one. Raises ModelError for files
     that do not fit together.
     """
@@ -58,6 +60,12 @@ def load_model(
         return native.NativeDecoder(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len)
     from models.tensors import OverTensors
 
+    if experts is not None:
+        from models.arch.moe import MoeModel
+
+        return OverTensors(
+            MoeModel(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len, experts=experts)
+        )
     body = family.load_body()
     return OverTensors(body(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len))
 

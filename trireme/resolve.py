@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trireme.arch import ArchSpec, read_arch
+from trireme.arch_bodies import MoeBody
 from trireme.budget import DTYPE_BYTES, kv_token_bytes, num_params, too_little_kv
 from trireme.config import CPU_ROWS, CPU_TOKENS, GPU_ROWS, GPU_TOKENS, Decision, EngineConfig
 from trireme.device import DeviceFacts, read_device
@@ -274,13 +275,24 @@ class _Resolver:
 
     def check_experts(self) -> None:
         """Refuses to split experts that there are not, or where nothing can."""
-        parallel, per_engine = self.config.parallel, self.shape.num_workers
+        parallel, per_engine, body = self.config.parallel, self.shape.num_workers, self.arch.body
         if per_engine > 1:
             raise ConfigError(f"--ep joins engines of one worker each; tp x pp is {per_engine}", hint="--dp instead")
         if parallel.worker == "fake":
             return
-        where = "a GPU" if self.is_on_gpu else f"{self.arch.family} models"
-        raise ConfigError(f"--ep: the experts of {where} cannot be split over engines", hint="leave --ep out")
+        if self.is_on_gpu or not isinstance(body, MoeBody):
+            where = "a GPU" if self.is_on_gpu else f"{self.arch.family} models"
+            raise ConfigError(f"--ep: the experts of {where} cannot be split over engines", hint="leave --ep out")
+        if body.num_experts < parallel.dp:
+            raise ConfigError(
+                f"--ep: {body.num_experts} experts cannot be split over {parallel.dp} engines",
+                hint=f"--dp {body.num_experts} or less",
+            )
+        self.decisions.append(
+            Decision(
+                "ep", str(parallel.dp), f"{body.num_experts} experts over {parallel.dp} engines, which step together"
+            )
+        )
 
     def token_bytes(self) -> int:
         """KV bytes per token on the fullest worker; 1 for models without KV."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +19,7 @@ from models.forward import Group, HostKV, Logits, Model
 from transport.messages import LogprobRow, RowFault, StepPlan, StepResult
 from transport.packed import pack, unpack, unpack_flags
 from trireme.errors import EngineError
+from trireme.lockstep import Agreed, Ballot
 from trireme.mesh import Mesh
 from workers.batch import ROW_ERRORS, Batch
 from workers.inputs import InputBuilder, StepRows, Wanted
@@ -37,11 +40,20 @@ class _Outcome:
     faults: list[RowFault] = field(default_factory=list)
 
 
+class Company(Protocol):
+    """Engines in lock step, as workers.worker joins them."""
+
+    def meet(self, ballot: Ballot | None, num_tokens: int, *, has_rows: bool) -> Agreed:
+        """Agrees on the step; without rows of one's own it is over afterwards."""
+        ...
+
+
 class Runner:
     """One worker's step loop body over a loaded model and its KV.
 
     `keeper` is the group of ranks that keep the tokens they sample, for steps planned before anybody else knows them; with
-    None each plan brings the tokens of the steps before.
+    None each plan brings the tokens of the steps before. `company` are engines that take every step with this one: then a step is
+    one forward, never cut in pieces and never tried again.
     """
 
     def __init__(
@@ -53,8 +65,10 @@ class Runner:
         mesh: Mesh,
         *,
         keeper: Group | None = None,
+        company: Company | None = None,
     ) -> None:
         self._keeper = keeper
+        self._company = company
         self.before_forward: Callable[[], object] = lambda: None
         self._model = model
         self._kv = kv
@@ -94,15 +108,19 @@ class Runner:
         outcome = _Outcome(faults=batch.row_faults(step.rows))
         if outcome.faults:
             step = step.where(~np.isin(step.rows, list(batch.faults)))
+        agreed = None
+        if self._company is not None:
+            agreed = self._company.meet(plan.ballot, int(step.num_tokens.sum()), has_rows=step.rows.size > 0)
         if step.rows.size:
-            for piece in self._pieces(step):
+            for piece in [step] if self._company is not None else self._pieces(step):
                 self._try(piece, outcome)
             if self._keeper is not None:
                 self._keep(self._keeper, step.rows[step.sample], outcome.sampled)
         self.num_steps += 1
         if not self._mesh.reports_result:
             return None
-        return _result(plan, outcome, time.perf_counter() - started)
+        result = _result(plan, outcome, time.perf_counter() - started)
+        return result if agreed is None else msgspec.structs.replace(result, agreed=agreed)
 
     def _keep(self, group: Group, rows: NDArray[np.int64], sampled: Sampled) -> None:
         """Makes the sampled tokens known to this worker's batch, on every rank those of rank 0."""
@@ -158,7 +176,7 @@ class Runner:
             self.before_forward()
             logits = self._model.forward(forward, self._kv)
         except ROW_ERRORS as error:
-            if self._mesh.num_workers > 1:
+            if self._mesh.num_workers > 1 or self._company is not None:
                 raise
             if step.rows.size == 1:
                 outcome.faults.append(RowFault(int(step.rows[0]), f"{_MODEL_FAILED}: {error}"))

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,6 +33,9 @@ from workers.kv_tensors import KvDtype, allocate_kv, block_bytes, choose_kv_dtyp
 from workers.memory import activation_bytes, kv_share, read_memory, usable_cores
 from workers.runner import Runner
 
+if TYPE_CHECKING:
+    from workers.company import EngineCompany
+
 
 class Worker:
     """One worker of one engine. Order of calls: load, setup_kv, then execute any number of times, close."""
@@ -42,6 +45,8 @@ class Worker:
         parallel = self.config.parallel
         self.mesh = Mesh(parallel.dp, parallel.pp, parallel.tp, init.dp_rank).at_worker(init.worker)
         self._arena = init.arena
+        self._peers_arena = init.peers
+        self._company: EngineCompany | None = None
         self._native = _native_kernels()
         self._progress = progress
         self._loaded: tuple[ArchSpec, Model, KvDtype] | None = None
@@ -63,6 +68,13 @@ class Worker:
         self._group = group
         self._abort_group = getattr(group, "abort", None)
         asked = self.config.model
+        experts = None
+        if self._peers_arena:
+            from workers.company import EngineCompany
+
+            limit_s = self.config.launch.step_timeout
+            self._company = EngineCompany(self._peers_arena, self.mesh, timeout_s=limit_s)
+            experts, self._abort_group = self._company.experts, self._company.abort
         model = load_model(
             files,
             arch,
@@ -73,7 +85,10 @@ class Worker:
             max_len=asked.max_len,
             quantize=asked.quantize,
             dummy=asked.load_format == "dummy",
+            experts=experts,
         )
+        if self._company is not None:
+            self._company.join(model)
         if runtime.value == TORCH:
             from models.tensors import use_threads
 
@@ -107,7 +122,13 @@ class Worker:
         batch = Batch(max_rows, max_len, block_size, model.vocab_size, num_blocks)
         inputs = InputBuilder(config.scheduler.num_tokens, max_rows, -(-max_len // block_size))
         self._runner = Runner(
-            model, self._kv, batch, inputs, self.mesh, keeper=self._group if config.runs_ahead else None
+            model,
+            self._kv,
+            batch,
+            inputs,
+            self.mesh,
+            keeper=self._group if config.runs_ahead else None,
+            company=self._company,
         )
 
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -157,6 +178,7 @@ class Worker:
             "pid": os.getpid(),
             "own_bytes": read_memory().own,
             "torch": "torch" in sys.modules,
+            **(self._company.facts() if self._company is not None else {}),
         }
 
     def _set_threads(self) -> tuple[int, list[Decision]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models import ops
 from models.arch.ends import Columns, Cut, Ends, PrefixedSource, identity_table
-from models.forward import ForwardBatch, Group, KVLayer
+from models.forward import ExpertGroup, ForwardBatch, Group, KVLayer
 from models.layers.linear import Linear
 from models.layers.rope import cos_sin_table
 from models.ops_more import clamped_swiglu, rows_by_chunk, torch_attention
@@ -24,7 +24,7 @@ from models.weights import RawMatrix, SafetensorsSource, WeightSource
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import MoeBody
 from trireme.errors import ModelError
-from trireme.mesh import Mesh, Span
+from trireme.mesh import Mesh, Span, split_evenly
 
 _FEED_FORWARD = {"llama4": "feed_forward", "gpt_oss": "mlp"}
 _VISION = ("vision_model.", "multi_modal_projector.")
@@ -105,9 +105,13 @@ def _apply(linear: Linear, x: Tensor) -> Tensor:
 
 
 class _Experts:
-    """A router and its experts; every rank has some columns of every expert. Per token, results do not depend on the others."""
+    """A router and its experts; every rank has some columns of every expert. Per token, results do not depend on the others.
 
-    def __init__(self, cut: Cut, at: str) -> None:
+    With `peers`, engines have some whole experts each. A pair's result is computed where its expert is, and added to zeros from
+    elsewhere before the results of a token are summed: so it is the same to the bit on any number of engines.
+    """
+
+    def __init__(self, cut: Cut, at: str, peers: ExpertGroup | None = None) -> None:
         arch, self._body = cut.arch, _body(cut.arch)
         body, hidden, ffn = self._body, arch.hidden, arch.ffn
         self._router = cut.packed(
@@ -116,7 +120,11 @@ class _Experts:
         )
         self._wide, self._hidden = cut.columns(cut.spans(ffn)), cut.columns(cut.spans(hidden))
         gate, own = cut.spans(ffn)[cut.rank], cut.spans(hidden)[cut.rank]
-        stored = _Stored(cut.source, at + ".experts", body)
+        self._peers = peers
+        self._own = Span(0, body.num_experts)
+        if peers is not None:
+            self._own = split_evenly(body.num_experts, peers.size, peers.rank)
+        stored = _Stored(cut.source, at + ".experts", body, self._own)
         gate_up_rows = _gate_up_rows(gate, ffn, interleaved=body.glu_limit > 0)
         self._gate_up = stored.linears(cut, "gate_up_proj", 2 * ffn, hidden, gate_up_rows)
         self._down = stored.linears(cut, "down_proj", hidden, ffn, np.arange(own.start, own.stop))
@@ -125,7 +133,9 @@ class _Experts:
         self.nbytes += self._shared.nbytes if self._shared else 0
 
     def __call__(self, x: Tensor, group: Group) -> Tensor:
-        body = self._body
+        body, peers, mine = self._body, self._peers, x
+        if peers is not None:
+            x = peers.spread(x)
         scores, chosen = _apply(self._router, x).topk(body.top_k, dim=-1)
         by_input = body.router == "sigmoid"
         # in double precision: torch's vectorized and scalar loops differ in the last bit, and T decides which one runs
@@ -136,25 +146,27 @@ class _Experts:
         if by_input:
             pairs = pairs * scores.reshape(-1)[order].unsqueeze(-1)
         product = torch.empty(pairs.shape[0], self._wide.own)
-        for expert, start, stop in _runs(edges):
-            product[start:stop] = self._gated(_apply(self._gate_up[expert], pairs[start:stop]))
+        for expert, start, stop in _runs(edges, self._own):
+            product[start:stop] = self._gated(_apply(self._gate_up[expert - self._own.start], pairs[start:stop]))
         product = self._wide.gather(product, group)
-        results = torch.empty(pairs.shape[0], self._hidden.own)
-        for expert, start, stop in _runs(edges):
-            self._down[expert](product[start:stop], results[start:stop])
+        results = torch.zeros(pairs.shape[0], self._hidden.own)
+        for expert, start, stop in _runs(edges, self._own):
+            self._down[expert - self._own.start](product[start:stop], results[start:stop])
         mixed = torch.empty_like(results).index_copy_(0, order, results).unflatten(0, (-1, body.top_k))
+        if peers is not None:
+            mixed, scores = peers.collect(mixed, mine.shape[0]), peers.own(scores, mine.shape[0])
         mixed = mixed if by_input else mixed * scores.unsqueeze(-1)
         total = self._hidden.gather(mixed.sum(1), group)
-        return total if self._shared is None else total + self._shared(x, group)
+        return total if self._shared is None else total + self._shared(mine, group)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         body = self._body
         return clamped_swiglu(gate_up, body.glu_limit, body.glu_alpha) if body.glu_limit else ops.swiglu(gate_up)
 
 
-def _runs(edges: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(expert, first pair, end) of the experts that anyone chose."""
-    for expert in range(len(edges) - 1):
+def _runs(edges: list[int], own: Span) -> Iterator[tuple[int, int, int]]:
+    """(expert, first pair, end) of the experts that anyone chose and this engine has."""
+    for expert in range(own.start, own.stop):
         if edges[expert] < edges[expert + 1]:
             yield expert, edges[expert], edges[expert + 1]
 
@@ -168,21 +180,22 @@ def _gate_up_rows(own: Span, ffn: int, *, interleaved: bool) -> np.ndarray:
 class _Stored:
     """The experts of a layer as they lie in a file: dense [E, inputs, outputs], or 4-bit blocks of rows."""
 
-    def __init__(self, source: PrefixedSource, at: str, body: MoeBody) -> None:
-        self._source, self._at, self._body = source, at, body
+    def __init__(self, source: PrefixedSource, at: str, body: MoeBody, own: Span) -> None:
+        self._source, self._at, self._body, self._own = source, at, body, own
 
     def linears(self, cut: Cut, name: str, n: int, k: int, rows: np.ndarray) -> list[Linear]:
-        """One layer per expert, of the given rows of its n x k matrix."""
+        """One layer per own expert, of the given rows of its n x k matrix."""
         count, bias = self._body.num_experts, None
         pick = torch.from_numpy(rows)
         if self._body.biases:
-            bias = self._source.tensor(f"{self._at}.{name}_bias", (count, n)).float()[:, pick]
+            stored = self._source.tensor(f"{self._at}.{name}_bias", (count, n))
+            bias = stored[self._own.start : self._own.stop].float()[:, pick]
         matrices = self._blocks(name, n, k, rows) if self._body.mxfp4 else self._dense(name, n, k, pick)
         return [cut.packed([matrix], None if bias is None else [bias[i]]) for i, matrix in enumerate(matrices)]
 
     def _dense(self, name: str, n: int, k: int, rows: Tensor) -> Iterator[RawMatrix]:
         whole = self._source.tensor(f"{self._at}.{name}", (self._body.num_experts, k, n))
-        for expert in whole:
+        for expert in whole[self._own.start : self._own.stop]:
             yield raw_from_tensor(expert[:, rows].T.contiguous())
 
     def _blocks(self, name: str, n: int, k: int, rows: np.ndarray) -> Iterator[RawMatrix]:
@@ -192,7 +205,8 @@ class _Stored:
             raise ModelError(f"{self._at}.{name} has rows of {k} values, no multiple of {MXFP4_VALUES_PER_BLOCK}")
         blocks = self._source.tensor(f"{self._at}.{name}_blocks", (count, n, per_row, 16))
         scales = self._source.tensor(f"{self._at}.{name}_scales", (count, n, per_row))
-        for packed, scale in zip(blocks, scales, strict=True):
+        own = slice(self._own.start, self._own.stop)
+        for packed, scale in zip(blocks[own], scales[own], strict=True):
             yield RawMatrix("MXFP4", mxfp4_rows(packed.numpy()[rows], scale.numpy()[rows]), rows.size, k)
 
 
@@ -209,7 +223,7 @@ def mxfp4_rows(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
 class _Layer:
     """Weights of one layer."""
 
-    def __init__(self, cut: Cut, index: int) -> None:
+    def __init__(self, cut: Cut, index: int, peers: ExpertGroup | None = None) -> None:
         arch, body, at = cut.arch, _body(cut.arch), f"model.layers.{index}."
         dim, own = arch.head_dim, cut.heads()[cut.rank]
         self.attn_norm = cut.vector(at + "input_layernorm.weight", arch.hidden)
@@ -232,7 +246,7 @@ class _Layer:
             self.sinks = cut.vector(at + "self_attn.sinks", arch.num_heads)[own.q.start : own.q.stop]
         network = at + _FEED_FORWARD[arch.family]
         self.feed_forward: _Experts | _Dense = (
-            _Experts(cut, network) if index in body.moe_layers else _Dense(cut, network, body.dense_ffn)
+            _Experts(cut, network, peers) if index in body.moe_layers else _Dense(cut, network, body.dense_ffn)
         )
 
     @property
@@ -259,6 +273,7 @@ class MoeModel:
         dense: str | None = None,
         progress: Callable[[str, int, int], None],
         max_len: int | None = None,
+        experts: ExpertGroup | None = None,
     ) -> None:
         assert isinstance(source, PrefixedSource)
         self.arch, self._body, self._group = arch, _body(arch), group
@@ -272,7 +287,7 @@ class MoeModel:
         self._layers = []
         progress("weights", 0, stage.size + 1)
         for done, index in enumerate(range(stage.start, stage.stop), start=1):
-            self._layers.append(_Layer(cut, index))
+            self._layers.append(_Layer(cut, index, experts))
             progress("weights", done, stage.size + 1)
         norm = cut.vector("model.norm.weight", arch.hidden) if mesh.is_last_stage else None
         final = None if norm is None else lambda x: ops.rms_norm(x, norm, arch.norm_eps)
@@ -297,6 +312,12 @@ class MoeModel:
             hidden += self._hidden.gather(part, self._group)
             hidden += layer.feed_forward(ops.rms_norm(hidden, layer.ffn_norm, eps), self._group)
         return self._ends.finish(hidden, batch.logits_index)
+
+    def accompany(self) -> None:
+        """This engine's experts compute for the rows of others; it has none itself."""
+        for layer in self._layers:
+            if isinstance(layer.feed_forward, _Experts):
+                layer.feed_forward(torch.empty(0, self.arch.hidden), self._group)
 
     def _chunked(self, batch: ForwardBatch, kv: list[KVLayer]) -> ForwardBatch | None:
         """The batch that rotary layers attend over; None where chunks do not end with a KV block."""

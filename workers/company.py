@@ -1,0 +1,40 @@
+"""The engines that step together with this one, as its Runner meets them: agree first, then compute for each other.
+
+Made by workers.worker for a model whose experts lie on several engines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.forward import Model
+from models.tensors import OverTensors
+from trireme.lockstep import Agreed, Ballot
+from trireme.mesh import Mesh
+from workers.collectives.experts import SplitExperts
+from workers.peers import Peers
+
+
+class EngineCompany:
+    """Satisfies runner.Company. `experts` goes into the model, which `join` brings back here."""
+
+    def __init__(self, arena: str, mesh: Mesh, *, timeout_s: float) -> None:
+        self._peers = Peers(arena, mesh.dp_rank, mesh.dp, timeout_s=timeout_s)
+        self.experts = SplitExperts(self._peers)
+        self.abort = self._peers.abort
+        self._model: OverTensors | None = None
+
+    def join(self, model: Model) -> None:
+        assert isinstance(model, OverTensors)
+        self._model = model
+
+    def meet(self, ballot: Ballot | None, num_tokens: int, *, has_rows: bool) -> Agreed:
+        agreed = self._peers.agree(ballot, num_tokens)
+        self.experts.num_tokens = agreed.num_tokens
+        if agreed.num_tokens and not has_rows and self._model is not None:
+            self._model.accompany()
+        return agreed
+
+    def facts(self) -> dict[str, Any]:
+        """Steps taken together, and a checksum over what was agreed in them."""
+        return {"collectives": self._peers.num_steps, "trace": self._peers.trace}
