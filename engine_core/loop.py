@@ -283,7 +283,8 @@ class EngineLoop:
 
     def _tell_health(self, stalled: str) -> None:
         """Every front end at once: the next Ping may be a moment away."""
-        log.warning("no progress: %s" if stalled else "progress again%s", stalled)
+        level = logging.INFO if self.pace.mode else logging.WARNING
+        log.log(level, "no progress: %s" if stalled else "progress again%s", stalled)
         self._server.stalled = stalled
         self._server.broadcast(Pong(0, self._server.progress, stalled), role="front")
 

@@ -261,6 +261,8 @@ class _Resolver:
         fleet_of(self.config)
         if self.config.in_lockstep:
             self.check_experts()
+        elif parallel.ep:
+            self.decisions.append(Decision("ep", "off", "one engine has all experts"))
         if parallel.executor == "auto":
             if per_engine == 1:
                 self.decide("parallel", "one worker: it runs inside the engine process", executor="inproc")

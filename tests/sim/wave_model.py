@@ -147,12 +147,21 @@ class WaveModel:
 
     def initial(self) -> World:
         """All ranks are connected and parked: what the protocol comes to before anything happens outside."""
-        world = self._nothing()
+        world = self.begin()
         while quiet := [move.state for move in self.moves(world) if move.is_protocol]:
             world = quiet[0]
         return world
 
-    def _nothing(self) -> World:
+    def part(self, number: int) -> Any:
+        """A part of a world."""
+        return self._parts.values[number]
+
+    def freeze(self, machine: Any) -> Frozen:
+        """A machine outside as it would be here."""
+        return (self._wave_machine if isinstance(machine, Wave) else self._waves_machine).freeze(machine)
+
+    def begin(self) -> World:
+        """Before anybody has met anybody."""
         setting, put = self._setting, self._parts.number
         size = setting.ranks
         return World(
