@@ -16,7 +16,7 @@ from engine_core.watch import LATE_S
 from engine_core.wave import Wave
 from transport.messages import StepPlan, StepResult, WaveOrder, WaveReport
 from trireme.errors import EngineError
-from trireme.lockstep import Mode
+from trireme.lockstep import Mode, paused
 
 Answer: TypeAlias = Callable[[str], object]
 """Takes the error, "" for success."""
@@ -193,7 +193,3 @@ def enter(core: EngineCore, mode: Mode) -> None:
     core.scheduler.admits = mode == ""
     if mode == "abort":
         core.abort_all(ABORTED)
-
-
-def paused(mode: Mode) -> str:
-    return f"it is paused ({mode})" if mode else ""

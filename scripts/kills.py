@@ -41,8 +41,8 @@ Answer = dict[str, Any]
 class Deployment:
     """A supervisor in a thread of its own, over the real parts."""
 
-    def __init__(self, model: str, dp: int, tp: int) -> None:
-        settings = {"model": model, "port": 0, "dp": dp, "tp": tp, "executor": "procs", "log_level": "error"}
+    def __init__(self, model: str, dp: int, tp: int, *, ep: bool = False) -> None:
+        settings = {"model": model, "port": 0, "dp": dp, "tp": tp, "ep": ep, "executor": "procs", "log_level": "error"}
         settings |= {"max_num_seqs": 32, "num_blocks": 1024}
         self.died: list[Died] = []
         config = prepare(load(settings).config).config
@@ -315,10 +315,13 @@ def main() -> int:
     parser.add_argument("--coordinator-rounds", type=int, default=50)
     parser.add_argument("--length", type=int, default=96)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument(
+        "--ep", action="store_true", help="engines in lock step, with the experts of a mixture split over them"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng, num_bad = random.Random(options.seed), 0
-    with Deployment(options.model, 2, options.tp) as deployment:
+    with Deployment(options.model, 2, options.tp, ep=options.ep) as deployment:
         model = json.loads(deployment.get("/v1/models")[1])["data"][0]["id"]
         if options.rounds:
             num_bad += kill_rounds(deployment, model, options.rounds, options.length, rng)

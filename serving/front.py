@@ -23,12 +23,13 @@ from serving.templates import find_template
 from serving.tokens import Tokenizer
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, NotFoundError, OverloadedError, RequestError
+from trireme.lockstep import is_pause
 
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
 MIN_BODY_BUDGET = 64 << 20  # bytes of bodies being read at one time, all requests together
 OFF_LOOP_CHARS = 8192  # longer texts are tokenized in a thread
 
-Phase = Literal["loading", "ready", "degraded", "stuck", "down", "draining"]
+Phase = Literal["loading", "ready", "degraded", "paused", "stuck", "down", "draining"]
 Result = TypeVar("Result")
 
 
@@ -173,7 +174,8 @@ class Front:
         if not up:
             return Readiness("down", engines)
         if not working:
-            return Readiness("stuck", engines)
+            is_paused = all(is_pause(state.stalled) for state in up)
+            return Readiness("paused" if is_paused else "stuck", engines)
         return Readiness("ready" if len(working) == len(engines) else "degraded", engines)
 
     def own_snapshot(self) -> Snapshot:

@@ -17,12 +17,24 @@ Mode: TypeAlias = Literal["", "abort", "wait", "keep"]
 PAUSES: tuple[Mode, ...] = ("abort", "wait", "keep")
 
 
+_PAUSED = "it is paused ("
+
+
 def pause_mode(asked: object) -> Mode:
     """Raises EngineError for a pause that does not exist."""
     for mode in PAUSES:
         if mode == asked:
             return mode
     raise EngineError(f"there is no pause {asked!r:.20}; there are {', '.join(PAUSES)}")
+
+
+def paused(mode: Mode) -> str:
+    """Why an engine makes no progress; "" without a pause."""
+    return f"{_PAUSED}{mode})" if mode else ""
+
+
+def is_pause(stalled: str) -> bool:
+    return stalled.startswith(_PAUSED)
 
 
 class Ballot(NamedTuple):

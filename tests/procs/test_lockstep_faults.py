@@ -26,6 +26,7 @@ from trireme.resolve import prepare
 from trireme.settings import load
 
 pytestmark = pytest.mark.timeout(180)
+BAD_TOKEN = 94  # in no other prompt
 FENCE_S = 5.0  # until what is stuck is given up
 
 
@@ -130,7 +131,7 @@ async def test_a_pause_is_not_ready(tmp_path: Path) -> None:
             await running(client, 4)
             await client.direct("keep", 10.0)
             status, answer = await asyncio.to_thread(node.get, "/ready")
-            assert status == 503
+            assert (status, answer["status"]) == (503, "paused")
             assert [engine["stalled"] for engine in answer["engines"]] == ["it is paused (keep)"] * 2
             await asyncio.sleep(2.5)
             assert node.epochs() == [0, 0]
@@ -191,6 +192,33 @@ async def test_a_stop_that_passes_harms_nobody(tmp_path: Path) -> None:
             assert await asyncio.gather(*answers) == right(4, 150)
             assert node.epochs() == [0, 0]
             await until(lambda: asyncio.to_thread(node.ready), "ready again")
+
+
+@pytest.mark.parametrize("fault", ["die_token", "hang_token"])
+async def test_a_request_that_ends_the_group_twice_is_the_only_one_to_fail(tmp_path: Path, fault: str) -> None:
+    """A worker that never comes back from its step is seen as soon as one that is gone, and both ranks are replaced."""
+    with Node(tmp_path, delay_ms=5, **{fault: BAD_TOKEN}) as node:
+        async with client_of(node) as client:
+            answers = asked(node, 3, 200)
+            await running(client, 3)
+            body = {"prompt": [40, BAD_TOKEN], "max_tokens": 4, "temperature": 0}
+            bad = asyncio.ensure_future(asyncio.to_thread(node.get, "/v1/completions", body))
+            assert await asyncio.to_thread(node.unready_s) < 3.0
+            status, answer = await bad
+            assert (status, answer["error"]["code"]) == (422, "request_quarantined")
+            assert await asyncio.gather(*answers) == right(3, 200)
+            assert node.epochs() == [2, 2]
+
+
+async def test_a_drain_ends_what_runs_and_all_leave(tmp_path: Path) -> None:
+    with Node(tmp_path, delay_ms=5) as node:
+        async with client_of(node) as client:
+            answers = asked(node, 4, 60)
+            await running(client, 4)
+            node.supervisor.request_stop("asked to")
+            assert await asyncio.gather(*answers) == right(4, 60)
+        await asyncio.to_thread(wait, lambda: node.supervisor.is_finished, 20, "the end")
+        assert (node.supervisor.exit_code, node.supervisor.failed) == (0, None)
 
 
 async def test_parked_and_paused_engines_leave_the_processor_alone(tmp_path: Path) -> None:
