@@ -46,6 +46,7 @@ class Ballot(NamedTuple):
     is_ready: bool  # to pause after this step
     num_tokens: int = 0
     graph: int = 0  # mode in which it could run; larger ones ask for more
+    num_pieces: int = 0  # forwards in which it would run its rows
 
 
 class Agreed(NamedTuple):
@@ -55,6 +56,7 @@ class Agreed(NamedTuple):
     is_ready: bool  # everyone
     num_tokens: int = 0  # the most of any: the shape of everyone's batch
     graph: int = 0  # the least
+    num_pieces: int = 0  # the most of any: so many forwards are run by everyone
 
 
 def agree(ballots: Sequence[Ballot]) -> Agreed:
@@ -67,4 +69,5 @@ def agree(ballots: Sequence[Ballot]) -> Agreed:
         all(ballot.is_ready for ballot in ballots),
         max(ballot.num_tokens for ballot in ballots),
         min(ballot.graph for ballot in ballots),
+        max(ballot.num_pieces for ballot in ballots),
     )

@@ -28,12 +28,14 @@ class EngineCompany:
         assert isinstance(model, OverTensors)
         self._model = model
 
-    def meet(self, ballot: Ballot | None, num_tokens: int, *, has_rows: bool) -> Agreed:
-        agreed = self._peers.agree(ballot, num_tokens)
+    def meet(self, ballot: Ballot | None, num_tokens: int, num_pieces: int) -> Agreed:
+        agreed = self._peers.agree(ballot, num_tokens, num_pieces)
         self.experts.num_tokens = agreed.num_tokens
-        if agreed.num_tokens and not has_rows and self._model is not None:
-            self._model.accompany()
         return agreed
+
+    def accompany(self) -> None:
+        assert self._model is not None
+        self._model.accompany()
 
     def facts(self) -> dict[str, Any]:
         """Steps taken together, and a checksum over what was agreed in them."""

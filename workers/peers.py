@@ -31,13 +31,13 @@ class Peers:
         native = load_native()
         self.comm: Any = run(lambda: native.Comm(arena, rank, 0, timeout_s, timeout_s))
 
-    def agree(self, ballot: Ballot | None, num_tokens: int, graph: int = 0) -> Agreed:
+    def agree(self, ballot: Ballot | None, num_tokens: int, num_pieces: int = 1) -> Agreed:
         """What all engines say of this step: one gather."""
         if ballot is None:
             raise EngineError("a step came without a ballot to an engine that steps together with others")
-        own = np.array(ballot._replace(num_tokens=num_tokens, graph=graph), np.int64)
-        ballots = [Ballot(w, s, bool(work), bool(ready), n, g) for w, s, work, ready, n, g in self.gather(own).tolist()]
-        agreed = agree(ballots)
+        own = np.array(ballot._replace(num_tokens=num_tokens, num_pieces=num_pieces), np.int64)
+        ballots = [Ballot(*row) for row in self.gather(own).tolist()]
+        agreed = agree([b._replace(has_work=bool(b.has_work), is_ready=bool(b.is_ready)) for b in ballots])
         self.num_steps += 1
         self.trace = zlib.crc32(repr((ballot[:2], agreed)).encode(), self.trace)
         return agreed

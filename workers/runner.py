@@ -43,8 +43,12 @@ class _Outcome:
 class Company(Protocol):
     """Engines in lock step, as workers.worker joins them."""
 
-    def meet(self, ballot: Ballot | None, num_tokens: int, *, has_rows: bool) -> Agreed:
-        """Agrees on the step; without rows of one's own it is over afterwards."""
+    def meet(self, ballot: Ballot | None, num_tokens: int, num_pieces: int) -> Agreed:
+        """Agrees on the step."""
+        ...
+
+    def accompany(self) -> None:
+        """Takes part in a forward of others without rows of one's own."""
         ...
 
 
@@ -52,8 +56,8 @@ class Runner:
     """One worker's step loop body over a loaded model and its KV.
 
     `keeper` is the group of ranks that keep the tokens they sample, for steps planned before anybody else knows them; with
-    None each plan brings the tokens of the steps before. `company` are engines that take every step with this one: then a step is
-    one forward, never cut in pieces and never tried again.
+    None each plan brings the tokens of the steps before. `company` are engines that take every step with this one, in as many
+    forwards: then none is tried again.
     """
 
     def __init__(
@@ -108,19 +112,26 @@ class Runner:
         outcome = _Outcome(faults=batch.row_faults(step.rows))
         if outcome.faults:
             step = step.where(~np.isin(step.rows, list(batch.faults)))
-        agreed = None
-        if self._company is not None:
-            agreed = self._company.meet(plan.ballot, int(step.num_tokens.sum()), has_rows=step.rows.size > 0)
-        if step.rows.size:
-            for piece in [step] if self._company is not None else self._pieces(step):
-                self._try(piece, outcome)
-            if self._keeper is not None:
-                self._keep(self._keeper, step.rows[step.sample], outcome.sampled)
+        agreed = self._run_pieces(plan, step, outcome)
+        if step.rows.size and self._keeper is not None:
+            self._keep(self._keeper, step.rows[step.sample], outcome.sampled)
         self.num_steps += 1
         if not self._mesh.reports_result:
             return None
         result = _result(plan, outcome, time.perf_counter() - started)
         return result if agreed is None else msgspec.structs.replace(result, agreed=agreed)
+
+    def _run_pieces(self, plan: StepPlan, step: StepRows, outcome: _Outcome) -> Agreed | None:
+        """All rows of a step; then, in company, the forwards that others still have to run. What all have agreed on."""
+        pieces, agreed = list(self._pieces(step)) if step.rows.size else [], None
+        if self._company is not None:
+            agreed = self._company.meet(plan.ballot, int(step.num_tokens.sum()), len(pieces))
+        for piece in pieces:
+            self._try(piece, outcome)
+        if self._company is not None and agreed is not None:
+            for _ in range(agreed.num_pieces - len(pieces)):
+                self._company.accompany()
+        return agreed
 
     def _keep(self, group: Group, rows: NDArray[np.int64], sampled: Sampled) -> None:
         """Makes the sampled tokens known to this worker's batch, on every rank those of rank 0."""

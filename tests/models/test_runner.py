@@ -22,12 +22,13 @@ from tests.models.rows import new_row, plan_of, rows_and_tokens
 from transport.messages import StepResult
 from transport.packed import pack, unpack
 from trireme.errors import EngineError
+from trireme.lockstep import Agreed, Ballot, agree
 from trireme.mesh import Mesh
 from trireme.params import RowParams
 from workers.batch import Batch
 from workers.inputs import InputBuilder
 from workers.kv_tensors import allocate_kv, copy_blocks, poison_blocks
-from workers.runner import Runner
+from workers.runner import Company, Runner
 
 VOCAB, DIM, MAX_LEN = 48, 8, 64
 SOLO = Mesh(1, 1, 1)
@@ -72,13 +73,19 @@ class Attention:
 
 
 def make_runner(
-    num_rows: int = 6, block_size: int = 4, num_blocks: int = 80, mesh: Mesh = SOLO, poison: bool = True
+    num_rows: int = 6,
+    block_size: int = 4,
+    num_blocks: int = 80,
+    mesh: Mesh = SOLO,
+    poison: bool = True,
+    company: Company | None = None,
 ) -> tuple[Runner, Batch, Attention, list[HostKV]]:
     model = Attention(block_size)
     kv = allocate_kv(model, num_blocks, block_size, np.dtype(np.float32))
     poison_blocks(kv, list(range(num_blocks)))
     batch = Batch(num_rows, MAX_LEN, block_size, VOCAB, num_blocks, poison=poison)
-    return Runner(OverTensors(model), kv, batch, InputBuilder(4, 2, 2), mesh), batch, model, kv
+    runner = Runner(OverTensors(model), kv, batch, InputBuilder(4, 2, 2), mesh, company=company)
+    return runner, batch, model, kv
 
 
 # ---------------------------------------------------------------- rows under a random planner
@@ -251,6 +258,39 @@ def test_prompt_logprobs_beyond_the_logits_budget_are_computed_in_pieces() -> No
     (entry,) = result.prompt_logprobs
     assert entry.token_ids[:, 0].tolist() == prompt[1:]
     np.testing.assert_allclose(entry.logprobs[:, 0], [whole.scores[i][0] for i in range(1, 30)], atol=1e-5)
+
+
+class Others:
+    """Another engine in lock step, which runs so many forwards in each step."""
+
+    def __init__(self, num_pieces: int) -> None:
+        self.ballot = Ballot(0, 0, True, False, 40, 0, num_pieces)
+        self.events: list[str] = []
+
+    def meet(self, ballot: Ballot | None, num_tokens: int, num_pieces: int) -> Agreed:
+        self.events.append(f"meet {num_tokens} {num_pieces}")
+        return agree([self.ballot, Ballot(0, 0, True, False, num_tokens, 0, num_pieces)])
+
+    def accompany(self) -> None:
+        self.events.append("accompany")
+
+
+@pytest.mark.parametrize("others", [1, 4, 6])
+def test_engines_in_lock_step_run_as_many_forwards(others: int) -> None:
+    """As many as the one that cuts its step into the most pieces; the values are those of an engine alone."""
+    company = Others(others)
+    params = RowParams(2, temperature=0.0, prompt_logprobs=2)
+    prompt = [(7 * i) % VOCAB for i in range(30)]
+    runner, _, model, _ = make_runner(block_size=16, company=company)
+    runner.max_logits = 8
+    result = execute(runner, new=[new_row(0, prompt, params, blocks=[0, 1])], rows=[0], num_tokens=[30])
+    assert model.seen == [8, 8, 8, 6]
+    assert company.events == ["meet 30 4", *["accompany"] * max(0, others - 4)]
+    assert result.agreed == Agreed(True, False, 40, 0, max(4, others))
+    assert unpack(result.tokens)[0] == solo(prompt, params).outputs[0]
+    execute(runner, freed=[0], rows=[])
+    assert company.events[-1 - others :] == ["meet 0 0", *["accompany"] * others]
+    assert len(model.seen) == 4
 
 
 def test_scoring_a_prompt_without_sampling() -> None:
