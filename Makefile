@@ -6,11 +6,12 @@ MODEL ?= smollm2
 FLAGS ?=
 SEEDS ?= 5000
 FIRST ?= 0
+TIMES ?= 20
 PROCESSES ?= $(shell nproc)
 BIN := .venv/bin
 export PYTHONUNBUFFERED := 1
 
-.PHONY: serve chat test kills fmt lint types arch unit gpu gpu-check cuda-compile bench simulate nightly count docs native setup setup-dev check-python clean
+.PHONY: serve chat test kills chaos fmt lint types arch unit gpu gpu-check cuda-compile bench simulate nightly count docs native setup setup-dev check-python clean
 
 serve: setup
 	@exec $(BIN)/trireme serve $(MODEL) $(FLAGS)
@@ -24,6 +25,10 @@ test: setup-dev lint types arch
 # kill -9 of engines, workers and coordinators at random moments under mixed streams, against the undisturbed answers
 kills: setup
 	$(BIN)/python -m scripts.kills --model $(MODEL) $(FLAGS)
+
+# every kind of fault at random moments of 64 mixed streams: FAULTS="kill freeze-worker", TIMES, SEED reproduce; --list names them
+chaos: setup-dev
+	$(BIN)/python -m tests.chaos.run --times $(TIMES) --seed $(or $(SEED),0) $(if $(FAULTS),--fault $(FAULTS)) $(FLAGS)
 
 fmt: setup-dev
 	$(BIN)/ruff check --fix .

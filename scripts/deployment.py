@@ -1,0 +1,133 @@
+"""A deployment to be hurt: a Supervisor in a thread of this process over the real parts, which restarts them any number of times.
+
+Used by scripts/kills.py and tests/chaos. What dies is told with its time; processes are found by role and name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from launch.parts import Modules
+from launch.restarts import RestartLimits
+from launch.supervise import Died, Event, Supervisor, Timing
+from trireme.resolve import prepare
+from trireme.settings import load
+
+PATIENT = RestartLimits(first_s=0.05, longest_s=0.05, most=None)  # the deployment is to survive any number of deaths
+DEFAULTS = {"port": 0, "executor": "procs", "log_level": "error", "max_num_seqs": 32, "num_blocks": 1024}
+
+
+class Deployment:
+    """`settings` are those of trireme/config.py. `around` is entered in the supervisor's own thread, for all of its life."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        *,
+        modules: Modules | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.died: list[tuple[float, Died]] = []  # with the readings of time.monotonic
+        self.config = prepare(load(DEFAULTS | settings).config).config
+        self.supervisor = Supervisor(self.config, self._on_event, modules=modules, timing=Timing(restarts=PATIENT))
+        self._around = around
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Deployment:
+        self._thread.start()
+        try:
+            until(lambda: self.supervisor.is_ready or not self._thread.is_alive(), 120.0, "readiness")
+            if not self._thread.is_alive():
+                raise RuntimeError(f"the deployment did not start: {self.supervisor.failed}")
+            self.until_whole()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join(30.0)
+
+    def _run(self) -> None:
+        try:
+            with self._around():
+                self.supervisor.start()
+                while not self.supervisor.is_finished and not self._stop:
+                    self.supervisor.step(0.1)
+        finally:
+            self.supervisor.close()
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Died):
+            self.died.append((time.monotonic(), event))
+
+    @property
+    def port(self) -> int:
+        assert self.supervisor.address is not None
+        return self.supervisor.address[1]
+
+    def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def model_name(self) -> str:
+        return str(json.loads(self.get("/v1/models")[1])["data"][0]["id"])
+
+    def pids(self, role: str) -> list[int]:
+        """Living processes of one role; those of workers are children of engines, in the order of their numbers."""
+        if role == "worker":
+            return [child for pid in self.pids("engine") for child in children(pid)]
+        born = [part.child for part in self.supervisor.parts if part.role == role]
+        return [child.pid for child in born if child is not None]
+
+    def until_whole(self, timeout_s: float = 60.0) -> float:
+        """Seconds until every part runs and every engine is up and makes progress."""
+        return until(self._is_whole, timeout_s, "all parts up")
+
+    def _is_whole(self) -> bool:
+        if not all(part.state == "ready" for part in self.supervisor.parts):
+            return False
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return bool(json.loads(self.get("/ready")[1])["status"] == "ready")
+        return False
+
+    def owned_blocks(self) -> float:
+        """Blocks owned by rows, and rows that run or wait; 0 at a quiet point."""
+        lines = self.get("/metrics")[1].splitlines()
+        wanted = ("trireme_kv_blocks{", "trireme_requests_running{", "trireme_requests_waiting{")
+        found = [
+            line for line in lines if line.startswith(wanted) and 'state="free"' not in line and "cached" not in line
+        ]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def until(true: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until it was true. Raises TimeoutError."""
+    began = time.monotonic()
+    while not true():
+        if time.monotonic() - began > timeout_s:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.01)
+    return time.monotonic() - began

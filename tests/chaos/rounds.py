@@ -1,0 +1,113 @@
+"""One injection and its verdict: 64 streams, a fault at a random moment, and everything that must hold afterwards.
+
+A breach is a sentence; a round without one has passed. Hung, ended twice, wrong, lost, late, not given back, left behind: each is
+looked for here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from random import Random
+
+from scripts.streams import Answer, ask, difference_of
+from tests.chaos.faults import Fault
+from tests.chaos.site import Injury, Site
+
+CANCEL_ONE_IN = 8
+
+
+@dataclass
+class Verdict:
+    """What one injection showed. `num_running`: streams under way when it was done; none: it proved nothing."""
+
+    num_running: int = 0
+    noticed_s: float | None = None
+    took_s: float = 0.0
+    num_broken: int = 0
+    breaches: list[str] = field(default_factory=list)
+
+
+def run_round(site: Site, fault: Fault, rng: Random) -> Verdict:
+    """Raises nothing for what the deployment does wrong."""
+    assert fault.inject is not None
+    verdict, began = Verdict(), time.monotonic()
+    answers = [Answer() for _ in site.bodies]
+    cancels = [rng.randrange(2, 40) if rng.randrange(CANCEL_ONE_IN) == 0 else 0 for _ in site.bodies]
+    port, deaths = site.deployment.port, len(site.deployment.died)
+    with ThreadPoolExecutor(len(answers)) as pool:
+        for body, cancel, answer in zip(site.bodies, cancels, answers, strict=True):
+            pool.submit(ask, port, body, cancel_after=cancel, answer=answer)
+        time.sleep(rng.uniform(0.0, site.usual_s))
+        verdict.num_running = sum(not answer.end for answer in answers)
+        injected = time.monotonic()
+        with fault.inject(site, rng) as injury:
+            if fault.notice:
+                verdict.noticed_s = _watch(site, fault, injury, deaths, injected)
+            time.sleep(max(0.0, injected + fault.lasts_s - time.monotonic()))
+    verdict.breaches += judge_notice(fault, verdict.noticed_s)
+    verdict.breaches += judge_streams(site.reference, answers, cancels, injury)
+    verdict.num_broken = sum(answer.end == "broken" for answer in answers)
+    if fault.notice != "death" and len(site.deployment.died) > deaths:
+        verdict.breaches.append(f"needless death: {site.deployment.died[-1][1].error}")
+    for settle in (site.until_quiet, site.until_census):
+        try:
+            settle()
+        except TimeoutError as error:
+            verdict.breaches.append(str(error))
+    verdict.took_s = time.monotonic() - began
+    return verdict
+
+
+def judge_streams(
+    reference: Sequence[Answer], answers: Sequence[Answer], cancels: Sequence[int], injury: Injury
+) -> list[str]:
+    """Every stream is whole and equal; one that was cancelled, or whose server was killed, is the beginning of that."""
+    breaches = []
+    for i, (want, got) in enumerate(zip(reference, answers, strict=True)):
+        if got == want:
+            continue
+        is_cut = (cancels[i] and got.end == "cancelled") or (got.end == "broken" and got.local_port in injury.ports)
+        if not is_cut:
+            breaches.append(f"stream {i}: {difference_of(want, got)}")
+        elif not got.is_beginning_of(want):
+            breaches.append(f"stream {i}: what was heard before it was {got.end} is not how the answer begins")
+    return breaches
+
+
+def judge_notice(fault: Fault, noticed_s: float | None) -> list[str]:
+    if not fault.notice:
+        return []
+    if noticed_s is None:
+        return [f"the {fault.notice} was not noticed"]
+    return [f"noticed after {noticed_s:.2f} s; the limit is {fault.within_s:g} s"] if noticed_s > fault.within_s else []
+
+
+def _watch(site: Site, fault: Fault, injury: Injury, deaths: int, injected: float) -> float | None:
+    """Seconds from the injection to its notice, or None when there was none in a good while."""
+
+    def told() -> float | None:
+        died = {event.name: at for at, event in site.deployment.died[deaths:]}
+        if all(part in died for part in injury.parts):
+            return max(died[part] for part in injury.parts)
+        return None
+
+    look: Callable[[], float | None] = told if fault.notice == "death" else lambda: _stalled(site)
+    while time.monotonic() < injected + 3 * fault.within_s:
+        if (noticed := look()) is not None:
+            return noticed - injected
+        time.sleep(0.01 if fault.notice == "death" else 0.05)
+    return None
+
+
+def _stalled(site: Site) -> float | None:
+    """Now, if /ready tells of an engine that makes no progress."""
+    try:
+        engines = json.loads(site.deployment.get("/ready", timeout_s=1.0)[1])["engines"]
+    except (OSError, http.client.HTTPException):
+        return None
+    return time.monotonic() if any(engine["stalled"] for engine in engines) else None

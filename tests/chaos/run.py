@@ -1,0 +1,101 @@
+"""Injects faults into real deployments under mixed streams, and says which promises held: `python -m tests.chaos.run`.
+
+  --fault NAME ...   only these (default: all); a family (kill, freeze, message, resource, request) names all of its own
+  --times N          injections of each         --seed S    reproduces one choice of moments
+  --minutes M        begins no round after them --json FILE the verdicts as a file
+  --list             names what there is
+
+The status is 1 unless every injection that was made passed. What cannot be done yet is listed, and counts for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+
+from tests.chaos.faults import FAULTS, Fault
+from tests.chaos.rounds import Verdict, run_round
+from tests.chaos.shapes import bodies, make_site
+
+MOST_EMPTY = 3  # rounds in a row that hit nothing
+
+
+def chosen(names: Sequence[str]) -> list[Fault]:
+    """Raises SystemExit for a name that is neither a fault's nor a family's."""
+    known = {fault.name for fault in FAULTS} | {fault.family for fault in FAULTS}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"error: there is no fault {unknown[0]!r}; --list shows them")
+    return [fault for fault in FAULTS if not names or fault.name in names or fault.family in names]
+
+
+def run_faults(faults: Sequence[Fault], times: int, seed: int, until: float = float("inf")) -> dict[str, list[Verdict]]:
+    """Verdicts by fault, one deployment per shape. `until`: no round begins after this reading of time.monotonic."""
+    found: dict[str, list[Verdict]] = {}
+    with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
+        for shape in dict.fromkeys(fault.shape for fault in faults if not fault.missing):
+            mine = [fault for fault in faults if fault.shape == shape and not fault.missing]
+            with make_site(shape, Path(directory)) as site:
+                site.learn(bodies())
+                print(f"{shape}: {len(site.bodies)} streams, {site.usual_s:.2f} s undisturbed", flush=True)
+                for fault in mine:
+                    rng = Random(f"{fault.name} {seed}")
+                    found[fault.name] = verdicts = []
+                    for at in range(times + MOST_EMPTY):
+                        if sum(verdict.num_running > 0 for verdict in verdicts) >= times or time.monotonic() > until:
+                            break
+                        verdicts.append(run_round(site, fault, rng))
+                        for breach in verdicts[-1].breaches:
+                            print(f"{fault.name} round {at} seed {seed}: {breach}", flush=True)
+                    print(row_of(fault, verdicts), flush=True)
+    return found
+
+
+def row_of(fault: Fault, verdicts: Sequence[Verdict]) -> str:
+    """One line of the table."""
+    if fault.missing:
+        return f"{fault.name:28} not applicable yet: {fault.missing}"
+    counted = [verdict for verdict in verdicts if verdict.num_running]
+    noticed = sorted(verdict.noticed_s for verdict in counted if verdict.noticed_s is not None)
+    told = f"noticed {noticed[len(noticed) // 2]:5.2f} s median {noticed[-1]:5.2f} s longest" if noticed else ""
+    num_bad = sum(bool(verdict.breaches) for verdict in verdicts)
+    broken = sum(verdict.num_broken for verdict in counted)
+    return f"{fault.name:28} {len(counted):3} injections {num_bad:3} bad {broken:4} connections cut as allowed  {told}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--fault", nargs="*", default=[])
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    faults = chosen(options.fault)
+    if options.list:
+        print(*(f"{fault.name:28} {fault.missing or fault.shape}" for fault in faults), sep="\n")
+        return 0
+    until = time.monotonic() + 60.0 * options.minutes if options.minutes else float("inf")
+    found = run_faults(faults, options.times, options.seed, until)
+    print(*(row_of(fault, found.get(fault.name, [])) for fault in faults), sep="\n")
+    if options.json:
+        table = {name: [asdict(verdict) for verdict in verdicts] for name, verdicts in found.items()}
+        options.json.write_text(json.dumps({"seed": options.seed, "faults": table}, indent=1))
+    verdicts = [verdict for some in found.values() for verdict in some]
+    num_done = sum(verdict.num_running > 0 for verdict in verdicts)
+    num_bad = sum(bool(verdict.breaches) for verdict in verdicts)
+    num_missing = sum(bool(fault.missing) for fault in faults)
+    print(f"chaos: {num_done} injections of {len(found)} faults, {num_bad} bad; {num_missing} not applicable yet")
+    is_short = any(sum(v.num_running > 0 for v in some) < options.times for some in found.values())
+    return int(num_bad > 0 or (is_short and time.monotonic() < until))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
