@@ -304,9 +304,9 @@ class EngineClient:
         self._placement.chooser.ended(source.index, len(rows))
         self._send_on(rows, [])
 
-    def _move(self, rows: Sequence[Row], cause: str) -> None:
+    def _move(self, rows: Sequence[Row], cause: str, *, is_death: bool) -> None:
         """These rows have lost their engine: they go on elsewhere, or end with an error that says why not."""
-        verdict = judge(rows, self._migration_limit)
+        verdict = judge(rows, self._migration_limit, is_death=is_death)
         for row in verdict.guilty:
             self.num_quarantined += 1
             text = f"two engines died while they ran this request, the last one of this: {cause}; it is not tried again"
@@ -388,7 +388,7 @@ class EngineClient:
             engine.cause = message.error
             self._lose(engine, message.error)
         elif isinstance(message, Left):
-            self._lose(engine, engine.cause or message.reason)
+            self._lose(engine, engine.cause or message.reason, is_death=bool(engine.cause) or not message.is_torn)
         elif isinstance(message, Refused):
             engine.reason = message.reason
 
@@ -447,11 +447,12 @@ class EngineClient:
             stream.pending.append((row.index, end))
             stream.nudge()
 
-    def _lose(self, engine: Engine, reason: str) -> None:
-        """The engine is gone: its rows go on elsewhere; nobody else's are touched, unless others step together with it."""
-        text = f"engine {engine.index} died: {reason}"
+    def _lose(self, engine: Engine, reason: str, *, is_death: bool = True) -> None:
+        """The engine is gone, or the connection to it: its rows go on elsewhere; nobody else's are touched, unless others step
+        together with it and so ended with it."""
+        text = f"engine {engine.index} {'died' if is_death else 'was lost'}: {reason}"
         rows: list[Row] = []
-        for lost in engine.lost_with():
+        for lost in engine.lost_with() if is_death else [engine]:
             rows += lost.rows.values()
             if lost is not engine and lost.rows and lost.link is not None:
                 lost.link.send(Abort(rids=list(lost.rows)))  # should only the link to the first be broken
@@ -460,7 +461,7 @@ class EngineClient:
             if lost.welcome is not None:
                 lost.lost_epoch = lost.welcome.epoch
         engine.welcome, engine.reason = None, reason
-        self._move(rows, text)
+        self._move(rows, text, is_death=is_death)
         for owner, reply in self._calls.values():
             if owner is engine and not reply.done():
                 reply.set_exception(EngineDeadError(text))

@@ -5,6 +5,7 @@ row that was running on an engine that died is a suspect until it has gained a t
 one group after the other: first together those that had been gaining tokens, which are hardly to blame, then each of the
 others alone. Who was the only suspect on an engine that died is guilty: it ran on two engines when they died. Several suspects
 that die together are each tried alone. A death that a guilty row explains does not count against the rows that were beside it.
+Who lost only the connection to an engine that lives has moved, but is no suspect for it.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Verdict(NamedTuple, Generic[Row]):
     trials: list[list[Row]]  # go on group by group
 
 
-def judge(rows: Sequence[Row], limit: int) -> Verdict[Row]:
+def judge(rows: Sequence[Row], limit: int, *, is_death: bool = True) -> Verdict[Row]:
     """Decides about all rows that one front end had on an engine, and notes it in their replays. `limit`: most moves of a row."""
-    suspects = [row for row in rows if row.was_placed and row.replay.is_suspect]
+    suspects = [row for row in rows if is_death and row.was_placed and row.replay.is_suspect]
     guilty = suspects if len(suspects) == 1 else []
     spent: list[Row] = []
     free: list[Row] = []
@@ -57,11 +58,11 @@ def judge(rows: Sequence[Row], limit: int) -> Verdict[Row]:
             replay.num_moves += 1
         if replay.num_moves > limit:
             spent.append(row)
-        elif not (row.was_placed or replay.is_suspect):
+        elif not (replay.is_suspect or (is_death and row.was_placed)):
             free.append(row)
         elif row.has_gained:
             together.append(row)
         else:
             alone.append([row])
-        replay.is_suspect = replay.is_suspect or row.was_placed
+        replay.is_suspect = replay.is_suspect or (is_death and row.was_placed)
     return Verdict(guilty, spent, free, [together, *alone] if together else alone)

@@ -35,6 +35,7 @@ from transport.messages import (
 from transport.packed import pack, pack_ids
 from transport.rundir import RunDir
 from transport.sockets import Connection, Poller, Server
+from transport.wired import HEAD, head_of
 from trireme.params import RowParams
 
 ROWS = 64
@@ -180,20 +181,21 @@ async def bench_zmq_asyncio(boot: Boot, name: str) -> None:
     socket.connect(f"ipc://{boot.run_dir}/engine-0.front")
     hello = Hello(PROTOCOL_VERSION, boot.config_hash, "front", "front-zmq", 0, boot.index)
     encoder, decoder = Encoder(), Decoder(EngineToFront)
-    await socket.send(bytes(4) + encode(hello)[0])
+    await socket.send(head_of(0, encode(hello)) + encode(hello)[0])
     await socket.recv_multipart()
     sequence = 0
 
     async def send() -> None:
         nonlocal sequence
         sequence += 1
-        await socket.send(sequence.to_bytes(4, "little") + encoder.encode(Abort([1]))[0])
+        frames = encoder.encode(Abort([1]))
+        await socket.send(head_of(sequence, frames) + frames[0])
 
     trips = []
     for _ in range(NUM_TRIPS):
         start = time.perf_counter()
         await send()
-        decoder.decode([memoryview((await socket.recv_multipart())[0])[4:]])
+        decoder.decode([memoryview((await socket.recv_multipart())[0])[HEAD.size :]])
         trips.append(time.perf_counter() - start)
     num_answers = num_sent = 0
     watch = Stopwatch()
@@ -201,7 +203,7 @@ async def bench_zmq_asyncio(boot: Boot, name: str) -> None:
         while num_sent < NUM_MESSAGES and num_sent - num_answers < WINDOW:
             await send()
             num_sent += 1
-        decoder.decode([memoryview((await socket.recv_multipart())[0])[4:]])
+        decoder.decode([memoryview((await socket.recv_multipart())[0])[HEAD.size :]])
         num_answers += 1
     watch.report(name, trips)
     socket.close()

@@ -196,14 +196,18 @@ class Connection(Wired):
 
     def _receive_one(self, body: bytes) -> Any | None:
         sequence, frames = self._receive_frames(body)
+        if self.welcome is not None and (gap := self._note_gap(self.socket_name, self._num_received, sequence)):
+            self._tear(gap)
+            return None
         message = self._decode(frames, self.socket_name)
         self._last_heard = time.monotonic()
-        if self.welcome is not None:
-            self._note_gap(self.socket_name, self._num_received, sequence)
         self._num_received = sequence + 1
         match message:
+            case None:
+                self._tear(f"message {sequence} of {self.socket_name} arrived broken")
+                return None
             case Welcome():
-                return self._go_up(message) if self.welcome is None else None
+                return self._on_welcome(message)
             case Refused():
                 self._on_refused(message.reason)
                 return None
@@ -216,10 +220,12 @@ class Connection(Wired):
                     self._unanswered = 0.0
         return message if self.welcome is not None else None
 
-    def _go_up(self, welcome: Welcome) -> Welcome | None:
+    def _on_welcome(self, welcome: Welcome) -> Welcome | None:
+        """A second one changes nothing, if it is like the first."""
         objection = self.identity.objection_to(welcome)
         if objection:
             self._on_refused(objection)
+        if objection or self.welcome is not None:
             return None
         self.welcome = welcome
         self.server_stalled, self._unanswered = "", 0.0
@@ -230,7 +236,7 @@ class Connection(Wired):
 
     def _on_refused(self, reason: str) -> None:
         if self.welcome is not None:
-            self._go_down(f"{self.socket_name} refused to go on: {reason}")
+            self._go_down(f"{self.socket_name} refused to go on: {reason}", is_torn=True)
             return
         self._counts.refused += 1
         if reason != self.refusal:
@@ -239,11 +245,23 @@ class Connection(Wired):
         self._connect()
         self._next_hello = time.monotonic() + PING_S
 
-    def _go_down(self, reason: str) -> None:
+    def _tear(self, reason: str) -> None:
+        """Not what the server said: on a new connection it says everything anew. Should the server be gone, that is why: a
+        successor's first words may have come on its predecessor's connection."""
+        self._note_disconnection()
+        if self.welcome is None:
+            self._connect()
+            self._next_hello = time.monotonic() + RETRY_MAX_S
+        elif self._lost_reason:
+            self._go_down(self._lost_reason)
+        else:
+            self._go_down(reason, is_torn=True)
+
+    def _go_down(self, reason: str, *, is_torn: bool = False) -> None:
         self.welcome = None
         self._lost_reason = ""
         self._next_hello = 0.0
-        self._events.append(Left(reason))
+        self._events.append(Left(reason, is_torn))
         self._connect()
 
     def _note_disconnection(self) -> bool:

@@ -137,11 +137,11 @@ class Server(Wired):
             if role is None or peer.role == role:
                 self._send_encoded(peer, frames)
 
-    def drop(self, peer: Peer, reason: str) -> None:
+    def drop(self, peer: Peer, reason: str, *, is_torn: bool = False) -> None:
         """Forgets a peer and tells it so; Left follows."""
         if not peer.gone:
             self._refuse(peer.routing_id, reason, peer.num_sent)
-            self._forget(peer, reason)
+            self._forget(peer, reason, is_torn=is_torn)
 
     def poll_targets(self) -> tuple[Any, ...]:
         return (self._socket, self._deaths.fileno())
@@ -183,7 +183,9 @@ class Server(Wired):
         peer = self._by_routing_id.get(routing_id)
         sequence, frames = self._receive_frames(self._socket.recv())
         if peer is not None:
-            self._note_gap(peer.name, peer.num_received, sequence)
+            if gap := self._note_gap(peer.name, peer.num_received, sequence):
+                self.drop(peer, gap, is_torn=True)
+                return None, None
             peer.num_received = sequence + 1
             peer.last_seen = time.monotonic()
         message = self._decode(frames, peer.name if peer else "a stranger")
@@ -195,7 +197,7 @@ class Server(Wired):
             case Pong():
                 pass
             case None if peer is not None:
-                pass
+                self.drop(peer, f"message {sequence} of {peer.name} arrived broken", is_torn=True)
             case _ if peer is None:
                 self._refuse(routing_id, "say Hello first")
             case _:
@@ -203,13 +205,17 @@ class Server(Wired):
         return None, None
 
     def _greet(self, routing_id: bytes, hello: Hello, sequence: int) -> None:
-        """Welcomes or refuses. A second Hello on the same connection is answered again and changes nothing."""
+        """Welcomes or refuses. A second Hello on the same connection is answered again and changes nothing, if it is like the
+        first."""
         known = self._by_routing_id.get(routing_id)
+        objection = self.identity.objection_to(hello)
         if known is not None:
-            self._send_welcome(known)
+            if objection:
+                self.drop(known, objection, is_torn=True)
+            else:
+                self._send_welcome(known)
             return
         former = self._peers.get(hello.name)
-        objection = self.identity.objection_to(hello)
         if not objection and former is not None and hello.epoch < former.epoch:
             objection = f"{hello.name} of epoch {hello.epoch} was replaced by epoch {former.epoch}"
         if objection:
@@ -282,7 +288,7 @@ class Server(Wired):
             peer.pidfd = -1
             self._dying.append((time.monotonic() + GRACE_S, peer))
 
-    def _forget(self, peer: Peer, reason: str) -> None:
+    def _forget(self, peer: Peer, reason: str, *, is_torn: bool = False) -> None:
         if peer.gone:
             return
         peer.gone = True
@@ -292,4 +298,4 @@ class Server(Wired):
         del self._by_routing_id[peer.routing_id]
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
-        self._events.append((peer, Left(reason)))
+        self._events.append((peer, Left(reason, is_torn)))

@@ -2,15 +2,19 @@
 
 Base of Server and Connection, and used by nobody else. Must never block.
 
-On the wire a message is [sequence number u32 + msgpack body][array]...; numbers count from 0 per connection, so that a
-lost message is seen.
+On the wire a message is [sequence number u32, checksum u32, msgpack body][array]...; numbers count from 0 per connection. A
+message that is lost, repeated, out of its order or altered ends its connection: both sides begin afresh, and nobody goes on
+with less, or with other, than what was said.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import struct
 import time
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +31,7 @@ QUEUE_LIMIT = 4096  # messages queued per peer and direction
 PING_S = 1.0
 SILENCE_S = 15.0
 GRACE_S = 0.03  # a dead process's last words may still be on their way when its pidfd fires
-SEQUENCE_BYTES = 4
+HEAD = struct.Struct("<II")
 SEQUENCE_MASK = 0xFFFF_FFFF
 READABLE = int(zmq.POLLIN)  # arithmetic on members of an enumeration is slow
 NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining zmq's enums costs more than sending
@@ -35,9 +39,11 @@ NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combinin
 
 @dataclass(frozen=True)
 class Left:
-    """Not on the wire: the other side is gone (dead, silent, replaced, refused or too slow). Nothing sent to it will arrive."""
+    """Not on the wire: the other side is gone (dead, silent, replaced, refused or too slow). Nothing sent to it will arrive.
+    `is_torn`: it lives as far as is known, but what one side said arrived broken, or was not to the other's liking."""
 
     reason: str
+    is_torn: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,11 +95,11 @@ class Wired:
         self._socket = socket
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = QUEUE_LIMIT
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + SEQUENCE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + HEAD.size)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
 
     def counts(self) -> dict[str, int]:
-        """received, sent, malformed, refused, gaps (messages lost), dropped_peers, since start."""
+        """received, sent, malformed, refused, gaps (messages lost or out of order), dropped_peers, since start."""
         return self._counts.as_dict()
 
     def __enter__(self) -> Self:
@@ -116,8 +122,7 @@ class Wired:
     def _send_frames(self, frames: list[Frame], sequence: int) -> None:
         """Raises zmq.Again when the queue is full. Only the first part of a message can fail."""
         flags = NOW if len(frames) == 1 else NOW_AND_MORE
-        head = (sequence & SEQUENCE_MASK).to_bytes(SEQUENCE_BYTES, "little")
-        self._socket.send(head + frames[0], flags)
+        self._socket.send(head_of(sequence & SEQUENCE_MASK, frames) + frames[0], flags)
         for array in frames[1:-1]:
             self._socket.send(array, zmq.SNDMORE, copy=False)
         if len(frames) > 1:
@@ -125,16 +130,21 @@ class Wired:
         self._counts.sent += 1
 
     def _receive_frames(self, body: bytes) -> tuple[int, list[Frame]]:
-        """Completes a message whose first frame is `body`: its sequence number and its frames."""
-        frames: list[Frame] = [memoryview(body)[SEQUENCE_BYTES:]]
+        """Completes a message whose first frame is `body`: its sequence number, and its frames if they are what was sent."""
+        frames: list[Frame] = [memoryview(body)[HEAD.size :]]
         while self._socket.getsockopt(zmq.RCVMORE):
             frames.append(self._socket.recv(copy=False).buffer)
         self._counts.received += 1
-        return int.from_bytes(body[:SEQUENCE_BYTES], "little"), frames
+        head = body[: HEAD.size]
+        sequence = int.from_bytes(head[:4], "little")
+        return sequence, frames if head == head_of(sequence, frames) else []
 
     def _decode(self, frames: list[Frame], sender: str) -> Any | None:
-        """The message, or None after counting and logging a malformed one (at most one line a second)."""
+        """The message, or None after counting and logging a malformed one (at most one line a second). No frames: it was
+        altered on its way."""
         try:
+            if not frames:
+                raise ProtocolError("its checksum does not fit")
             return self._decoder.decode(frames)
         except ProtocolError as error:
             self._counts.malformed += 1
@@ -150,8 +160,20 @@ class Wired:
         self._last_tick = now
         return away
 
-    def _note_gap(self, sender: str, expected: int, sequence: int) -> None:
+    def _note_gap(self, sender: str, expected: int, sequence: int) -> str:
+        """Why the message of this number is not the next one; "" when it is."""
         lost = (sequence - expected) & SEQUENCE_MASK
-        if lost:
-            self._counts.gaps += lost
-            log.warning("messages lost from=%s expected=%d got=%d", sender, expected, sequence)
+        if not lost:
+            return ""
+        is_ahead = lost <= SEQUENCE_MASK // 2
+        self._counts.gaps += lost if is_ahead else 1
+        log.warning("messages lost from=%s expected=%d got=%d", sender, expected, sequence)
+        return f"message {expected & SEQUENCE_MASK} of {sender} is missing: number {sequence} came"
+
+
+def head_of(sequence: int, frames: Sequence[Frame]) -> bytes:
+    """What precedes the body: the number of the message, and a checksum of it and of all its frames."""
+    checksum = sequence
+    for frame in frames:
+        checksum = zlib.crc32(frame, checksum)
+    return HEAD.pack(sequence, checksum)

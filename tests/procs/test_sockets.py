@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
@@ -41,6 +42,7 @@ from transport.messages import (
 )
 from transport.packed import pack, pack_ids, unpack_ids
 from transport.sockets import Connection, Identity, Left, Peer, Poller, Server, Waker
+from transport.wired import HEAD, head_of
 from trireme.errors import ConfigError, TransportError
 from trireme.params import RowParams
 
@@ -110,7 +112,7 @@ class Raw:
 
     def say(self, message: Any) -> None:
         frames = encode(message)
-        self.send([self.sequence.to_bytes(4, "little") + frames[0], *frames[1:]])
+        self.send([head_of(self.sequence, frames) + frames[0], *frames[1:]])
         self.sequence += 1
 
     def send(self, frames: list[bytes]) -> None:
@@ -118,7 +120,7 @@ class Raw:
 
     def hear(self) -> Any:
         body = self.socket.recv_multipart()[0]
-        return decode([body[4:]], EngineToFront)
+        return decode([body[HEAD.size :]], EngineToFront)
 
 
 @pytest.fixture
@@ -331,34 +333,57 @@ def test_wait_up_consumes_nothing(deployment: Deployment, client: Client) -> Non
     assert client.until(Welcome) is welcome
 
 
-def test_malformed_frames_are_counted_and_harm_nobody(
-    deployment: Deployment, client: Client, raw: Callable[[], Raw]
+def framed(sequence: int, *frames: bytes) -> list[bytes]:
+    return [head_of(sequence, frames) + frames[0], *frames[1:]]
+
+
+def flipped(frames: list[bytes], at: int) -> list[bytes]:
+    return [frames[0][:at] + bytes([frames[0][at] ^ 4]) + frames[0][at + 1 :], *frames[1:]]
+
+
+BAD = {
+    "nothing": [b""],
+    "less than a head": [b"\1\0\0"],
+    "no message": framed(1, b"\xc1\xc1"),
+    "other direction": framed(1, encode(StepOutputs(0, 1, b"", b""))[0]),
+    "a frame too many": framed(1, encode(submit(1))[0], b"an array nobody asked for"),
+    "too many frames": framed(1, b"", *[b"x"] * 100),
+    "no checksum": [b"\1\0\0\0\0\0\0\0" + encode(submit(1))[0]],
+    "altered": flipped(framed(1, encode(submit(1))[0]), 13),
+    "altered array": [*framed(1, *encode(submit(1, 9000)))[:1], b"y" * 36000],
+    "cut": [framed(1, encode(submit(1))[0])[0][:-3]],
+    "lost": framed(4, encode(submit(1))[0]),
+    "repeated": framed(0, encode(submit(1))[0]),
+    "another release": framed(1, encode(Hello(PROTOCOL_VERSION + 1, HASH, "front", "front-9", 0, os.getpid()))[0]),
+}
+
+
+@pytest.mark.parametrize("frames", BAD.values(), ids=BAD)
+def test_what_is_not_the_next_message_as_it_was_sent_ends_its_connection_only(
+    deployment: Deployment, client: Client, raw: Callable[[], Raw], frames: list[bytes]
 ) -> None:
     deployment.start("engine", "engine-0", do="serve")
     client.until(Welcome)
     stranger, peer = raw(), raw()
     peer.say(hello())
     assert isinstance(peer.hear(), Welcome)
-    bad = [
-        [b""],
-        [b"\0\0\0"],
-        [b"\1\0\0\0\xc1\xc1"],
-        [b"\2\0\0\0" + encode(StepOutputs(0, 1, b"", b""))[0]],  # a message of the other direction
-        [b"\3\0\0\0" + encode(submit(1))[0], b"an array nobody asked for"],
-        [b"\4\0\0\0"] + [b"x"] * 100,
-    ]
-    for frames in bad:
-        stranger.send(frames)
-        peer.send(frames)
-    assert "Hello first" in stranger.hear().reason
-    peer.say(submit(5))
-    assert peer.hear().rids == pack_ids([5])
+    stranger.send(frames)
+    peer.send(frames)
+    assert re.search(f"say Hello first|speaks protocol version {PROTOCOL_VERSION + 1}", stranger.hear().reason)
+    assert "front-9" in peer.hear().reason
     assert client.link.send(submit(6))
     assert client.until(StepOutputs).rids == pack_ids([6])
-    assert client.call("counts")["malformed"] == 2 * len(bad)
+    events = client.call("events")
+    assert [event.split()[:2] for event in events if "front-9" in event] == [["Hello", "front-9"], ["Left", "front-9"]]
+    assert sum(client.call("counts")[kind] for kind in ("malformed", "gaps", "refused")) >= 2
+    peer.sequence = 0
+    peer.say(hello())
+    assert isinstance(peer.hear(), Welcome)
+    peer.say(submit(5))
+    assert peer.hear().rids == pack_ids([5])
 
 
-def test_lost_messages_are_seen_by_their_numbers(
+def test_numbers_tell_how_many_messages_were_lost(
     deployment: Deployment, client: Client, raw: Callable[[], Raw]
 ) -> None:
     deployment.start("engine", "engine-0", do="serve")
@@ -368,7 +393,7 @@ def test_lost_messages_are_seen_by_their_numbers(
     assert isinstance(peer.hear(), Welcome)
     peer.sequence += 3
     peer.say(submit(1))
-    peer.hear()
+    assert "message 1 of front-9 is missing: number 4 came" in peer.hear().reason
     assert client.call("counts")["gaps"] == 3
 
 

@@ -275,6 +275,16 @@ def test_a_death_that_is_explained_costs_the_others_nothing() -> None:
     assert not queued.replay.is_suspect
 
 
+def test_a_lost_connection_to_an_engine_that_lives_makes_no_suspects_and_finds_no_guilty() -> None:
+    running, accused, queued = Sketch(has_gained=True), suspect(), Sketch(was_placed=False)
+    verdict = judge([running, accused, queued], 2, is_death=False)
+    assert verdict == ([], [], [running, queued], [[accused]])
+    assert not running.replay.is_suspect
+    assert accused.replay.is_suspect
+    assert [row.replay.num_moves for row in (running, accused, queued)] == [1, 2, 1]
+    assert judge([running], 1, is_death=False).spent == [running]
+
+
 def test_a_suspect_that_was_still_queued_is_not_guilty_and_stays_apart() -> None:
     row = suspect(was_placed=False)
     assert judge([row], 9) == ([], [], [], [[row]])
