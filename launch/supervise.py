@@ -31,6 +31,7 @@ from trireme.errors import ConfigError
 SPARE_ROLES = (
     "coordinator",
 )  # whose next life waits with its imports behind it: nobody should wait for those under load
+AWAY_S = 2.0  # later than it wanted to turn: it was the supervisor itself, and maybe everybody, who was stopped
 
 PartState = Literal["new", "starting", "ready", "waiting", "down", "stopped"]
 
@@ -153,6 +154,7 @@ class Supervisor:
         self._secret_keys: dict[str, bytes] = {}
         self._peers = PeerMemory(config)
         self._started_at = 0.0
+        self._turn_due = NEVER  # when the present wait, or what the owner does between two steps, should be over
         self._phase: Literal["running", "draining", "leaving"] = "running"
         self._phase_ends = NEVER
         self._stop_requests: list[tuple[str, float]] = []
@@ -197,11 +199,22 @@ class Supervisor:
     def step(self, timeout_s: float | None = None) -> None:
         """Waits for the next thing to happen, at most `timeout_s`, and deals with it."""
         now = time.monotonic()
+        self._note_turn(now)
         wait_s = max(0.0, self._next_deadline() - now)
         if timeout_s is not None:
             wait_s = min(wait_s, timeout_s)
+        self._turn_due = now + wait_s
         self._poller.wait(None if wait_s == NEVER else wait_s)
+        self._note_turn(time.monotonic())
         self._check(time.monotonic())
+        self._turn_due = time.monotonic()
+
+    def _note_turn(self, now: float) -> None:
+        """A pause of the whole deployment is nobody's fault: whoever was silent in it has its whole time anew."""
+        if now - self._turn_due > AWAY_S:
+            for part in self._parts:
+                if part.child is not None and part.child.last_beat:
+                    part.child.last_beat = now
 
     def request_stop(self, reason: str, notice_s: float = 0.0) -> None:
         """Begins the drain: front ends take new requests for `notice_s` more. A second call kills. Safe from any thread

@@ -237,6 +237,23 @@ def test_a_frozen_engine_is_killed_and_restarted(start: Callable[..., Run]) -> N
     run.until(lambda: run.ask()["engines"] == [1])
 
 
+def test_a_pause_of_the_whole_deployment_kills_nobody(start: Callable[..., Run]) -> None:
+    run = start(dp=2)
+    run.until_ready()
+    run.until(lambda: all(part.child and part.child.last_beat for part in run.supervisor.parts[:3]))
+    pids = descendants(os.getpid())
+    for number, pause_s in ((signal.SIGSTOP, 2 * TIMING.stuck_s), (signal.SIGCONT, 0.0)):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(pause_s)
+        run.supervisor.step(0.0)  # it is the first one to go on
+    before = time.monotonic()
+    run.until(lambda: time.monotonic() - before > TIMING.stuck_s + 1.0)
+    assert not run.has(Died)
+    os.kill(run.pid("engine-1"), signal.SIGSTOP)
+    run.until(lambda: run.has(Died, name="engine-1"), 6.0)
+
+
 def test_a_crash_loop_ends_with_the_part_down_and_the_others_serving(start: Callable[..., Run]) -> None:
     run = start(dp=2)
     run.until_ready()
