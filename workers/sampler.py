@@ -51,9 +51,21 @@ class Sampler:
         self._scratch = np.empty(vocab_size, np.float32)
 
     def sample(self, logits: Floats, rows: NDArray[np.int64], batch: Batch) -> Sampled:
-        """Draws the next token of batch row rows[i] from logits[i]; `logits` [n, vocab] is not changed."""
+        """Draws the next token of batch row rows[i] from logits[i]; `logits` [n, vocab] is not changed. An error that concerns the
+        whole batch is one row's nevertheless: the batch is halved until that row stands alone."""
         if not rows.size:
             return Sampled()
+        try:
+            return self._sample(logits, rows, batch)
+        except ROW_ERRORS as error:
+            if rows.size == 1:
+                return Sampled(faults=[_fault(int(rows[0]), error)])
+        half = rows.size // 2
+        result = self.sample(logits[:half], rows[:half], batch)
+        result.extend(self.sample(logits[half:], rows[half:], batch))
+        return result
+
+    def _sample(self, logits: Floats, rows: NDArray[np.int64], batch: Batch) -> Sampled:
         if self._native is not None and logits.strides[1] == logits.itemsize:
             return self._read(self._native.run(logits, rows, batch), logits, rows, batch)
         return self._sample_reference(logits, rows, batch)

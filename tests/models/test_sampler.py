@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from trireme.params import RowParams
 from workers.batch import Batch
 from workers.logprobs import logprob_row
 from workers.noise import gumbels, noise_key
+from workers.rules import LogitRules
 from workers.sampler import Sampled, Sampler
 from workers.truncation import nucleus, top_ids
 
@@ -250,6 +252,34 @@ def test_logits_that_are_not_finite_fail_their_row_only() -> None:
     assert got.tokens == [clean.tokens[0], clean.tokens[4], clean.tokens[5]]
     assert [fault.row for fault in got.faults] == [1, 2, 3]
     assert all("not finite" in fault.error for fault in got.faults)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "numpy"])
+def test_an_error_in_one_rows_sampling_is_its_own(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R16: whatever a row's rules raise, and wherever in the batch it stands."""
+    sampler = Sampler(VOCAB, native=native)
+    logits, rows = random_logits(4, 7), np.arange(7)
+    batch = batch_of(*[([1], 1, RowParams(4, seed=i, logit_bias=((3, 1.0),))) for i in range(7)])
+    clean = sampler.sample(logits, rows, batch)
+    for bad in range(7):
+        rules = batch.rules[bad]
+        with monkeypatch.context() as patch:
+            for method in ("describe", "apply"):
+                patch.setattr(LogitRules, method, raising_for(rules, getattr(LogitRules, method)))
+            got = sampler.sample(logits, rows, batch)
+        assert [fault.row for fault in got.faults] == [bad]
+        assert "out of luck" in got.faults[0].error
+        assert got.rows == [row for row in range(7) if row != bad]
+        assert got.tokens == [clean.tokens[row] for row in got.rows]
+
+
+def raising_for(broken: object, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(rules: object, *args: Any) -> Any:
+        if rules is broken:
+            raise RuntimeError("out of luck")
+        return method(rules, *args)
+
+    return call
 
 
 # ---------------------------------------------------------------- parts
