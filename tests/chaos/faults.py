@@ -1,26 +1,28 @@
 """The table of faults: what is done to which process, how soon that must be noticed, and what clients may see of it.
 
-Each `inject` is a context manager: entering it does the harm, leaving it ends what does not last. Judged by tests/chaos/rounds.py.
+Judged by tests/chaos/rounds.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
+from resource import RLIMIT_AS, RLIMIT_NOFILE
 from typing import Literal
 
-from tests.chaos.site import Injury, Site, client_ports, kill, send, stopped
+from tests.chaos.messages import KINDS, harming
+from tests.chaos.poison import BAD_SEED, NAN_TOKEN, asking
+from tests.chaos.resources import filling, limiting, no_blocks, starved
+from tests.chaos.site import Inject, Injury, Site, client_ports, kill, send, stopped
 
 DEATH_S = 1.0  # R2: a process's death is noticed
 STUCK_S = 15.0  # R3: what lives and does nothing is noticed
 TRUTH_S = 2.0  # /ready says so
 ENDED_S = STUCK_S + 3.0  # what is stuck has been ended, its last words included
 
-Inject = Callable[[Site, Random], AbstractContextManager[Injury]]
 Notice = Literal["", "death", "stall"]
 
 
@@ -37,6 +39,7 @@ class Fault:
     notice: Notice = ""
     within_s: float = 0.0
     lasts_s: float = 0.0
+    may_die: bool = False  # parts may be ended and started again, which clients do not notice
     missing: str = ""
 
 
@@ -89,6 +92,7 @@ def _freezes() -> Iterator[Fault]:
         yield Fault(f"freeze-{name}", "freeze", freezing(role, for_good=True), shape, "death", ENDED_S)
 
 
+ROLES = ("coordinator", "engine", "worker", "front")
 NO_PREFILL = "prefill and decode are not apart yet"
 NO_GRAMMAR = "there are no grammars yet"
 
@@ -105,5 +109,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault("kill-kv-store", "kill", missing="there is no KV store yet"),
     Fault("kill-grammar-worker", "kill", missing=NO_GRAMMAR),
     *_freezes(),
+    Fault("no-free-blocks", "resource", no_blocks, "few"),
+    Fault("no-memory", "resource", limiting(RLIMIT_AS, ("engine", "worker")), lasts_s=3.0, may_die=True),
+    Fault("shm-full", "resource", filling("shm", "worker"), "full", "death", DEATH_S),
+    Fault("no-file-handles", "resource", limiting(RLIMIT_NOFILE, ROLES), lasts_s=3.0),
+    Fault("disk-full", "resource", filling("tmp", "engine"), "full", "death", DEATH_S),
+    Fault("cpu-starved", "resource", starved, lasts_s=4.0),
+    Fault("sampler-exception", "request", asking({"seed": BAD_SEED}), "wired"),
+    Fault("nan-logits", "request", asking({"prompt": [97] * 40 + [NAN_TOKEN] + [98] * 40}), "nan"),
+    *(Fault(f"message-{kind}", "message", harming(kind), "wired", may_die=True) for kind in KINDS),
     Fault("endless-grammar", "request", missing=NO_GRAMMAR),
 )

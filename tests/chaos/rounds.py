@@ -19,6 +19,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.site import Injury, Site
 
 CANCEL_ONE_IN = 8
+NUM_LATE = 8  # streams that begin after the fault
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Verdict:
     noticed_s: float | None = None
     took_s: float = 0.0
     num_broken: int = 0
+    what: str = ""
+    died: list[str] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
 
 
@@ -40,19 +43,26 @@ def run_round(site: Site, fault: Fault, rng: Random) -> Verdict:
     cancels = [rng.randrange(2, 40) if rng.randrange(CANCEL_ONE_IN) == 0 else 0 for _ in site.bodies]
     port, deaths = site.deployment.port, len(site.deployment.died)
     with ThreadPoolExecutor(len(answers)) as pool:
-        for body, cancel, answer in zip(site.bodies, cancels, answers, strict=True):
+        streams = list(zip(site.bodies, cancels, answers, strict=True))
+        for body, cancel, answer in streams[:-NUM_LATE]:
             pool.submit(ask, port, body, cancel_after=cancel, answer=answer)
         time.sleep(rng.uniform(0.0, site.usual_s))
-        verdict.num_running = sum(not answer.end for answer in answers)
+        verdict.num_running = sum(not answer.end for answer in answers[:-NUM_LATE])
         injected = time.monotonic()
         with fault.inject(site, rng) as injury:
+            for body, cancel, answer in streams[-NUM_LATE:]:
+                pool.submit(ask, port, body, cancel_after=cancel, answer=answer)
             if fault.notice:
                 verdict.noticed_s = _watch(site, fault, injury, deaths, injected)
             time.sleep(max(0.0, injected + fault.lasts_s - time.monotonic()))
-    verdict.breaches += judge_notice(fault, verdict.noticed_s)
+    verdict.breaches += injury.breaches + judge_notice(fault, verdict.noticed_s)
     verdict.breaches += judge_streams(site.reference, answers, cancels, injury)
     verdict.num_broken = sum(answer.end == "broken" for answer in answers)
-    if fault.notice != "death" and len(site.deployment.died) > deaths:
+    verdict.what = injury.what
+    if not injury.is_done:
+        verdict.num_running = 0
+    verdict.died = [f"{at - injected:.1f} s: {event.error}" for at, event in site.deployment.died[deaths:]]
+    if fault.notice != "death" and not fault.may_die and len(site.deployment.died) > deaths:
         verdict.breaches.append(f"needless death: {site.deployment.died[-1][1].error}")
     for settle in (site.until_quiet, site.until_census):
         try:

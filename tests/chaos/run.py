@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -22,8 +23,9 @@ from random import Random
 
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.rounds import Verdict, run_round
-from tests.chaos.shapes import bodies, make_site
+from tests.chaos.shapes import site_of
 
+PRIVATE = "CHAOS_IS_PRIVATE"
 MOST_EMPTY = 3  # rounds in a row that hit nothing
 
 
@@ -41,8 +43,7 @@ def run_faults(faults: Sequence[Fault], times: int, seed: int, until: float = fl
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
         for shape in dict.fromkeys(fault.shape for fault in faults if not fault.missing):
             mine = [fault for fault in faults if fault.shape == shape and not fault.missing]
-            with make_site(shape, Path(directory)) as site:
-                site.learn(bodies())
+            with site_of(shape, Path(directory)) as site:
                 print(f"{shape}: {len(site.bodies)} streams, {site.usual_s:.2f} s undisturbed", flush=True)
                 for fault in mine:
                     rng = Random(f"{fault.name} {seed}")
@@ -51,10 +52,19 @@ def run_faults(faults: Sequence[Fault], times: int, seed: int, until: float = fl
                         if sum(verdict.num_running > 0 for verdict in verdicts) >= times or time.monotonic() > until:
                             break
                         verdicts.append(run_round(site, fault, rng))
+                        if verdicts[-1].breaches:
+                            print(f"{fault.name} round {at}: {verdicts[-1].what}; died: {verdicts[-1].died}")
                         for breach in verdicts[-1].breaches:
-                            print(f"{fault.name} round {at} seed {seed}: {breach}", flush=True)
+                            print(f"{fault.name} round {at} seed {seed}: {verdicts[-1].what} {breach}", flush=True)
                     print(row_of(fault, verdicts), flush=True)
     return found
+
+
+def go_private() -> None:
+    """Begins again in a mount namespace of its own, where file systems can be made for some faults and nobody else sees them."""
+    os.environ[PRIVATE] = "1"
+    program = [sys.executable, "-m", "tests.chaos.run", *sys.argv[1:]]
+    os.execvp("unshare", ["unshare", "--mount", "--propagation", "private", *program])
 
 
 def row_of(fault: Fault, verdicts: Sequence[Verdict]) -> str:
@@ -83,6 +93,8 @@ def main() -> int:
         print(*(f"{fault.name:28} {fault.missing or fault.shape}" for fault in faults), sep="\n")
         return 0
     until = time.monotonic() + 60.0 * options.minutes if options.minutes else float("inf")
+    if any(fault.shape == "full" for fault in faults) and not os.environ.get(PRIVATE):
+        go_private()
     found = run_faults(faults, options.times, options.seed, until)
     print(*(row_of(fault, found.get(fault.name, [])) for fault in faults), sep="\n")
     if options.json:

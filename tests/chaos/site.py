@@ -9,11 +9,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -122,10 +123,18 @@ class Auditor:
 
 @dataclass
 class Injury:
-    """What was done. `parts` should be told dead; streams whose connection has one of `ports` may break, or all of them."""
+    """What was done, if it was. `parts` should be told dead; streams whose connection has one of `ports` may break. `breaches`:
+    what else was wrong, as the one who did it saw."""
 
     parts: list[str] = field(default_factory=list)
     ports: set[int] = field(default_factory=set)
+    is_done: bool = True
+    what: str = ""
+    breaches: list[str] = field(default_factory=list)
+
+
+Inject: TypeAlias = Callable[[Site, Random], AbstractContextManager[Injury]]
+"""Entering does the harm, leaving ends what does not last."""
 
 
 def send(pid: int, number: signal.Signals) -> None:

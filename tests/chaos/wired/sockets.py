@@ -19,7 +19,7 @@ import zmq
 
 from transport.codec import MAX_FRAME_BYTES, encode
 from transport.messages import PROTOCOL_VERSION, Boot, Hello, Welcome
-from transport.wired import SEQUENCE_BYTES
+from transport.wired import HEAD, head_of
 
 HEARTBEATS = (b"\xa4Ping", b"\xa4Pong")
 HELD_S = 2.0
@@ -156,8 +156,8 @@ def socket_class(orders: Orders, boot: Boot) -> type[zmq.Socket[bytes]]:
 
 def altered(order: Order, message: Message, at: int, boot: Boot) -> Message:
     """The message with one of its own parts (from `at` on) changed; what is before addresses it."""
-    head, parts = message[:at], [bytes(part) for part in message[at:]]
-    sequence = parts[0][:SEQUENCE_BYTES]
+    address, parts = message[:at], [bytes(part) for part in message[at:]]
+    head = parts[0][: HEAD.size]
     match order.kind:
         case "truncate":
             parts[-1] = parts[-1][: order.rng.randrange(len(parts[-1]))]
@@ -169,12 +169,13 @@ def altered(order: Order, message: Message, at: int, boot: Boot) -> Message:
         case "version":
             kind = Welcome if at else Hello
             greeting = kind(PROTOCOL_VERSION + 1, boot.config_hash, boot.role, boot.name, boot.epoch, 1)
-            parts = [sequence + bytes(encode(greeting)[0])]
+            frames = encode(greeting)
+            parts = [head_of(HEAD.unpack(head)[0], frames) + bytes(frames[0])]
         case "oversize":
-            parts = [sequence + bytes(MAX_FRAME_BYTES + SEQUENCE_BYTES + 1)]
+            parts = [head + bytes(MAX_FRAME_BYTES + 1)]
         case kind:
             raise ValueError(f"no harm of the kind {kind!r}")
-    return head + parts
+    return address + parts
 
 
 def install(boot: Boot) -> None:
