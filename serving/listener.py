@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from serving.accept import Acceptor
 from serving.wire_openai import error_body
 from trireme.errors import RequestError
 
@@ -153,7 +154,14 @@ _PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fie
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process that owns it."""
+    """Leaves signals to the process that owns it, and takes connections in its own way."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self.servers += [Acceptor(listening, self._make_protocol) for listening in sockets or []]  # type: ignore[misc]
+
+    def _make_protocol(self) -> LimitedProtocol:
+        return LimitedProtocol(self.config, self.server_state, self.lifespan.state)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
