@@ -35,7 +35,7 @@ from transport.messages import (
 from transport.packed import pack, pack_ids
 from transport.rundir import RunDir
 from transport.sockets import Connection, Poller, Server
-from transport.wired import HEAD, head_of
+from transport.wired import HEAD_BYTES, head_of
 from trireme.params import RowParams
 
 ROWS = 64
@@ -195,7 +195,7 @@ async def bench_zmq_asyncio(boot: Boot, name: str) -> None:
     for _ in range(NUM_TRIPS):
         start = time.perf_counter()
         await send()
-        decoder.decode([memoryview((await socket.recv_multipart())[0])[HEAD.size :]])
+        decoder.decode([memoryview((await socket.recv_multipart())[0])[HEAD_BYTES:]])
         trips.append(time.perf_counter() - start)
     num_answers = num_sent = 0
     watch = Stopwatch()
@@ -203,7 +203,7 @@ async def bench_zmq_asyncio(boot: Boot, name: str) -> None:
         while num_sent < NUM_MESSAGES and num_sent - num_answers < WINDOW:
             await send()
             num_sent += 1
-        decoder.decode([memoryview((await socket.recv_multipart())[0])[HEAD.size :]])
+        decoder.decode([memoryview((await socket.recv_multipart())[0])[HEAD_BYTES:]])
         num_answers += 1
     watch.report(name, trips)
     socket.close()

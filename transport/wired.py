@@ -13,11 +13,11 @@ import logging
 import os
 import struct
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
+from zlib import crc32
 
 import zmq
 
@@ -31,7 +31,8 @@ QUEUE_LIMIT = 4096  # messages queued per peer and direction
 PING_S = 1.0
 SILENCE_S = 15.0
 GRACE_S = 0.03  # a dead process's last words may still be on their way when its pidfd fires
-HEAD = struct.Struct("<II")
+HEAD_BYTES = 8
+_HEAD = struct.Struct("<II")
 SEQUENCE_MASK = 0xFFFF_FFFF
 READABLE = int(zmq.POLLIN)  # arithmetic on members of an enumeration is slow
 NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining zmq's enums costs more than sending
@@ -95,7 +96,7 @@ class Wired:
         self._socket = socket
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = QUEUE_LIMIT
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + HEAD.size)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + HEAD_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
 
     def counts(self) -> dict[str, int]:
@@ -131,13 +132,14 @@ class Wired:
 
     def _receive_frames(self, body: bytes) -> tuple[int, list[Frame]]:
         """Completes a message whose first frame is `body`: its sequence number, and its frames if they are what was sent."""
-        frames: list[Frame] = [memoryview(body)[HEAD.size :]]
+        frames: list[Frame] = [memoryview(body)[HEAD_BYTES:]]
         while self._socket.getsockopt(zmq.RCVMORE):
             frames.append(self._socket.recv(copy=False).buffer)
         self._counts.received += 1
-        head = body[: HEAD.size]
-        sequence = int.from_bytes(head[:4], "little")
-        return sequence, frames if head == head_of(sequence, frames) else []
+        if len(body) < HEAD_BYTES:
+            return 0, []
+        sequence, checksum = _HEAD.unpack_from(body)
+        return sequence, frames if checksum == _checksum_of(sequence, frames) else []
 
     def _decode(self, frames: list[Frame], sender: str) -> Any | None:
         """The message, or None after counting and logging a malformed one (at most one line a second). No frames: it was
@@ -173,7 +175,12 @@ class Wired:
 
 def head_of(sequence: int, frames: Sequence[Frame]) -> bytes:
     """What precedes the body: the number of the message, and a checksum of it and of all its frames."""
-    checksum = sequence
-    for frame in frames:
-        checksum = zlib.crc32(frame, checksum)
-    return HEAD.pack(sequence, checksum)
+    return _HEAD.pack(sequence, _checksum_of(sequence, frames))
+
+
+def _checksum_of(sequence: int, frames: Sequence[Frame]) -> int:
+    checksum = crc32(frames[0], sequence)
+    if len(frames) > 1:
+        for frame in frames[1:]:
+            checksum = crc32(frame, checksum)
+    return checksum

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,17 +20,46 @@ from tests.chaos.faults import Fault
 from tests.chaos.site import Injury, Site
 
 CANCEL_ONE_IN = 8
+LATE = "late: "  # how a breach begins that is about time alone
 NUM_LATE = 8  # streams that begin after the fault
+
+
+AWAY_S = 1.0  # a machine that stood still for so long proves nothing about times
+
+
+class Pulse:
+    """The longest time for which this process, which only sleeps, did not run: the machine had stopped, or had no time for us."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> Pulse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        last = time.monotonic()
+        while not self._is_over.wait(0.1):
+            now = time.monotonic()
+            self.longest_s, last = max(self.longest_s, now - last), now
 
 
 @dataclass
 class Verdict:
-    """What one injection showed. `num_running`: streams under way when it was done; none: it proved nothing."""
+    """What one injection showed. `num_running`: streams under way when it was done; none: it proved nothing. `away_s`: how long
+    the machine stood still meanwhile; beyond AWAY_S the round does not count, though its tokens must be right."""
 
     num_running: int = 0
     noticed_s: float | None = None
     took_s: float = 0.0
     num_broken: int = 0
+    away_s: float = 0.0
     what: str = ""
     died: list[str] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
@@ -37,6 +67,16 @@ class Verdict:
 
 def run_round(site: Site, fault: Fault, rng: Random) -> Verdict:
     """Raises nothing for what the deployment does wrong."""
+    with Pulse() as pulse:
+        verdict = _run_round(site, fault, rng)
+    verdict.away_s = pulse.longest_s
+    if verdict.away_s > AWAY_S:
+        verdict.num_running, verdict.noticed_s = 0, None
+        verdict.breaches = [breach for breach in verdict.breaches if not breach.startswith(LATE)]
+    return verdict
+
+
+def _run_round(site: Site, fault: Fault, rng: Random) -> Verdict:
     assert fault.inject is not None
     verdict, began = Verdict(), time.monotonic()
     answers = [Answer() for _ in site.bodies]
@@ -63,12 +103,12 @@ def run_round(site: Site, fault: Fault, rng: Random) -> Verdict:
         verdict.num_running = 0
     verdict.died = [f"{at - injected:.1f} s: {event.error}" for at, event in site.deployment.died[deaths:]]
     if fault.notice != "death" and not fault.may_die and len(site.deployment.died) > deaths:
-        verdict.breaches.append(f"needless death: {site.deployment.died[-1][1].error}")
+        verdict.breaches.append(f"{LATE}needless death: {site.deployment.died[-1][1].error}")
     for settle in (site.until_quiet, site.until_census):
         try:
             settle()
         except TimeoutError as error:
-            verdict.breaches.append(str(error))
+            verdict.breaches.append(f"{LATE}{error}")
     verdict.took_s = time.monotonic() - began
     return verdict
 
@@ -93,8 +133,12 @@ def judge_notice(fault: Fault, noticed_s: float | None) -> list[str]:
     if not fault.notice:
         return []
     if noticed_s is None:
-        return [f"the {fault.notice} was not noticed"]
-    return [f"noticed after {noticed_s:.2f} s; the limit is {fault.within_s:g} s"] if noticed_s > fault.within_s else []
+        return [f"{LATE}the {fault.notice} was not noticed"]
+    return (
+        [f"{LATE}noticed after {noticed_s:.2f} s; the limit is {fault.within_s:g} s"]
+        if noticed_s > fault.within_s
+        else []
+    )
 
 
 def _watch(site: Site, fault: Fault, injury: Injury, deaths: int, injected: float) -> float | None:

@@ -26,7 +26,7 @@ from tests.chaos.rounds import Verdict, run_round
 from tests.chaos.shapes import site_of
 
 PRIVATE = "CHAOS_IS_PRIVATE"
-MOST_EMPTY = 3  # rounds in a row that hit nothing
+MOST_EMPTY = 3  # rounds beyond twice as many as wanted, for those that hit nothing or were disturbed by the machine
 
 
 def chosen(names: Sequence[str]) -> list[Fault]:
@@ -48,7 +48,7 @@ def run_faults(faults: Sequence[Fault], times: int, seed: int, until: float = fl
                 for fault in mine:
                     rng = Random(f"{fault.name} {seed}")
                     found[fault.name] = verdicts = []
-                    for at in range(times + MOST_EMPTY):
+                    for at in range(2 * times + MOST_EMPTY):
                         if sum(verdict.num_running > 0 for verdict in verdicts) >= times or time.monotonic() > until:
                             break
                         verdicts.append(run_round(site, fault, rng))

@@ -42,7 +42,7 @@ from transport.messages import (
 )
 from transport.packed import pack, pack_ids, unpack_ids
 from transport.sockets import Connection, Identity, Left, Peer, Poller, Server, Waker
-from transport.wired import HEAD, head_of
+from transport.wired import HEAD_BYTES, head_of
 from trireme.errors import ConfigError, TransportError
 from trireme.params import RowParams
 
@@ -120,7 +120,7 @@ class Raw:
 
     def hear(self) -> Any:
         body = self.socket.recv_multipart()[0]
-        return decode([body[HEAD.size :]], EngineToFront)
+        return decode([body[HEAD_BYTES:]], EngineToFront)
 
 
 @pytest.fixture

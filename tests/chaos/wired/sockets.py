@@ -19,7 +19,7 @@ import zmq
 
 from transport.codec import MAX_FRAME_BYTES, encode
 from transport.messages import PROTOCOL_VERSION, Boot, Hello, Welcome
-from transport.wired import HEAD, head_of
+from transport.wired import HEAD_BYTES, head_of
 
 HEARTBEATS = (b"\xa4Ping", b"\xa4Pong")
 HELD_S = 2.0
@@ -157,7 +157,7 @@ def socket_class(orders: Orders, boot: Boot) -> type[zmq.Socket[bytes]]:
 def altered(order: Order, message: Message, at: int, boot: Boot) -> Message:
     """The message with one of its own parts (from `at` on) changed; what is before addresses it."""
     address, parts = message[:at], [bytes(part) for part in message[at:]]
-    head = parts[0][: HEAD.size]
+    head = parts[0][:HEAD_BYTES]
     match order.kind:
         case "truncate":
             parts[-1] = parts[-1][: order.rng.randrange(len(parts[-1]))]
@@ -170,7 +170,7 @@ def altered(order: Order, message: Message, at: int, boot: Boot) -> Message:
             kind = Welcome if at else Hello
             greeting = kind(PROTOCOL_VERSION + 1, boot.config_hash, boot.role, boot.name, boot.epoch, 1)
             frames = encode(greeting)
-            parts = [head_of(HEAD.unpack(head)[0], frames) + bytes(frames[0])]
+            parts = [head_of(int.from_bytes(head[:4], "little"), frames) + bytes(frames[0])]
         case "oversize":
             parts = [head + bytes(MAX_FRAME_BYTES + 1)]
         case kind:
