@@ -109,11 +109,22 @@ class Deployment:
     def owned_blocks(self) -> float:
         """Blocks owned by rows, and rows that run or wait; 0 at a quiet point."""
         lines = self.get("/metrics")[1].splitlines()
-        wanted = ("trireme_kv_blocks{", "trireme_requests_running{", "trireme_requests_waiting{")
-        found = [
-            line for line in lines if line.startswith(wanted) and 'state="free"' not in line and "cached" not in line
-        ]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+        rows = total_of(lines, "trireme_requests_running") + total_of(lines, "trireme_requests_waiting")
+        return rows + total_of([line for line in lines if 'state="owned"' in line], "trireme_kv_blocks")
+
+    def books(self) -> tuple[float, float]:
+        """Requests that were accepted, and those that have ended or are under way: equal, by the metrics of all front ends."""
+        lines = self.get("/metrics")[1].splitlines()
+        ended = total_of(lines, "trireme_requests_total") + total_of(lines, "trireme_streams_open")
+        return total_of(lines, "trireme_requests_received_total"), ended
+
+
+def total_of(lines: list[str], metric: str) -> float:
+    """The sum of all samples of one metric. Raises LookupError when there is none."""
+    found = [line for line in lines if line.startswith((metric + "{", metric + " "))]
+    if not found:
+        raise LookupError(f"there is no metric {metric}")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
 def children(pid: int) -> list[int]:

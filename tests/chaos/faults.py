@@ -13,12 +13,14 @@ from random import Random
 from resource import RLIMIT_AS, RLIMIT_NOFILE
 from typing import Literal
 
+from engine_core.executor.procs import LAST_WORDS_S
 from tests.chaos.messages import KINDS, harming
 from tests.chaos.poison import BAD_SEED, NAN_TOKEN, asking
 from tests.chaos.resources import filling, limiting, no_blocks, starved
-from tests.chaos.site import Inject, Injury, Site, client_ports, kill, send, stopped
+from tests.chaos.site import Inject, Injury, Site, client_ports, kill, part_of, send, stopped
 
 DEATH_S = 1.0  # R2: a process's death is noticed
+RANK_S = DEATH_S + LAST_WORDS_S  # that of a worker is told when the others have said why
 STUCK_S = 15.0  # R3: what lives and does nothing is noticed
 TRUTH_S = 2.0  # /ready says so
 ENDED_S = STUCK_S + 3.0  # what is stuck has been ended, its last words included
@@ -76,12 +78,6 @@ def freezing(role: str, *, for_good: bool) -> Inject:
     return inject
 
 
-def part_of(role: str, number: int) -> str:
-    """Whose death is told: that of the engine, for a worker."""
-    names = {"coordinator": "coordinator", "worker": "engine-0"}
-    return names.get(role, f"{role}-{number}")
-
-
 def _freezes() -> Iterator[Fault]:
     targets = {"coordinator": "coordinator", "engine": "engine-core", "worker": "worker", "front": "api-server"}
     for role, name in targets.items():
@@ -101,9 +97,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault("kill-one-api-server", "kill", killing("front", None), notice="death", within_s=DEATH_S),
     Fault("kill-coordinator", "kill", killing("coordinator"), notice="death", within_s=DEATH_S),
     Fault("kill-engine-core", "kill", killing("engine", None), notice="death", within_s=DEATH_S),
-    Fault("kill-tp-worker", "kill", killing("worker", 1), "tp", "death", DEATH_S),
-    Fault("kill-pp-first-stage", "kill", killing("worker", 0), "pp", "death", DEATH_S),
-    Fault("kill-pp-last-stage", "kill", killing("worker", 1), "pp", "death", DEATH_S),
+    Fault("kill-tp-worker", "kill", killing("worker", 1), "tp", "death", RANK_S),
+    Fault("kill-pp-first-stage", "kill", killing("worker", 0), "pp", "death", RANK_S),
+    Fault("kill-pp-last-stage", "kill", killing("worker", 1), "pp", "death", RANK_S),
     Fault("kill-prefill-node", "kill", missing=NO_PREFILL),
     Fault("kill-decode-node", "kill", missing=NO_PREFILL),
     Fault("kill-kv-store", "kill", missing="there is no KV store yet"),
@@ -111,9 +107,9 @@ FAULTS: tuple[Fault, ...] = (
     *_freezes(),
     Fault("no-free-blocks", "resource", no_blocks, "few"),
     Fault("no-memory", "resource", limiting(RLIMIT_AS, ("engine", "worker")), lasts_s=3.0, may_die=True),
-    Fault("shm-full", "resource", filling("shm", "worker"), "full", "death", DEATH_S),
+    Fault("shm-full", "resource", filling("shm", "worker", "engine"), "full", "death", RANK_S),
     Fault("no-file-handles", "resource", limiting(RLIMIT_NOFILE, ROLES), lasts_s=3.0),
-    Fault("disk-full", "resource", filling("tmp", "engine"), "full", "death", DEATH_S),
+    Fault("disk-full", "resource", filling("tmp", "coordinator", "engine", "front"), "full", "death", DEATH_S),
     Fault("cpu-starved", "resource", starved, lasts_s=4.0),
     Fault("sampler-exception", "request", asking({"seed": BAD_SEED}), "wired"),
     Fault("nan-logits", "request", asking({"prompt": [97] * 40 + [NAN_TOKEN] + [98] * 40}), "nan"),

@@ -17,8 +17,9 @@ from random import Random
 
 import psutil
 
+from scripts.deployment import total_of
 from scripts.streams import ask
-from tests.chaos.site import Inject, Injury, Site, send
+from tests.chaos.site import Inject, Injury, Site, kill, part_of, send
 
 HOGS, HOG_TOKENS = 12, 700
 RUN_S, STOP_S = 0.01, 0.09  # CPU starved to 10 %
@@ -42,8 +43,7 @@ def no_blocks(site: Site, rng: Random) -> Iterator[Injury]:
 
 
 def preemptions(site: Site) -> float:
-    lines = site.deployment.get("/metrics")[1].splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("trireme_preemptions_total{"))
+    return total_of(site.deployment.get("/metrics")[1].splitlines(), "trireme_preemptions_total")
 
 
 def limiting(kind: int, roles: tuple[str, ...]) -> Inject:
@@ -69,14 +69,14 @@ def lowest_free(pid: int) -> int:
     return next(number for number in range(len(taken) + 1) if number not in taken)
 
 
-def filling(place: str, then_kill: str) -> Inject:
-    """A file system of the deployment is full, and a process must be started again in that state."""
+def filling(place: str, *roles: str) -> Inject:
+    """A file system of the deployment is full, and a process of some role must be started again in that state."""
 
     @contextlib.contextmanager
     def inject(site: Site, rng: Random) -> Iterator[Injury]:
         with filled(site.places[place]):
-            send(site.pid(then_kill), signal.SIGKILL)
-            injury = Injury(["engine-0"])
+            role = rng.choice(roles)
+            injury = Injury([part_of(role, 0)], kill(site.pid(role)), what=f"{role} killed")
             yield injury
             try:
                 site.deployment.until_whole(30.0)

@@ -24,7 +24,7 @@ LATE = "late: "  # how a breach begins that is about time alone
 NUM_LATE = 8  # streams that begin after the fault
 
 
-AWAY_S = 1.0  # a machine that stood still for so long proves nothing about times
+AWAY_S = 0.5  # a machine that left us no turn for so long proves nothing about times
 
 
 class Pulse:

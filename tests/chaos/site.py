@@ -71,9 +71,13 @@ class Site(AbstractContextManager["Site"]):
         return found
 
     def until_quiet(self) -> None:
-        """All parts up, nothing owned by anybody, by the metrics and by an audit of every engine. Raises TimeoutError."""
+        """All parts up, nothing owned by anybody, by the metrics and by an audit of every engine, and every request accounted
+        for. Raises TimeoutError."""
         self.deployment.until_whole()
         until(lambda: self.deployment.owned_blocks() == 0.0, QUIET_S, "all blocks back")
+        received, ended = self.deployment.books()
+        if received != ended:
+            raise TimeoutError(f"{received:g} requests were accepted, and {ended:g} have ended or are under way")
         for engine in range(self.deployment.config.parallel.dp):
             found = self._auditor.audit(engine)
             if found["num_owned"] or found["num_free"] + found["num_cached"] != found["num_blocks"]:
@@ -135,6 +139,12 @@ class Injury:
 
 Inject: TypeAlias = Callable[[Site, Random], AbstractContextManager[Injury]]
 """Entering does the harm, leaving ends what does not last."""
+
+
+def part_of(role: str, number: int) -> str:
+    """Whose death is told: that of the engine, for a worker."""
+    names = {"coordinator": "coordinator", "worker": "engine-0"}
+    return names.get(role, f"{role}-{number}")
 
 
 def send(pid: int, number: signal.Signals) -> None:
