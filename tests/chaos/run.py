@@ -42,6 +42,8 @@ def run_faults(faults: Sequence[Fault], times: int, seed: int, until: float = fl
     found: dict[str, list[Verdict]] = {}
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
         for shape in dict.fromkeys(fault.shape for fault in faults if not fault.missing):
+            if time.monotonic() > until:
+                break
             mine = [fault for fault in faults if fault.shape == shape and not fault.missing]
             with site_of(shape, Path(directory)) as site:
                 print(f"{shape}: {len(site.bodies)} streams, {site.usual_s:.2f} s undisturbed", flush=True)
