@@ -20,7 +20,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.site import Injury, Site
 
 CANCEL_ONE_IN = 8
-LATE = "late: "  # how a breach begins that is about time alone
+WATCH_S = 15.0  # beyond the limit, to tell late from never
 NUM_LATE = 8  # streams that begin after the fault
 
 
@@ -62,21 +62,26 @@ class Verdict:
     away_s: float = 0.0
     what: str = ""
     died: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)  # breaches of limits of time alone
     breaches: list[str] = field(default_factory=list)
 
 
 def run_round(site: Site, fault: Fault, rng: Random) -> Verdict:
     """Raises nothing for what the deployment does wrong."""
     with Pulse() as pulse:
-        verdict = _run_round(site, fault, rng)
+        verdict = _injure(site, fault, rng)
+        for settle in (site.until_quiet, site.until_census):
+            try:
+                settle()
+            except TimeoutError as error:
+                verdict.breaches.append(str(error))
     verdict.away_s = pulse.longest_s
     if verdict.away_s > AWAY_S:
-        verdict.num_running, verdict.noticed_s = 0, None
-        verdict.breaches = [breach for breach in verdict.breaches if not breach.startswith(LATE)]
+        verdict.num_running, verdict.late, verdict.noticed_s = 0, [], None
     return verdict
 
 
-def _run_round(site: Site, fault: Fault, rng: Random) -> Verdict:
+def _injure(site: Site, fault: Fault, rng: Random) -> Verdict:
     assert fault.inject is not None
     verdict, began = Verdict(), time.monotonic()
     answers = [Answer() for _ in site.bodies]
@@ -95,20 +100,17 @@ def _run_round(site: Site, fault: Fault, rng: Random) -> Verdict:
             if fault.notice:
                 verdict.noticed_s = _watch(site, fault, injury, deaths, injected)
             time.sleep(max(0.0, injected + fault.lasts_s - time.monotonic()))
-    verdict.breaches += injury.breaches + judge_notice(fault, verdict.noticed_s)
-    verdict.breaches += judge_streams(site.reference, answers, cancels, injury)
+    if fault.notice and verdict.noticed_s is None:
+        verdict.breaches.append(f"the {fault.notice} was not noticed")
+    verdict.late = judge_notice(fault, verdict.noticed_s)
+    verdict.breaches += injury.breaches + judge_streams(site.reference, answers, cancels, injury)
     verdict.num_broken = sum(answer.end == "broken" for answer in answers)
     verdict.what = injury.what
     if not injury.is_done:
         verdict.num_running = 0
     verdict.died = [f"{at - injected:.1f} s: {event.error}" for at, event in site.deployment.died[deaths:]]
     if fault.notice != "death" and not fault.may_die and len(site.deployment.died) > deaths:
-        verdict.breaches.append(f"{LATE}needless death: {site.deployment.died[-1][1].error}")
-    for settle in (site.until_quiet, site.until_census):
-        try:
-            settle()
-        except TimeoutError as error:
-            verdict.breaches.append(f"{LATE}{error}")
+        verdict.breaches.append(f"needless death: {site.deployment.died[-1][1].error}")
     verdict.took_s = time.monotonic() - began
     return verdict
 
@@ -130,15 +132,9 @@ def judge_streams(
 
 
 def judge_notice(fault: Fault, noticed_s: float | None) -> list[str]:
-    if not fault.notice:
+    if noticed_s is None or noticed_s <= fault.within_s:
         return []
-    if noticed_s is None:
-        return [f"{LATE}the {fault.notice} was not noticed"]
-    return (
-        [f"{LATE}noticed after {noticed_s:.2f} s; the limit is {fault.within_s:g} s"]
-        if noticed_s > fault.within_s
-        else []
-    )
+    return [f"noticed after {noticed_s:.2f} s; the limit is {fault.within_s:g} s"]
 
 
 def _watch(site: Site, fault: Fault, injury: Injury, deaths: int, injected: float) -> float | None:
@@ -151,7 +147,7 @@ def _watch(site: Site, fault: Fault, injury: Injury, deaths: int, injected: floa
         return None
 
     look: Callable[[], float | None] = told if fault.notice == "death" else lambda: _stalled(site)
-    while time.monotonic() < injected + 3 * fault.within_s:
+    while time.monotonic() < injected + fault.within_s + WATCH_S:
         if (noticed := look()) is not None:
             return noticed - injected
         time.sleep(0.01 if fault.notice == "death" else 0.05)

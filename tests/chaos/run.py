@@ -3,7 +3,8 @@
   --fault NAME ...   only these (default: all); a family (kill, freeze, message, resource, request) names all of its own
   --times N          injections of each         --seed S    reproduces one choice of moments
   --minutes M        begins no round after them --json FILE the verdicts as a file
-  --list             names what there is
+  --list             names what there is    --tell-late what is noticed late is told, and fails nothing: for a machine that
+                                           others use
 
 The status is 1 unless every injection that was made passed. What cannot be done yet is listed, and counts for nothing.
 """
@@ -11,13 +12,15 @@ The status is 1 unless every injection that was made passed. What cannot be done
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
@@ -34,7 +37,18 @@ def chosen(names: Sequence[str]) -> list[Fault]:
     known = {fault.name for fault in FAULTS} | {fault.family for fault in FAULTS}
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"error: there is no fault {unknown[0]!r}; --list shows them")
-    return [fault for fault in FAULTS if not names or fault.name in names or fault.family in names]
+    mine = [fault for fault in FAULTS if not names or fault.name in names or fault.family in names]
+    if any(fault.shape == "full" for fault in mine) and not can_mount():
+        cannot = {"missing": "this user may not mount file systems", "inject": None}
+        return [replace(fault, **cannot) if fault.shape == "full" else fault for fault in mine]  # type: ignore[arg-type]
+    return mine
+
+
+def can_mount() -> bool:
+    """Whether file systems can be made in a mount namespace of our own."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
+    return False
 
 
 def run_faults(faults: Sequence[Fault], times: int, seed: int, until: float = float("inf")) -> dict[str, list[Verdict]]:
@@ -54,10 +68,9 @@ def run_faults(faults: Sequence[Fault], times: int, seed: int, until: float = fl
                         if sum(verdict.num_running > 0 for verdict in verdicts) >= times or time.monotonic() > until:
                             break
                         verdicts.append(run_round(site, fault, rng))
-                        if verdicts[-1].breaches:
-                            print(f"{fault.name} round {at}: {verdicts[-1].what}; died: {verdicts[-1].died}")
-                        for breach in verdicts[-1].breaches:
-                            print(f"{fault.name} round {at} seed {seed}: {verdicts[-1].what} {breach}", flush=True)
+                        for breach in verdicts[-1].breaches + verdicts[-1].late:
+                            what = f"{verdicts[-1].what} {verdicts[-1].died}"
+                            print(f"{fault.name} round {at} seed {seed}: {breach}; {what}", flush=True)
                     print(row_of(fault, verdicts), flush=True)
     return found
 
@@ -72,13 +85,14 @@ def go_private() -> None:
 def row_of(fault: Fault, verdicts: Sequence[Verdict]) -> str:
     """One line of the table."""
     if fault.missing:
-        return f"{fault.name:28} not applicable yet: {fault.missing}"
+        return f"{fault.name:28} not applicable: {fault.missing}"
     counted = [verdict for verdict in verdicts if verdict.num_running]
     noticed = sorted(verdict.noticed_s for verdict in counted if verdict.noticed_s is not None)
     told = f"noticed {noticed[len(noticed) // 2]:5.2f} s median {noticed[-1]:5.2f} s longest" if noticed else ""
     num_bad = sum(bool(verdict.breaches) for verdict in verdicts)
-    broken = sum(verdict.num_broken for verdict in counted)
-    return f"{fault.name:28} {len(counted):3} injections {num_bad:3} bad {broken:4} connections cut as allowed  {told}"
+    num_late, broken = sum(bool(verdict.late) for verdict in counted), sum(verdict.num_broken for verdict in counted)
+    counts = f"{len(counted):3} injections {num_bad:3} bad {num_late:3} late {broken:4} connections cut as allowed"
+    return f"{fault.name:28} {counts}  {told}"
 
 
 def main() -> int:
@@ -89,13 +103,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--tell-late", action="store_true")
     options = parser.parse_args()
     faults = chosen(options.fault)
     if options.list:
         print(*(f"{fault.name:28} {fault.missing or fault.shape}" for fault in faults), sep="\n")
         return 0
     until = time.monotonic() + 60.0 * options.minutes if options.minutes else float("inf")
-    if any(fault.shape == "full" for fault in faults) and not os.environ.get(PRIVATE):
+    if any(fault.shape == "full" and not fault.missing for fault in faults) and not os.environ.get(PRIVATE):
         go_private()
     found = run_faults(faults, options.times, options.seed, until)
     print(*(row_of(fault, found.get(fault.name, [])) for fault in faults), sep="\n")
@@ -105,10 +120,12 @@ def main() -> int:
     verdicts = [verdict for some in found.values() for verdict in some]
     num_done = sum(verdict.num_running > 0 for verdict in verdicts)
     num_bad = sum(bool(verdict.breaches) for verdict in verdicts)
+    num_late = sum(bool(verdict.late) for verdict in verdicts)
     num_missing = sum(bool(fault.missing) for fault in faults)
-    print(f"chaos: {num_done} injections of {len(found)} faults, {num_bad} bad; {num_missing} not applicable yet")
+    counts = f"{num_done} injections of {len(found)} faults, {num_bad} bad, {num_late} late"
+    print(f"chaos: {counts}; {num_missing} not applicable")
     is_short = any(sum(v.num_running > 0 for v in some) < options.times for some in found.values())
-    return int(num_bad > 0 or (is_short and time.monotonic() < until))
+    return int(num_bad > 0 or (num_late > 0 and not options.tell_late) or (is_short and time.monotonic() < until))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from tests.e2e.deployment import ROOT
 
 def chaos(*options: str, timeout_s: float) -> str:
     command = [sys.executable, "-m", "tests.chaos.run", "--seed", str(os.getpid()), *options]
+    if os.getloadavg()[0] > (os.cpu_count() or 1):  # others keep this machine busy
+        command.append("--tell-late")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"{command}\n{done.stdout[-8000:]}\n{done.stderr[-4000:]}"
     return done.stdout
@@ -21,17 +23,17 @@ def chaos(*options: str, timeout_s: float) -> str:
 @pytest.mark.timeout(150)
 def test_two_faults() -> None:
     said = chaos("--fault", "kill-engine-core", "kill-one-api-server", "--times", "1", timeout_s=140)
-    assert "chaos: 2 injections of 2 faults, 0 bad" in said
+    assert "chaos: 2 injections of 2 faults, 0 bad, " in said
 
 
 def test_what_cannot_be_done_is_not_counted() -> None:
     said = chaos("--fault", "kill-kv-store", timeout_s=60)
-    assert "not applicable yet: there is no KV store yet" in said
-    assert "chaos: 0 injections of 0 faults, 0 bad; 1 not applicable yet" in said
+    assert "not applicable: there is no KV store yet" in said
+    assert "chaos: 0 injections of 0 faults, 0 bad, 0 late; 1 not applicable" in said
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_every_fault_for_ten_minutes() -> None:
     said = chaos("--times", "2", "--minutes", "10", timeout_s=960)
-    assert ", 0 bad; " in said
+    assert ", 0 bad, " in said
