@@ -1,6 +1,7 @@
 """The names other packages use to talk between processes: Server, Connection, AsyncConnection, Poller, Waker.
 
-Nobody outside transport/ sees zmq. Sends never block; queues are bounded; malformed frames are counted, logged, dropped.
+Nobody outside transport/ sees zmq. Sends never block; queues are bounded; what is not the next message as it was sent
+ends its connection.
 Peers and servers come and go in the stream of messages itself: Hello / Welcome say "here", Left says "gone".
 """
 

@@ -67,8 +67,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("trireme_routing_fallbacks", "counter", "engines chosen without the coordinator"),
     Metric("trireme_moves", "counter", "choices that went on elsewhere after they had lost their engine"),
     Metric("trireme_quarantined", "counter", "choices that were running on two engines when these died", decisive=True),
-    Metric("trireme_frames_malformed", "counter", "frames dropped because they did not parse", ("source",)),
-    Metric("trireme_messages_dropped", "counter", "messages dropped because a queue was full", ("source",)),
+    Metric(
+        "trireme_frames_malformed",
+        "counter",
+        "messages that arrived altered or made no sense, which ends a connection",
+        ("source",),
+    ),
+    Metric(
+        "trireme_messages_dropped",
+        "counter",
+        "messages that were missing when a later one came, which ends a connection",
+        ("source",),
+    ),
     Metric("trireme_build", "info", "version and configuration", ("version", "model")),
 )
 
