@@ -19,7 +19,7 @@ from engine_core.integrity import Audit, IntegrityError, audit, check_idle
 from engine_core.kv.log import BlockLog
 from engine_core.outputs import Outbox, end_reason
 from engine_core.plan import Draft, Place
-from engine_core.policy import find_policy
+from engine_core.policy import POLICIES, PolicySettings
 from engine_core.request import Request, State
 from engine_core.scheduler import Limits, Scheduler
 from engine_core.watch import StepTimes
@@ -37,7 +37,7 @@ from transport.messages import (
     Submit,
 )
 from transport.packed import unpack
-from trireme.errors import EngineError, OverloadedError, TriremeError
+from trireme.errors import DeadlineError, EngineError, OverloadedError, TriremeError
 
 
 class Counters(msgspec.Struct):
@@ -72,12 +72,13 @@ class EngineCore:
         ahead: bool = False,
         check: bool = False,
         policy: str = "fcfs",
+        policy_settings: PolicySettings = PolicySettings(),
     ) -> None:
         self.limits = limits
         self.engine = engine
         self.epoch = epoch
         self.check = check
-        self.scheduler = Scheduler(limits, find_policy(policy), depth, ahead=ahead)
+        self.scheduler = Scheduler(limits, POLICIES.find(policy)(policy_settings), depth, ahead=ahead)
         self.requests: dict[tuple[str, int], Request] = {}
         self.outbox = Outbox(engine)
         self.counters = Counters()
@@ -85,7 +86,7 @@ class EngineCore:
         self.draining = False
         self._arrivals = 0
         self._admitted: dict[str, int] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[tuple[float, int, bool, Request]] = []  # when, arrival, of the whole request, request
         self._loads = 0
 
     # ------------------------------------------------------------ events
@@ -118,7 +119,8 @@ class EngineCore:
         """Forgets up to `count` queued rows that never started, those that would wait longest, and tells their front ends to
         send them to engine `to`; returns how many. None of them has an End here."""
         waiting = (row for row in self.scheduler.waiting if row.state is State.WAITING and row.may_move)
-        chosen = heapq.nlargest(count, waiting, key=self.scheduler.policy.key)
+        policy = self.scheduler.policy
+        chosen = heapq.nlargest(count, waiting, key=lambda row: (policy.standing(policy.lane(row)), row.key))
         for request in chosen:
             self.scheduler.end(request)
             del self.requests[request.front, request.rid]
@@ -136,13 +138,16 @@ class EngineCore:
         self._after_event()
 
     def tick(self, now: float) -> None:
-        """Ends rows that have waited too long for their first step."""
+        """Ends rows that have waited too long for their first step, and those whose time is up."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, request = heapq.heappop(self._deadlines)
-            if request.state is State.WAITING:
-                waited = now - request.arrival_s
-                error = OverloadedError(f"no place in the batch within {waited:.1f} s of waiting")
+            _, _, is_total, request = heapq.heappop(self._deadlines)
+            passed_s = now - request.arrival_s
+            if is_total and request.state is not State.ENDED:
+                late = DeadlineError(f"not complete when its deadline came, {passed_s:.1f} s in this engine")
+                self._end(request, "error", error=late)
+            elif request.state is State.WAITING:
                 self.counters.refused += 1
+                error = OverloadedError(f"no place in the batch within {passed_s:.1f} s of waiting")
                 self._end(request, "error", error=error)
         self._after_event()
 
@@ -315,13 +320,19 @@ class EngineCore:
             return
         limits = [limit for limit in (self.limits.queue_timeout, submit.deadline_s) if limit > 0]
         if limits and not submit.num_replayed:
-            heapq.heappush(self._deadlines, (now + min(limits), request.arrival, request))
-            self._drop_met_deadlines()
+            heapq.heappush(self._deadlines, (now + min(limits), request.arrival, False, request))
+        if submit.total_s > 0:
+            heapq.heappush(self._deadlines, (now + submit.total_s, request.arrival, True, request))
+        self._drop_met_deadlines()
 
     def _drop_met_deadlines(self) -> None:
-        """Keeps the heap about as long as the queue: rows that started or ended need no timer."""
-        if len(self._deadlines) > 2 * len(self.scheduler.waiting) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].state is State.WAITING]
+        """Keeps the heap about as long as there are requests: what has been met needs no timer."""
+        if len(self._deadlines) > 4 * len(self.requests) + 64:
+            self._deadlines = [
+                entry
+                for entry in self._deadlines
+                if entry[3].state is State.WAITING or (entry[2] and entry[3].state is not State.ENDED)
+            ]
             heapq.heapify(self._deadlines)
 
     def _refuse(self, front: str, rid: int, error: TriremeError) -> None:

@@ -15,6 +15,7 @@ from trireme.errors import RequestError
 from trireme.params import MAX_LOGPROBS, SEED_MAX, SEED_MIN, RowParams
 
 MAX_SALT_BYTES = 128
+MAX_CLIENT_BYTES = 32
 
 
 def check_submit(submit: Submit, limits: Limits) -> None:
@@ -23,8 +24,14 @@ def check_submit(submit: Submit, limits: Limits) -> None:
     _check_params(submit.params, limits)
     if len(submit.salt) > MAX_SALT_BYTES:
         raise RequestError(f"salt has {len(submit.salt)} bytes; the limit is {MAX_SALT_BYTES}", param="salt")
-    if not math.isfinite(submit.deadline_s) or submit.deadline_s < 0:
-        raise RequestError(f"deadline_s is {submit.deadline_s}; it must be finite and at least 0", param="deadline_s")
+    if len(submit.client) > MAX_CLIENT_BYTES:
+        raise RequestError(f"client has {len(submit.client)} bytes; the limit is {MAX_CLIENT_BYTES}", param="client")
+    if not -(2**31) <= submit.priority < 2**31:
+        raise RequestError(f"priority is {submit.priority}; it must fit 32 bits", param="priority")
+    for name in ("deadline_s", "total_s"):
+        value = getattr(submit, name)
+        if not math.isfinite(value) or value < 0:
+            raise RequestError(f"{name} is {value}; it must be finite and at least 0", param=name)
 
 
 def _check_prompt(submit: Submit, limits: Limits) -> None:

@@ -72,7 +72,7 @@ def _check_rows(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) 
     num_tokens = sum(row.num_tokens for row in waiting)
     if scheduler.waiting.num_tokens != num_tokens:
         raise _broken(f"queued tokens: {scheduler.waiting.num_tokens} counted = {num_tokens}")
-    keys = [scheduler.policy.key(row) for row in running]
+    keys = [row.key for row in running]
     if keys != sorted(keys):
         raise _broken(f"running rows are in policy order: {keys}")
 

@@ -1,83 +1,113 @@
-"""Queue order and victim rules. A policy is a key function (smaller runs first) and a rule that picks whom to preempt.
+"""Who goes first, and who has to yield: a policy is a key function and a victim rule.
 
-Used by the scheduler, which knows no policy by name. Pure: keys depend on the request alone.
+Used by the scheduler and its queue, which know no policy by name. Pure: time is what the requests carry. A policy that needs no
+more than a key and a victim is a few lines, as those below are; one that follows what was served overrides `lane` and what is
+below it (engine_core/fair.py), one that takes slots away `is_spent` (engine_core/feedback.py).
+
+Policies of others: an entry point of the group `trireme.policies` that names a callable, from PolicySettings to a Policy.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeAlias
 
-from engine_core.request import Request, State
-from trireme.errors import ConfigError
+import msgspec
 
-Key: TypeAlias = tuple[int, ...]
+from engine_core.request import Request
+from trireme.registry import Registry
 
-
-class Policy(NamedTuple):
-    """`key` orders the queue and the running rows and must be unique per request. `victim` picks one of the candidates
-    (never empty), given the tokens each would have to compute again."""
-
-    key: Callable[[Request], Key]
-    victim: Callable[[list[Request], Callable[[Request], int]], Request]
+Key: TypeAlias = tuple[float, ...]
+Lost: TypeAlias = Callable[[Request], int]
+"""Tokens that a row would have to compute again."""
 
 
-def by_arrival(request: Request) -> Key:
-    return (request.arrival,)
+class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`aging_s` of waiting are worth as much as one level of priority; `due_s` is the deadline of requests that name none."""
+
+    aging_s: float = 10.0
+    due_s: float = 60.0
 
 
-def least_work_lost(candidates: list[Request], lost: Callable[[Request], int]) -> Request:
-    """Fewest tokens to compute again; among equals the latest arrival."""
-    return min(candidates, key=lambda request: (lost(request), -request.arrival))
+class Policy:
+    """First come, first served, and the base of all others."""
+
+    is_metered = False  # wants to hear of every token served
+    takes_slots = False  # rows may lose their slot to queued requests
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self.settings = settings
+
+    def key(self, request: Request) -> Key:
+        """Its place in its lane, and among the running rows: smaller goes first, and of two alike the earlier arrival. Read when
+        the request enters the queue, which it does again after a preemption, and kept until then. Always of one length."""
+        return ()
+
+    def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
+        """Which of the running rows (one at least) gives its blocks back. Here: the one with the fewest tokens to compute
+        again; among equals the latest arrival."""
+        return min(candidates, key=lambda row: (lost(row), -row.arrival))
+
+    # ------------------------------------------------------------ lanes
+
+    def lane(self, request: Request) -> Hashable:
+        """Requests of one lane are ordered by key alone. Never changes."""
+        return None
+
+    def standing(self, lane: Hashable) -> float:
+        """Its place among the lanes: smaller goes first. May only grow while requests wait in it."""
+        return 0.0
+
+    def entered(self, lane: Hashable, floor: float) -> None:
+        """The first request queues in it. `floor` is the least standing of lanes that had requests."""
+
+    def settle(self, rows: Iterable[Request]) -> None:
+        """Accounts for what was computed for these rows since the last time (with `is_metered`)."""
+
+    # ------------------------------------------------------------ slots
+
+    def is_spent(self, row: Request, head: Request) -> bool:
+        """Whether a running row has had enough and has to let `head`, the first of the queue, have its slot (with
+        `takes_slots`). Asked only when no slot is free."""
+        return False
+
+    def demote(self, row: Request) -> None:
+        """It is about to lose its slot because it `is_spent`."""
 
 
-POLICIES: dict[str, Policy] = {"fcfs": Policy(by_arrival, least_work_lost)}
+class Priority(Policy):
+    """Smaller priorities first, as in vLLM. Waiting makes up for priority, and a row that has run before is one level ahead.
+
+    All that waits ages alike, so the order of two requests never changes: no request is overtaken by one that arrives more than
+    `aging_s` later per level between them.
+    """
+
+    def key(self, request: Request) -> Key:
+        level = request.priority - (1 if request.num_preemptions else 0)
+        return (level * self.settings.aging_s + request.arrival_s,)
+
+    def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
+        return min(candidates, key=lambda row: (-row.priority, lost(row), -row.arrival))
 
 
-def find_policy(name: str) -> Policy:
-    """Raises ConfigError that lists the known names."""
-    if name not in POLICIES:
-        raise ConfigError(f"there is no scheduling policy {name!r}; known: {', '.join(POLICIES)}")
-    return POLICIES[name]
+class Deadline(Policy):
+    """Earliest deadline first (Liu and Layland, 1973); the latest deadline yields."""
+
+    def key(self, request: Request) -> Key:
+        return (request.arrival_s + (request.due_s or self.settings.due_s),)
+
+    def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
+        return max(candidates, key=lambda row: (self.key(row), row.arrival))
 
 
-class WaitingQueue:
-    """Requests in policy order: a heap whose removed entries are dropped when they surface. All operations O(log n)."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._key = policy.key
-        self._heap: list[tuple[Key, Request]] = []
-        self._live: dict[Key, Request] = {}
-        self.num_tokens = 0  # known tokens of all queued requests
-        self.num_preempted = 0  # of them, those that have run before
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
-        return iter(self._live.values())
-
-    def push(self, request: Request) -> None:
-        key = self._key(request)
-        self._live[key] = request
-        self.num_tokens += request.num_tokens
-        self.num_preempted += request.state is State.PREEMPTED
-        heapq.heappush(self._heap, (key, request))
-
-    def peek(self) -> Request | None:
-        """The next request, or None."""
-        heap = self._heap
-        while heap and heap[0][0] not in self._live:
-            heapq.heappop(heap)
-        return heap[0][1] if heap else None
-
-    def discard(self, request: Request) -> None:
-        """Takes a queued request out, wherever it stands."""
-        del self._live[self._key(request)]
-        self.num_tokens -= request.num_tokens
-        self.num_preempted -= request.state is State.PREEMPTED
-        if len(self._heap) > 2 * len(self._live) + 64:
-            self._heap = list(self._live.items())
-            heapq.heapify(self._heap)
+POLICIES: Registry[Callable[[PolicySettings], Policy]] = Registry(
+    "scheduling policy",
+    "trireme.policies",
+    {
+        "fcfs": "engine_core.policy:Policy",
+        "priority": "engine_core.policy:Priority",
+        "deadline": "engine_core.policy:Deadline",
+        "fair": "engine_core.fair:FairShare",
+        "feedback": "engine_core.feedback:Feedback",
+    },
+)

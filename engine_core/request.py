@@ -49,15 +49,22 @@ class Request:
         "arrival",
         "arrival_s",
         "blocks",
+        "client",
         "columns",
+        "due_s",
         "first_run_s",
         "first_token_s",
         "front",
         "hashes",
+        "key",
+        "level",
         "limit",
         "may_move",
         "num_adopted",
+        "num_begun",
         "num_cached",
+        "num_given",
+        "num_paid",
         "num_preemptions",
         "num_prompt",
         "num_scored",
@@ -80,10 +87,17 @@ class Request:
         self.may_move = (
             not submit.stays and submit.num_moves == 0
         )  # at most once in its life, and before it ran anywhere
+        self.client = submit.client
+        self.due_s = min((limit for limit in (submit.deadline_s, submit.total_s) if limit > 0), default=0.0)  # 0: none
         self.arrival = arrival  # rank in the order of submits; keeps its place through preemptions
         self.arrival_s = now
         self._tokens = array("i", np.ascontiguousarray(submit.prompt, np.int32).tobytes())
-        self.num_prompt = len(self._tokens) - submit.num_replayed  # the user's part
+        self.num_given = len(self._tokens)
+        self.num_prompt = self.num_given - submit.num_replayed  # the user's part
+        self.key: tuple[float, ...] = ()  # its place in the order, as the queue set it
+        self.level = -1  # for policies that have levels; -1: none yet
+        self.num_begun = 0  # tokens known when it got its slot
+        self.num_paid = -1  # tokens known when the policy last settled its account; -1: never
         self.limit = min(self.num_prompt + submit.params.max_tokens, max_len)  # tokens at which the row ends
         self.stops = frozenset((*submit.params.eos_token_ids, *submit.params.stop_token_ids))
         self.state = State.WAITING
@@ -199,6 +213,7 @@ class Request:
         columns.tail[row, :begun] = self._tokens[count - begun :]
         columns.known[row] = count
         self.row, self.columns = row, columns
+        self.num_begun = count
 
     def forget_kv(self) -> None:
         """Back to nothing computed; the caller has taken the blocks and the slot."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from itertools import chain, zip_longest
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -19,9 +20,12 @@ import numpy as np
 from engine_core.columns import HELD, NOTHING, Cohort, Columns, Mask, cohort_of
 from engine_core.kv.cache import KVCache
 from engine_core.plan import Draft
-from engine_core.policy import Policy, WaitingQueue
+from engine_core.policy import Policy
 from engine_core.request import Request, State
+from engine_core.waiting import WaitingQueue
 from transport.packed import repeated
+
+_key = attrgetter("key")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +142,7 @@ class Scheduler:
         draft = Draft(self.step + 1, now)
         self._sort_rows()
         preempted = self._make_room()
-        if preempted:
+        if preempted or self._take_slot():
             self._sort_rows()
         self._decode(draft)
         for request in self.prefilling:
@@ -165,11 +169,10 @@ class Scheduler:
         if np.count_nonzero(is_live) < len(is_live):
             self.cohort = self.cohort.where(is_live)
         if self._joining:
-            key = self.policy.key
-            joining = sorted((row for row in self._joining if row.is_decoding), key=key)
+            joining = sorted((row for row in self._joining if row.is_decoding), key=_key)
             self._joining = []
-            if joining and len(self.cohort) and key(joining[0]) < key(self.cohort.requests[-1]):
-                self.cohort = cohort_of(sorted([*self.cohort.requests, *joining], key=key))
+            if joining and len(self.cohort) and joining[0].key < self.cohort.requests[-1].key:
+                self.cohort = cohort_of(sorted([*self.cohort.requests, *joining], key=_key))
             elif joining:
                 self.cohort = self.cohort.plus(joining)
 
@@ -230,6 +233,8 @@ class Scheduler:
         run out of blocks. One that was preempted must find more than that, or it would be thrown out again at once.
         """
         cache = self.cache
+        if self.policy.is_metered and self.free_rows:
+            self.policy.settle(self.running)
         owed = sum(cache.blocks_for(row.num_tokens) - len(row.blocks) for row in self.prefilling)
         while self.free_rows and (request := self._next_waiting()) is not None:
             spare = cache.num_available - owed
@@ -267,8 +272,10 @@ class Scheduler:
         if request.num_cached < 0:
             request.num_cached = min(request.num_computed, request.num_prompt)
             request.first_run_s = now
-        insort(self.running, request, key=self.policy.key)
-        insort(self.prefilling, request, key=self.policy.key)
+        if self.policy.is_metered:
+            self.policy.settle((request,))
+        insort(self.running, request, key=_key)
+        insort(self.prefilling, request, key=_key)
 
     def _plan(self, draft: Draft, request: Request, num_tokens: int) -> None:
         """Adds a row to the draft; its full blocks can be shared from this step on."""
@@ -290,6 +297,18 @@ class Scheduler:
             return 0
         return min(num_left, budget)
 
+    def _take_slot(self) -> bool:
+        """Where the policy says so, frees a slot for the head of the queue. True if a row lost it."""
+        if not self.policy.takes_slots or self.free_rows or (head := self.waiting.peek()) is None:
+            return False
+        rows = [row for row in self._preemptible() if self.policy.is_spent(row, head)]
+        if not rows:
+            return False
+        row = self.policy.victim(rows, self.cache.work_lost)
+        self.policy.demote(row)
+        self._preempt(row)
+        return True
+
     # ------------------------------------------------------------ blocks running out
 
     def _make_room(self) -> bool:
@@ -301,11 +320,15 @@ class Scheduler:
         while True:
             if self._num_needing() <= cache.num_available + self._num_promised():
                 return preempted
-            candidates = [row for row in self.running if self.ahead or row.last_step <= self.completed]
+            candidates = self._preemptible()
             if len(candidates) < 2 and (self.in_flight or not candidates):
                 return preempted  # a step in flight will give blocks back; the rows left over sit this one out
             self._preempt(self.policy.victim(candidates, cache.work_lost))
             preempted = True
+
+    def _preemptible(self) -> list[Request]:
+        """Running rows that no step in flight needs."""
+        return [row for row in self.running if self.ahead or row.last_step <= self.completed]
 
     def _num_needing(self) -> int:
         """Rows that are about to decode into a block that they do not have."""
@@ -342,6 +365,8 @@ class Scheduler:
         find what it has computed, if that is `sound`."""
         if sound:
             self.cache.seal(request)
+        if self.policy.is_metered:
+            self.policy.settle((request,))
         for draft in self.in_flight:
             draft.dropped.add(request.row)
         if self._answered is not None:
@@ -351,7 +376,7 @@ class Scheduler:
             newest.fenced += request.blocks
         else:
             self.cache.release(request.blocks)
-        del self.running[bisect_left(self.running, self.policy.key(request), key=self.policy.key)]
+        del self.running[bisect_left(self.running, request.key, key=_key)]
         self._freed.append(request.row)
         self.free_rows.append(request.row)
         request.forget_kv()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from engine_core.core import EngineCore
 from engine_core.executor.base import Executor
+from engine_core.policy import POLICIES, PolicySettings
 from engine_core.scheduler import Limits
 from transport.messages import LoadProgress, WorkerLoaded
 from trireme.budget import num_kv_blocks
@@ -55,6 +56,7 @@ def start_core(
     epoch: int = 0,
 ) -> Started:
     """Loads the workers, sizes the KV memory by the poorest one, and makes the core. Raises what stood in the way."""
+    POLICIES.find(config.scheduler.policy)  # before minutes of loading
     began = time.monotonic()
     workers = executor.load(progress)
     loaded = time.monotonic()
@@ -68,6 +70,10 @@ def start_core(
         depth=executor.depth,
         ahead=config.runs_ahead,
         check=config.scheduler.check,
+        policy=config.scheduler.policy,
+        policy_settings=PolicySettings(
+            aging_s=config.scheduler.aging, due_s=config.scheduler.queue_timeout or PolicySettings().due_s
+        ),
     )
     phases = {"load": loaded - began, "kv": time.monotonic() - loaded}
     for worker in workers:

@@ -18,11 +18,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.chat import ChatFormat, content_chars
 from serving.completions import CompletionFormat
+from serving.door import Caller
 from serving.front import Front
 from serving.gate import Gate, send_body
 from serving.generation import Generation
 from serving.replay import Replay
-from serving.sse import EventStream, Format, Outcome
+from serving.sse import FIRST_EVENT_S, EventStream, Format, Outcome
 from serving.telemetry import CONTENT_TYPE, merged, page
 from serving.wire_openai import (
     ChatRequest,
@@ -81,7 +82,7 @@ def make_app(front: Front) -> ASGIApp:
     ]
     table = [Route(path, _Endpoint(front, method, handler)) for method, path, handler in routes]
     router = Router(table, redirect_slashes=False, default=_Unknown())
-    return Gate(_Counted(front, router), keys=front.config.serving.api_key, host=front.config.serving.host)
+    return Gate(_Counted(front, router), keys=front.door.keys, host=front.config.serving.host)
 
 
 class _Endpoint:
@@ -192,18 +193,19 @@ def _label(scope: Scope) -> str:
 
 
 async def _chat(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    with front.inside(generates=True):
+    caller = front.door.caller(scope)
+    with front.inside(caller, generates=True):
         request, headers = await _read(front, scope, receive, ChatRequest)
         front.check_model(request.model)
+        terms = front.door.terms(request, caller, scope)
+        front.check_room(terms.priority)
         params = _chat_params(request)
         processor = front.processor
         num_chars = sum(map(content_chars, request.messages))
         prompt = await front.off_loop(
             num_chars, lambda: processor.prompt_from_segments(front.renderer.segments(request))
         )
-        rows = processor.rows(
-            [prompt], params, salt=request.cache_salt, priority=request.priority or 0, param="messages"
-        )
+        rows = processor.rows([prompt], params, salt=request.cache_salt, terms=terms, param="messages")
 
         def form(_: Generation) -> Format:
             return ChatFormat(
@@ -216,7 +218,7 @@ async def _chat(front: Front, scope: Scope, receive: Receive, send: Send) -> Non
                 request_usage=_wants_usage(request),
             )
 
-        await _answer(front, scope, receive, send, request, params, rows, form, headers, route="chat")
+        await _answer(front, scope, receive, send, request, params, rows, form, headers, caller, route="chat")
 
 
 def _chat_params(request: ChatRequest) -> SamplingParams:
@@ -240,9 +242,12 @@ def _chat_params(request: ChatRequest) -> SamplingParams:
 
 
 async def _completions(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    with front.inside(generates=True):
+    caller = front.door.caller(scope)
+    with front.inside(caller, generates=True):
         request, headers = await _read(front, scope, receive, CompletionRequest)
         front.check_model(request.model)
+        terms = front.door.terms(request, caller, scope)
+        front.check_room(terms.priority)
         if request.prompt_logprobs is not None and request.stream:
             raise RequestError("prompt_logprobs is not supported with stream=true", param="prompt_logprobs")
         echo_logprobs = request.logprobs if request.echo else None
@@ -254,7 +259,7 @@ async def _completions(front: Front, scope: Scope, receive: Receive, send: Send)
         )
         prompts = split_prompts(request.prompt)
         tokens = await front.off_loop(sum(map(len, prompts)), lambda: _prompt_tokens(front, request, prompts))
-        rows = front.processor.rows(tokens, params, salt=request.cache_salt, priority=request.priority or 0)
+        rows = front.processor.rows(tokens, params, salt=request.cache_salt, terms=terms)
 
         def form(generation: Generation) -> Format:
             return CompletionFormat(
@@ -268,7 +273,7 @@ async def _completions(front: Front, scope: Scope, receive: Receive, send: Send)
                 request_usage=_wants_usage(request),
             )
 
-        await _answer(front, scope, receive, send, request, params, rows, form, headers, route="completions")
+        await _answer(front, scope, receive, send, request, params, rows, form, headers, caller, route="completions")
 
 
 def _prompt_tokens(front: Front, request: CompletionRequest, prompts: list[str | list[int]]) -> list[np.ndarray]:
@@ -302,15 +307,18 @@ async def _answer(
     rows: list[Replay],
     form_of: Callable[[Generation], Format],
     headers: Headers,
+    caller: Caller,
     *,
     route: str,
 ) -> None:
     """Submits and answers, streamed or whole. Counts the request in once and out once, whatever happens."""
     pin, label = _pin(scope), _label(scope)
-    front.admit_rows(len(rows), sum(len(row.prompt) for row in rows))
+    front.admit_rows(len(rows), sum(len(row.prompt) for row in rows), rows[0].priority)
     generation = Generation(front.client, front.table, rows, params)
     form = form_of(generation)
     front.telemetry.received(route, generation, len(rows))
+    front.door.charge(caller, generation.usage().prompt_tokens)
+    headers += front.door.headers(caller)
     outcome: Outcome = "error"
     stream = EventStream(scope, receive, send, generation)
     try:
@@ -319,6 +327,8 @@ async def _answer(
             outcome = "cancelled"
             return
         first = await stream.first()
+        if wait_s := generation.queued_s or (FIRST_EVENT_S if first == [] else 0.0):
+            front.door.waited(wait_s, front.client.num_rows)
         if request.stream:
             front.ticker.streams.add(stream)
             options = request.stream_options
@@ -339,8 +349,8 @@ async def _answer(
         if stream.has_left():
             outcome = "cancelled"
             return
-        outcome = "complete"
-        await send_body(send, 200, form.whole(generation), headers)
+        front.ticker.streams.add(stream)
+        outcome = await stream.write_whole(form.whole(generation), headers)
     except asyncio.CancelledError:
         outcome = "cancelled"
         raise
@@ -348,13 +358,14 @@ async def _answer(
         front.ticker.streams.discard(stream)
         stream.close()
         front.telemetry.ended(outcome, generation)
+        front.door.charge(caller, generation.usage().completion_tokens)
 
 
 # ---------------------------------------------------------------- tokens
 
 
 async def _tokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    with front.inside(generates=False):
+    with front.inside(front.door.caller(scope), generates=False):
         await _tokenize_inside(front, scope, receive, send)
 
 
@@ -381,7 +392,7 @@ async def _tokenize_inside(front: Front, scope: Scope, receive: Receive, send: S
 
 
 async def _detokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    with front.inside(generates=False):
+    with front.inside(front.door.caller(scope), generates=False):
         request, headers = await _read(front, scope, receive, DetokenizeRequest)
     front.check_model(request.model)
     most = max(front.tokenizer.vocab_size, front.client.facts.vocab_size if front.client.facts else 0)

@@ -44,6 +44,7 @@ from transport.messages import (
 from transport.packed import unpack, unpack_ids
 from transport.sockets import Left
 from trireme.errors import (
+    DeadlineError,
     EngineDeadError,
     EngineError,
     NotFoundError,
@@ -60,6 +61,7 @@ log = logging.getLogger(__name__)
 RESEND_S = 0.05  # after an engine took no message
 MIGRATION_LIMIT = 2  # most moves of one choice
 ENGINE_WAIT_S = 60.0  # for an engine to come up
+GRACE_S = 0.5  # after its deadline a request may wait for what its engine says of it
 LOAD_FIELDS = (
     "epoch",
     "progress",
@@ -239,35 +241,47 @@ class EngineClient:
         """Sends all choices of a request; choices of one prompt (adjacent, same `prompt_index`) go to the same engine.
 
         `pin` >= 0 demands that engine; `label` asks for one near another place than ours. While no engine is up it waits. Raises
-        OverloadedError, EngineDeadError, NotFoundError (no such engine).
+        OverloadedError, EngineDeadError, NotFoundError (no such engine), DeadlineError (its own time is up).
         """
         if pin >= 0 and not self._placement.has(pin):
             raise NotFoundError(
                 f"there is no engine {pin} here, but {self._engines[0].index}..{self._engines[-1].index}",
                 param="x-data-parallel-rank",
             )
-        groups = [list(group) for _, group in itertools.groupby(replays, key=lambda replay: replay.prompt_index)]
-        stream = Stream(replays, self._abort)
-        index = 0
+        stream = Stream(replays, self._abort, self._clock())
+        total_s = replays[0].total_s
+        late = DeadlineError(f"not complete after {total_s:g} s, its deadline")
+        if total_s:
+            stream.fail_after(total_s + GRACE_S, late)
         try:
-            for group in groups:
-                until = self._wait_until(group[0])
-                route = self._route_for(group[0], len(group), pin, label or self._label)
-                engine, ticket = await self._placement.place(route, until)
-                for replay in group:
-                    replay.stays = pin >= 0
-                    self._send(Row(stream, index, replay, next(self._rids), route.label, until), engine, ticket)
-                    index += 1
+            async with asyncio.timeout(total_s or None):
+                await self._send_all(stream, pin, label or self._label)
+        except TimeoutError:
+            stream.close()
+            raise late from None
         except BaseException:
             stream.close()
             raise
         return stream
 
+    async def _send_all(self, stream: Stream, pin: int, label: str) -> None:
+        index = 0
+        for _, group in itertools.groupby(stream.replays, key=lambda replay: replay.prompt_index):
+            replays = list(group)
+            until = self._wait_until(replays[0])
+            route = self._route_for(replays[0], len(replays), pin, label)
+            engine, ticket = await self._placement.place(route, until)
+            for replay in replays:
+                replay.stays = pin >= 0
+                self._send(Row(stream, index, replay, next(self._rids), route.label, until), engine, ticket)
+                index += 1
+
     def _send(self, row: Row, engine: Engine, ticket: int) -> None:
         engine.rows[row.rid] = row
         self._placement.chooser.started(engine.index)
         row.stream.rids[row.index] = row.rid
-        if engine.link is None or not engine.link.send(row.replay.submit(row.rid, ticket)):
+        passed_s = self._clock() - row.stream.began
+        if engine.link is None or not engine.link.send(row.replay.submit(row.rid, ticket, passed_s=passed_s)):
             del engine.rows[row.rid]
             self._placement.chooser.ended(engine.index)
             self._on_unsent(row, f"engine {engine.index} takes no more messages" if engine.is_up else engine.reason)
@@ -474,7 +488,7 @@ def _load_fields(load: Load | None) -> dict[str, Any]:
 
 def error_from_end(end: End) -> Exception:
     """The exception that an End with reason "error" stands for."""
-    known: dict[str, type[RequestError] | type[OverloadedError] | type[EngineError]] = {
-        kind.code: kind for kind in (RequestError, OverloadedError, EngineDeadError, QuarantinedError)
+    known: dict[str, type[RequestError | OverloadedError | DeadlineError | EngineError]] = {
+        kind.code: kind for kind in (RequestError, OverloadedError, DeadlineError, EngineDeadError, QuarantinedError)
     }
     return known.get(end.error_code, EngineError)(end.error or "the engine gave no reason")

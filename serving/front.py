@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from serving.chat import ChatRenderer
 from serving.client import EngineClient
 from serving.detokenizer import TokenText
+from serving.door import Caller, Door
 from serving.engine import EngineState
 from serving.processor import Processor
 from serving.sse import Ticker
@@ -70,6 +71,7 @@ class Front:
         )
         self.renderer = ChatRenderer(template, special)
         self.telemetry = Telemetry()
+        self.door = Door(config.serving, queue_s=config.scheduler.queue_timeout)
         self.ticker = Ticker(buffer_bytes=config.serving.stream_buffer, on_cut=self._on_cut)
         self.is_draining = False  # told to leave: not ready any more
         self.is_refusing = False  # and the notice period is over
@@ -112,11 +114,12 @@ class Front:
     # ------------------------------------------------------------ admission
 
     @contextlib.contextmanager
-    def inside(self, *, generates: bool) -> Iterator[None]:
+    def inside(self, caller: Caller, *, generates: bool) -> Iterator[None]:
         """Holds a place for one request, refusing it before anything of its body is read. Raises OverloadedError, and
         EngineDeadError when it `generates` and no engine has been up yet."""
         if self.is_refusing:
             raise OverloadedError("this server is shutting down", retry_after_s=5.0)
+        self.door.admit(caller)
         capacity = self.client.capacity
         if generates and capacity == 0:
             raise EngineDeadError("the model is still loading", hint="see /ready")
@@ -136,7 +139,18 @@ class Front:
             raise OverloadedError(f"more than {self._body_budget} bytes of requests are being read")
         self.body_bytes += num_bytes
 
-    def admit_rows(self, num_rows: int, num_tokens: int) -> None:
+    def check_room(self, priority: int, num_rows: int = 1) -> None:
+        """Refuses what its priority gives no room to just now. Raises OverloadedError."""
+        facts = [state.facts for state in self.client.states() if state.is_up and state.facts]
+        room = self.door.room(priority, sum(known.max_num_seqs for known in facts), self.client.capacity)
+        under_way = self.client.num_rows
+        if under_way and under_way + num_rows > room:
+            urgency = " for requests of this priority" if room < self.client.capacity else ""
+            raise OverloadedError(
+                f"{under_way} choices are running or queued: no room for {num_rows} more{urgency}; the limit is {room}"
+            )
+
+    def admit_rows(self, num_rows: int, num_tokens: int, priority: int) -> None:
         """Refuses what could never be queued at once, and what does not fit just now."""
         facts = self.client.facts
         assert facts is not None
@@ -152,8 +166,7 @@ class Front:
                 f"this server queues at most {facts.max_waiting_tokens * num_up}",
                 hint="send fewer prompts at once",
             )
-        if self.client.num_rows and self.client.num_rows + num_rows > self.client.capacity:
-            raise OverloadedError(f"{self.client.num_rows} choices are running or queued: no room for {num_rows} more")
+        self.check_room(priority, num_rows)
 
     def check_model(self, name: str | None) -> None:
         if name and name != self.model_name:

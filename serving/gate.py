@@ -6,6 +6,7 @@ application inside may raise; whatever it raises becomes one error envelope here
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -16,10 +17,11 @@ from collections.abc import Iterable, Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.wire_openai import error_body, error_status, retry_after
-from trireme.errors import AuthError, RequestError, TriremeError
+from trireme.errors import AuthError, DeadlineError, RequestError, TriremeError
 
 log = logging.getLogger(__name__)
 
+PIECE_BYTES = 64 << 10  # of an answer, handed over at a time
 PUBLIC = frozenset(("/health", "/live", "/ready", "/startup", "/version"))
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _LOOPBACK = frozenset(("127.0.0.1", "::1", "localhost"))
@@ -42,8 +44,8 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def allow(self, headers: Headers) -> bool:
-        """True when `Authorization: Bearer KEY` or `x-api-key: KEY` names a known key."""
+    def find(self, headers: Headers) -> bytes | None:
+        """The digest of the known key that `Authorization: Bearer KEY` or `x-api-key: KEY` names, if it is one."""
         presented = b""
         for name, value in headers:
             if name == b"authorization" and value[:7].lower() == b"bearer ":
@@ -54,7 +56,7 @@ class Keys:
         found = False
         for known in self._digests:
             found |= hmac.compare_digest(known, digest)
-        return found
+        return digest if found else None
 
 
 class Gate:
@@ -93,8 +95,10 @@ class Gate:
             await send_error(send_marked, error, request_id)
 
     def _check(self, scope: Scope) -> None:
-        if self._keys and not self._keys.allow(scope["headers"]):
-            raise AuthError("no valid API key: send it as 'Authorization: Bearer KEY'")
+        if self._keys:
+            scope["state"]["key"] = digest = self._keys.find(scope["headers"])
+            if digest is None:
+                raise AuthError("no valid API key: send it as 'Authorization: Bearer KEY'")
         if self._checks_host:
             host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
             if host and not _IP_HOST.match(re.sub(r":\d+$", "", host.lower())):
@@ -111,16 +115,22 @@ async def send_error(send: Send, error: BaseException, request_id: str) -> None:
         headers.append((b"retry-after", str(max(1, round(wait))).encode()))
     if isinstance(error, AuthError):
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, DeadlineError):
+        headers.append((b"x-should-retry", b"false"))
     await send_body(send, error_status(error), error_body(error, request_id), headers)
 
 
 async def send_body(
     send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
 ) -> None:
-    """A whole answer."""
+    """A whole answer, in pieces: what the client does not read is not handed to its connection."""
     fixed = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    for start in range(0, max(1, len(body)), PIECE_BYTES):
+        end = start + PIECE_BYTES
+        await send({"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)})
+        if end < len(body):
+            await asyncio.sleep(0)  # so that others get their turn, and a lost connection is noticed
 
 
 def _digest(key: bytes) -> bytes:

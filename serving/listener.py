@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
+import resource
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +20,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.accept import Acceptor
 from serving.wire_openai import error_body
-from trireme.errors import RequestError
+from trireme.errors import OverloadedError, RequestError
+
+log = logging.getLogger(__name__)
 
 HEADER_BYTES = 16 << 10
 NUM_HEADERS = 100
@@ -27,29 +32,57 @@ LINGER_S = (
     2.0  # after a refusal: what the client still sends is read and dropped for so long, so that it can read the answer
 )
 LINGER_BYTES = 4 << 20
+UNREAD_S = (
+    45.0  # a client that reads nothing of what waits for it for so long is cut off, whatever the application does
+)
+REFUSALS = 64  # connections over the limit that are told so at one time; more are closed without a word
+SPARE_HANDLES = 256  # file handles for everything but connections
+WANTED_CONNECTIONS = 10_000
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol that counts header bytes, gives a request's head HEADER_TIMEOUT_S, and shows its transport to the app."""
+    """uvicorn's protocol that counts header bytes and connections, gives a request's head HEADER_TIMEOUT_S, cuts off clients that
+    do not read, and shows its transport to the app."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, max_connections: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._max_connections = max_connections
         self._head_bytes = 0
         self._in_head = False
         self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._dropped_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._arm()
+        over = len(self.connections) - self._max_connections
+        if over > REFUSALS:
+            transport.abort()
+        elif over > 0:
+            self._refuse(503, f"{self._max_connections} connections are open, the limit")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
+        for timer in (self._linger_timer, self._unread_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._expect_reading()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._expect_reading()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -127,13 +160,27 @@ class LimitedProtocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             self.transport.close()
 
+    def _expect_reading(self) -> None:
+        """Looks again after UNREAD_S, as long as something waits to be read."""
+        if self._unread_timer is None:
+            size = self.transport.get_write_buffer_size()
+            self._unread_timer = self.loop.call_later(UNREAD_S, self._on_unread, size)
+
+    def _on_unread(self, size_before: int) -> None:
+        self._unread_timer = None
+        if (size := self.transport.get_write_buffer_size()) >= size_before and size:
+            self.transport.abort()
+        elif size:
+            self._expect_reading()
+
     def _refuse(self, status: int, why: str) -> None:
         if self._is_refused:
             return
         self._is_refused = True
         self._disarm()
-        body = error_body(RequestError(why))
+        body = error_body(OverloadedError(why) if status == 503 else RequestError(why))
         head = f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: application/json\r\n"
+        head += "retry-after: 1\r\n" if status == 503 else ""
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         if not self.transport.is_closing():
             self.transport.write(head.encode() + body)
@@ -150,7 +197,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-_PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+_PHRASES = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 
 class _Server(uvicorn.Server):
@@ -168,13 +220,33 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Listener:
-    """Serves `app` on a listening socket until `stop`."""
+def allow_connections() -> int:
+    """How many connections this process may have open: as many as its file handles allow, once it has asked for all that it may
+    have. Says what to do when these are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    most = max(SPARE_HANDLES, soft - SPARE_HANDLES)
+    if most < WANTED_CONNECTIONS:
+        log.warning(
+            "at most %d connections per HTTP process: it may have %d open files. Raise the limit with `ulimit -Hn %d` before the "
+            "start, LimitNOFILE= in a systemd unit, or --ulimit nofile= of the container",
+            most,
+            soft,
+            WANTED_CONNECTIONS + SPARE_HANDLES,
+        )
+    return most
 
-    def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
+
+class Listener:
+    """Serves `app` on a listening socket until `stop`, to at most `max_connections` at a time."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket, *, max_connections: int = WANTED_CONNECTIONS) -> None:
         config = uvicorn.Config(
             app,
-            http=LimitedProtocol,
+            http=functools.partial(LimitedProtocol, max_connections=max_connections),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             loop="none",
@@ -194,6 +266,10 @@ class Listener:
     @property
     def has_started(self) -> bool:
         return bool(self._server.started)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
 
     async def start(self) -> None:
         """Returns when connections are being accepted."""

@@ -19,7 +19,7 @@ import msgspec
 from serving.app import make_app
 from serving.connect import client_over_sockets
 from serving.front import Front
-from serving.listener import Listener
+from serving.listener import Listener, allow_connections
 from serving.siblings import Siblings
 from serving.tokens import load_tokenizer
 from transport.boot import BootChannel
@@ -99,7 +99,7 @@ async def _serve(channel: BootChannel, front: Front, siblings: Siblings, phases:
     if boot.epoch > 0:
         with contextlib.suppress(TimeoutError):
             await front.client.wait_up(RELINK_WAIT_S)
-    listener = Listener(make_app(front), socket.socket(fileno=boot.listen_fd))
+    listener = Listener(make_app(front), socket.socket(fileno=boot.listen_fd), max_connections=allow_connections())
     await listener.start()
     if boot.epoch == 0:
         await _linked_or(front, leaving)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from serving.replay import Replay
+from serving.replay import Replay, Terms
 from trireme.errors import RequestError
 from trireme.params import RowParams, SamplingParams
 
@@ -119,7 +119,7 @@ class Processor:
         params: SamplingParams,
         *,
         salt: str | None = None,
-        priority: int = 0,
+        terms: Terms = Terms(),
         param: str = "prompt",
     ) -> list[Replay]:
         """One Replay per choice, prompt by prompt. The choices of all prompts share the request's seed."""
@@ -138,8 +138,10 @@ class Processor:
                 self._row_params(params, len(prompt), seed, choice, bad, param),
                 prompt_index=i,
                 salt=digest,
-                priority=priority,
-                deadline_s=self.queue_timeout_s,
+                priority=terms.priority,
+                deadline_s=terms.queue_s or self.queue_timeout_s,
+                total_s=terms.total_s,
+                client=terms.client,
             )
             for i, prompt in enumerate(prompts)
             for choice in range(params.n)

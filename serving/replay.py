@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,6 +24,15 @@ class Cursor(Protocol):
         """Back to the beginning, and over all of `emitted`."""
 
 
+class Terms(NamedTuple):
+    """What the engines are told of a request besides its content. Seconds; 0: no limit."""
+
+    client: bytes = b""
+    priority: int = 0
+    queue_s: float = 0.0
+    total_s: float = 0.0
+
+
 class Replay:
     """One choice of one prompt. `emitted` are the ids received so far; the seed and every limit are in `params`.
 
@@ -31,6 +40,7 @@ class Replay:
     """
 
     __slots__ = (
+        "client",
         "cursor",
         "deadline_s",
         "emitted",
@@ -45,6 +55,7 @@ class Replay:
         "prompt_index",
         "salt",
         "stays",
+        "total_s",
     )
 
     def __init__(
@@ -56,6 +67,8 @@ class Replay:
         salt: bytes = b"",
         priority: int = 0,
         deadline_s: float = 0.0,
+        total_s: float = 0.0,
+        client: bytes = b"",
     ) -> None:
         self.prompt = prompt  # int32, never written to
         self.params = params
@@ -63,6 +76,8 @@ class Replay:
         self.salt = salt
         self.priority = priority
         self.deadline_s = deadline_s
+        self.total_s = total_s  # from its first submit to its end; 0: no limit
+        self.client = client
         self.emitted = array("i")
         self.num_scored = 0  # prompt positions whose log-probabilities were received
         self.has_first = False  # a First was received
@@ -72,8 +87,8 @@ class Replay:
         self.is_suspect = False  # it was running on an engine that died, and has gained nothing since
         self.cursor: Cursor | None = None  # what must follow the output anew after a move
 
-    def submit(self, rid: int, ticket: int = 0) -> Submit:
-        """The message that starts this choice, or continues it after the tokens emitted so far."""
+    def submit(self, rid: int, ticket: int = 0, *, passed_s: float = 0.0) -> Submit:
+        """The message that starts this choice, or continues it after the tokens emitted so far. `passed_s`: since it began."""
         self.num_submits += 1
         prompt = self.prompt
         if self.emitted:
@@ -91,6 +106,8 @@ class Replay:
             num_replayed=len(self.emitted),
             num_moves=self.num_submits - 1,
             stays=self.stays,
+            client=self.client,
+            total_s=max(0.001, self.total_s - passed_s) if self.total_s else 0.0,
         )
 
     def has_waited(self, seconds: float) -> None:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from serving.gate import send_body
 from serving.generation import Generation, TextDelta, Usage
 from serving.wire_openai import error_body
 from trireme.errors import TriremeError
@@ -145,16 +146,24 @@ class EventStream:
         await self._finish(end + b"data: [DONE]\n\n")
         return "complete"
 
+    async def write_whole(self, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Outcome:
+        """A whole answer, under the same eyes."""
+        await send_body(self._send_watched, 200, body, headers)
+        if self.failure is not None:
+            return "error"
+        return "cancelled" if self.has_left() else "complete"
+
     async def _write(self, data: bytes) -> None:
-        self.sending_since = time.monotonic()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self.sending_since = None
+        await self._send_watched({"type": "http.response.body", "body": data, "more_body": True})
         self.last_sent = time.monotonic()
 
     async def _finish(self, data: bytes) -> None:
-        self.sending_since = time.monotonic()
         self._watch.cancel()
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._send_watched({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _send_watched(self, message: Message) -> None:
+        self.sending_since = time.monotonic()
+        await self._send(message)
         self.sending_since = None
 
     def close(self) -> None:

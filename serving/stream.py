@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 from serving.moves import Trial
 from serving.replay import Replay
 from transport.messages import End, First, LogprobRow
+from trireme.errors import TriremeError
 
 
 class PromptLogprobs(NamedTuple):
@@ -83,15 +84,17 @@ class Row:
 
 class Stream:
     """Events of one request's choices. Iterate with `next`; always `close` it (twice is fine). `abort` is told the rids that nobody
-    wants any more."""
+    wants any more; `began` is when it was asked for."""
 
-    __slots__ = ("_abort", "_waiter", "num_open", "pending", "replays", "rids")
+    __slots__ = ("_abort", "_timer", "_waiter", "began", "num_open", "pending", "replays", "rids")
 
-    def __init__(self, replays: Sequence[Replay], abort: Callable[[Sequence[int]], None]) -> None:
+    def __init__(self, replays: Sequence[Replay], abort: Callable[[Sequence[int]], None], began: float) -> None:
         self.replays = replays
+        self.began = began
         self._abort = abort
         self.pending: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.rids: dict[int, int] = {}  # choice index -> rid, while it runs
         self.num_open = len(replays)
 
@@ -127,8 +130,23 @@ class Stream:
             self._abort([rid])
             self.nudge()
 
+    def fail_after(self, seconds: float, error: TriremeError) -> None:
+        """Whatever still runs then is aborted, and ends with this error."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._fail, error)
+
+    def _fail(self, error: TriremeError) -> None:
+        rids, self.rids = self.rids, {}
+        self.num_open -= len(rids)
+        self._abort(list(rids.values()))
+        self.pending += [
+            (index, End(rid, "error", error=error.message, error_code=error.code)) for index, rid in rids.items()
+        ]
+        self.nudge()
+
     def close(self) -> None:
         """Aborts whatever still runs."""
+        if self._timer is not None:
+            self._timer.cancel()
         rids = list(self.rids.values())
         self.rids.clear()
         self.num_open = 0

@@ -27,7 +27,6 @@ SILENT_FIELDS = frozenset(
     (
         "metadata",
         "store",
-        "service_tier",
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -57,6 +56,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     user: str | None = None
+    service_tier: str | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -70,6 +70,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     priority: int | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None

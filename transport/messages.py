@@ -98,6 +98,8 @@ class Submit(Wire, frozen=True):
     num_replayed: int = 0
     num_moves: int = 0  # times it was accepted before, by engines that it lost: a full queue does not refuse it again
     stays: bool = False  # its caller demanded this engine: never given back
+    client: bytes = b""  # a digest that tells whom it is for, for policies that share fairly; empty: nobody said
+    total_s: float = 0.0  # most seconds until its end, queue and all; 0 is none
 
 
 class Abort(Wire, frozen=True):

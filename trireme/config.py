@@ -119,6 +119,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    policy: Annotated[
+        str,
+        _text(
+            "who goes first: fcfs, priority (smaller first), deadline (earliest first), fair (equal shares of clients), feedback "
+            "(short answers first), or a plug-in's name"
+        ),
+    ] = "fcfs"
+    aging: Annotated[float, Meta(gt=0, description="seconds of waiting that make up for one level of priority")] = 10.0
     queue_timeout: Annotated[float, Meta(ge=0, description="seconds a request may wait in the queue; 0: no limit")] = (
         60.0
     )
@@ -147,6 +155,17 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, _count("TCP port; 0 picks a free one", 0, le=65535)] = 8000
     api_servers: Annotated[int, _count("HTTP processes", 1, le=256)] = 1
     api_key: Annotated[tuple[str, ...], _text("key clients must send; may be given several times")] = ()
+    quotas: Annotated[
+        str | None, _text("YAML file of clients: key, requests_per_minute, tokens_per_minute, priority for each")
+    ] = None
+    requests_per_minute: Annotated[int, _count("of one caller (key, or address without keys); 0: no limit", 0)] = 0
+    tokens_per_minute: Annotated[int, _count("of one caller, prompts and answers; 0: no limit", 0)] = 0
+    target_wait: Annotated[
+        float, Meta(ge=0, description="seconds in the queue above which fewer requests are let in; 0: all that fit")
+    ] = 0.0
+    request_timeout: Annotated[
+        float, Meta(ge=0, description="seconds a request may take in all; a request may ask for less; 0: no limit")
+    ] = 0.0
     body_limit: Annotated[int, _count("largest request body, bytes", 1024)] = 8 << 20
     default_max_tokens: (
         Annotated[int, _count("completion length when a request names none; default: all that fits", 1)] | None

@@ -8,6 +8,7 @@ TriremeError
 │   ├── NotFoundError    unknown model or route                               404
 │   └── TooLargeError    body or header over its limit                        413
 ├── OverloadedError      we are full: 429 (caller's quota) or 503 (server)    429 / 503, Retry-After
+├── DeadlineError        not complete when its deadline came              504
 ├── EngineError          ours: the engine or one of its parts failed          500
 │   ├── EngineDeadError  the engine serving this request died                 503, Retry-After
 │   ├── QuarantinedError two engines died while they ran this request         422: clients must not send it again
@@ -86,6 +87,14 @@ class OverloadedError(TriremeError):
             self.status = 429
             self.code = "rate_limit_exceeded"
             self.kind = "rate_limit_error"
+
+
+class DeadlineError(TriremeError):
+    """The caller's own time limit, or the server's longest. Sending the same again would meet it again."""
+
+    status = 504
+    code = "deadline_exceeded"
+    kind = "timeout_error"
 
 
 class EngineError(TriremeError):

@@ -17,7 +17,7 @@ from launch.deployment import InProcess
 from serving.app import make_app
 from serving.client import EngineClient
 from serving.front import Front
-from serving.listener import Listener
+from serving.listener import WANTED_CONNECTIONS, Listener
 from serving.tokens import load_tokenizer
 from tests.models.tiny import make_stub
 from tests.serving.engines import FakeEngine, client_of
@@ -114,7 +114,11 @@ def _dechunk(data: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serve(
-    directory: Path, *engines: FakeEngine, extra: Sequence[str] = (), **settings: Any
+    directory: Path,
+    *engines: FakeEngine,
+    extra: Sequence[str] = (),
+    max_connections: int = WANTED_CONNECTIONS,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     """A front end over scripted engines, for a T-byte model with these extra tokens; `settings` go to ServingConfig."""
     model = make_stub(directory / "model", extra=extra)
@@ -122,7 +126,7 @@ async def serve(
     serving = config.serving
     client = client_of(*engines, migration_limit=serving.migration_limit, engine_wait_s=serving.engine_wait)
     try:
-        async with _front_end(config, client, engines) as served:
+        async with _front_end(config, client, engines, max_connections) as served:
             if all(engine.is_up for engine in engines):
                 await client.wait_up(2)
             yield served
@@ -149,14 +153,17 @@ async def serve_model(model: Path, **settings: Any) -> AsyncIterator[Served]:
 
 @contextlib.asynccontextmanager
 async def _front_end(
-    config: EngineConfig, client: EngineClient, engines: Sequence[FakeEngine] = ()
+    config: EngineConfig,
+    client: EngineClient,
+    engines: Sequence[FakeEngine] = (),
+    max_connections: int = WANTED_CONNECTIONS,
 ) -> AsyncIterator[Served]:
     files = find_model(config.model.model)
     arch = read_arch(files)
     front = Front(config, client, load_tokenizer(files), model_name="stub", eos_token_ids=arch.eos_token_ids)
     front.ticker.start()
     listening = socket.create_server(("127.0.0.1", 0))
-    listener = Listener(make_app(front), listening)
+    listener = Listener(make_app(front), listening, max_connections=max_connections)
     port = listening.getsockname()[1]
     await listener.start()
     served = Served(front, engines, listener, port)

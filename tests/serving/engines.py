@@ -95,6 +95,7 @@ class FakeEngine:
         self.log: list[Wire] = []
         self.aborted: list[int] = []
         self.takes_nothing = False
+        self.queued_s = 0.01  # what it says of every row
         self.refuses: str | None = None
         self.is_up = True
         self.stalled, self.silent_s = "", 0.0  # as a Pong, or its absence, would tell
@@ -213,7 +214,7 @@ class FakeEngine:
     def _begin(self, row: _Row, out: FrontOutputs) -> None:
         submit = row.submit
         if submit.params.max_tokens:
-            out.firsts.append(First(submit.rid, num_cached=3, queued_s=0.01, prefill_s=0.02))
+            out.firsts.append(First(submit.rid, num_cached=3, queued_s=self.queued_s, prefill_s=0.02))
         if submit.params.prompt_logprobs >= 0 and len(submit.prompt) > 1:
             ids = submit.prompt[1 : len(submit.prompt) - submit.num_replayed].tolist()
             half = len(ids) // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ async def test_only_listed_routes_answer_without_a_key(tmp_path: Path) -> None:
 def test_keys_are_not_kept_in_the_clear() -> None:
     keys = Keys(["top-secret"])
     assert "top-secret" not in repr(vars(keys))
-    assert keys.allow([(b"authorization", b"bearer top-secret")])
+    assert keys.find([(b"authorization", b"bearer top-secret")])
     assert not Keys([])
 
 
@@ -173,6 +174,47 @@ async def test_late_heads_and_bodies_are_cut_off(tmp_path: Path, monkeypatch: py
         writer.close()
 
 
+async def test_connections_are_limited(tmp_path: Path) -> None:
+    """Those over the limit are told so in the API's own words, and those inside are served as before."""
+    async with serve(tmp_path, FakeEngine(), max_connections=2) as served:
+        inside = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(2)]
+        status, headers, body = await served.request("GET", "/health")
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert json.loads(body)["error"]["message"] == "2 connections are open, the limit"
+        for reader, writer in inside:
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert b" 200 " in await reader.readline()
+            writer.close()
+            await writer.wait_closed()
+        async with asyncio.timeout(5):
+            while (await served.request("GET", "/health"))[0] != 200:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
+async def test_answers_that_nobody_reads_hold_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connection: bytes
+) -> None:
+    """Of any route: here of one that has no stream to watch."""
+    monkeypatch.setattr("serving.listener.UNREAD_S", 0.2)
+    async with serve(tmp_path, FakeEngine()) as served:
+        body = json.dumps({"prompt": "x" * 1_000_000}).encode()
+        head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: %s\r\ncontent-length: %d\r\n\r\n"
+        one = socket.socket()
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with one:
+            await loop.sock_connect(one, ("127.0.0.1", served.port))
+            await loop.sock_sendall(one, head % (connection, len(body)) + body)
+            while not served.front.num_inside:
+                await asyncio.sleep(0.001)
+            async with asyncio.timeout(30):
+                while served.listener.num_connections:
+                    await asyncio.sleep(0.01)
+            await served.quiet()
+
+
 async def test_a_slow_reader_is_cut_off_and_frees_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.sse.STALL_S", 0.5)
     engine = FakeEngine([259] * 100_000, max_len=200_000)
@@ -183,17 +225,19 @@ async def test_a_slow_reader_is_cut_off_and_frees_its_row(tmp_path: Path, monkey
         writer.write(head + body)
         await reader.readline()
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        async with asyncio.timeout(15):
-            while served.front.client.num_rows == 0 and not engine.aborted:
-                await asyncio.sleep(0.01)
-            while served.front.client.num_rows or not engine.aborted:
-                await asyncio.sleep(0.05)  # the abort travels to the engine by itself
-        await served.quiet()
+        try:
+            async with asyncio.timeout(15):
+                while served.front.client.num_rows == 0 and not engine.aborted:
+                    await asyncio.sleep(0.01)
+                while served.front.client.num_rows or not engine.aborted:
+                    await asyncio.sleep(0.05)  # the abort travels to the engine by itself
+            await served.quiet()
+        finally:
+            writer.transport.abort()
         assert engine.aborted == [1]
         numbers = await served.numbers()
         assert numbers["trireme_slow_readers_total"] == 1
         assert numbers['trireme_requests_total{outcome="error"}'] == 1
-        writer.transport.abort()
 
 
 async def test_silent_streams_get_pings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

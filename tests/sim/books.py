@@ -20,6 +20,7 @@ from transport.packed import unpack_ids
 from transport.server import Peer
 from transport.wired import Left
 from trireme.errors import (
+    DeadlineError,
     EngineDeadError,
     EngineError,
     OverloadedError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 ROUTING_S = 5.0  # R6
+LATE_S = 0.51  # after its deadline a request may still be told of
 
 
 class Breach(AssertionError):
@@ -108,6 +110,9 @@ class Answer:
             raise Breach(f"R1: request {self.ask.index} is over, but choices {open_ones} never ended")
         if self.world.scene.only_coordinator and any(replay.num_moves for replay in self.ask.replays):
             raise Breach(f"R6: request {self.ask.index} was moved, although every engine was well")
+        took = self.world.timeline.now - self.began_at
+        if 0 < self.ask.total_s < took - LATE_S and not self._may_sleep:
+            raise Breach(f"R13: request {self.ask.index} took {took:.2f} s, its deadline was {self.ask.total_s} s")
         failed = any(end is not None and end.reason == "error" for end in self.ends)
         self.outcome = "error" if failed else "complete"
 
@@ -131,6 +136,17 @@ class Answer:
         if self.num_firsts[index] != 1:
             raise Breach(f"R1: {who} was told {self.num_firsts[index]} times what its prompt cost")
 
+    @property
+    def _may_sleep(self) -> bool:
+        """Its front end may be slow to tell."""
+        return any(self.ask.front in fault.targets for fault in self.world.scene.faults)
+
+    @property
+    def _is_late(self) -> bool:
+        """Its time is up by the true clock, or may be by one that leapt."""
+        took = self.world.timeline.now - self.began_at
+        return 0 < self.ask.total_s <= took + 1e-6 or any(fault.kind == "jump" for fault in self.world.scene.faults)
+
     def _check_error(self, who: str, code: str, text: str, num_moves: int) -> None:
         """Only what this request or its engines did to it may end it."""
         scene, ask = self.world.scene, self.ask
@@ -144,6 +160,8 @@ class Answer:
             is_fair = (scene.is_tight and not was_accepted) or is_draining
         elif code == QuarantinedError.code:
             is_fair = losses >= 2
+        elif code == DeadlineError.code:
+            is_fair = self._is_late
         elif code == EngineDeadError.code:
             is_fair = num_moves > MIGRATION_LIMIT and losses > MIGRATION_LIMIT
         else:

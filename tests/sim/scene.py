@@ -34,6 +34,7 @@ class Ask:
     is_poison: bool = False  # kills each engine that runs it
     read_s: float = 0.0  # the reader is this slow after each batch
     leaves_after_s: float = 0.0  # the reader goes away
+    total_s: float = 0.0  # the time it may take in all
     stops_at: dict[int, int] = field(default_factory=dict)  # choice -> tokens after which its stop string is found
 
 
@@ -94,7 +95,7 @@ def draw_scene(seed: int) -> Scene:
         fronts=fronts,
         has_coordinator=has_coordinator,
         balance=rng.choice(sorted(BALANCES)),
-        policy=rng.choice(sorted(POLICIES)),
+        policy=rng.choice(POLICIES.own_names()),
         depth=2 if ahead else rng.choice([1, 1, 2, 3]),
         ahead=ahead,
         limits=limits,
@@ -173,6 +174,8 @@ def _behave(rng: random.Random, ask: Ask, prompt: list[int], engines: list[str])
         ask.read_s = rng.choice([0.02, 0.3])
     elif kind < 0.33:
         ask.pin = rng.randrange(len(engines))
+    elif kind < 0.4:
+        ask.total_s = rng.choice([0.05, 0.5, 2.0])
 
 
 def _replays(rng: random.Random, prompt: list[int], ask: Ask) -> list[Replay]:
@@ -180,6 +183,7 @@ def _replays(rng: random.Random, prompt: list[int], ask: Ask) -> list[Replay]:
     num_prompts = rng.choice([1, 1, 1, 2]) if not (ask.is_bad or ask.is_faulty or ask.is_poison) else 1
     seed, max_tokens = rng.getrandbits(31), rng.choice([1, 3, 8, 8])
     logprobs = 0 if rng.random() < 0.1 else -1
+    client = bytes([rng.randrange(3)])
     replays = []
     for prompt_index in range(num_prompts):
         ids = np.array(prompt[: len(prompt) - prompt_index] or prompt, np.int32)
@@ -192,7 +196,16 @@ def _replays(rng: random.Random, prompt: list[int], ask: Ask) -> list[Replay]:
                 eos_token_ids=(EOS,),
                 logprobs=logprobs,
             )
-            replays.append(Replay(ids, params, prompt_index=prompt_index, priority=rng.choice([0, 0, 1])))
+            replays.append(
+                Replay(
+                    ids,
+                    params,
+                    prompt_index=prompt_index,
+                    priority=rng.choice([0, 0, 1]),
+                    total_s=ask.total_s,
+                    client=client,
+                )
+            )
             if rng.random() < 0.06:
                 ask.stops_at[len(replays) - 1] = rng.randint(1, max_tokens)
     return replays

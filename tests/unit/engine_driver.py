@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from engine_core.core import EngineCore
+from engine_core.policy import PolicySettings
 from engine_core.scheduler import Limits
 from transport.messages import End, First, LogprobRow, StepPlan, StepResult, Submit, WorkerInit
 from transport.packed import unpack, unpack_ids
@@ -76,11 +77,25 @@ class Driver:
     one worker, which keeps its tokens, and two plans may be under way."""
 
     def __init__(
-        self, limits: Limits | None = None, *, depth: int = 1, ahead: bool = False, fake: FakeOptions | None = None
+        self,
+        limits: Limits | None = None,
+        *,
+        depth: int = 1,
+        ahead: bool = False,
+        fake: FakeOptions | None = None,
+        policy: str = "fcfs",
+        settings: PolicySettings = PolicySettings(),
     ) -> None:
         self.limits = limits or make_limits()
         self.fake = fake or FakeOptions()
-        self.core = EngineCore(self.limits, depth=2 if ahead else depth, ahead=ahead, check=True)
+        self.core = EngineCore(
+            self.limits,
+            depth=2 if ahead else depth,
+            ahead=ahead,
+            check=True,
+            policy=policy,
+            policy_settings=settings,
+        )
         stages = range(1 if ahead else depth)
         self.workers = [make_worker(self.limits, self.fake, stage, len(stages), ahead=ahead) for stage in stages]
         self.answers: deque[StepResult] = deque()
@@ -98,6 +113,9 @@ class Driver:
         salt: bytes = b"",
         deadline_s: float = 0.0,
         num_replayed: int = 0,
+        priority: int = 0,
+        client: bytes = b"",
+        total_s: float = 0.0,
         temperature: float = 0.0,
         **params: object,
     ) -> Row:
@@ -115,6 +133,9 @@ class Driver:
             ticket=self._next_rid,
             deadline_s=deadline_s,
             num_replayed=num_replayed,
+            priority=priority,
+            client=client,
+            total_s=total_s,
         )
         self.core.submit(front, message, self.now)
         self.collect()

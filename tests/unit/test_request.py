@@ -8,8 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from engine_core.policy import POLICIES, WaitingQueue, find_policy, least_work_lost
+from engine_core.policy import POLICIES, PolicySettings
 from engine_core.request import TRANSITIONS, Request, State
+from engine_core.waiting import WaitingQueue
 from transport.messages import Submit
 from trireme.errors import EngineError
 from trireme.params import RowParams
@@ -46,7 +47,7 @@ def test_prompt_and_replayed_tokens_are_told_apart() -> None:
 
 def test_the_queue_keeps_order_through_random_pushes_and_removals() -> None:
     dice = random.Random(5)
-    queue = WaitingQueue(POLICIES["fcfs"])
+    queue = WaitingQueue(POLICIES.find("fcfs")(PolicySettings()))
     live: dict[int, Request] = {}
     for arrival in range(2000):
         live[arrival] = make_request(arrival, 1 + arrival % 5)
@@ -61,12 +62,13 @@ def test_the_queue_keeps_order_through_random_pushes_and_removals() -> None:
         assert (head.arrival if head else None) == min(live, default=None)
         assert len(queue) == len(live)
         assert queue.num_tokens == sum(len(row.tokens) for row in live.values())
-    assert len(queue._heap) <= 2 * len(live) + 65
+    assert sum(len(lane._heap) for lane in queue._lanes.values()) <= 2 * len(live) + 65
 
 
 def test_the_victim_loses_least_and_among_equals_came_last() -> None:
     a, b, c = make_request(1), make_request(2), make_request(3)
     lost = {a: 10, b: 4, c: 4}
-    assert least_work_lost([a, b, c], lost.__getitem__) is c
+    policy = POLICIES.find("fcfs")(PolicySettings())
+    assert policy.victim([a, b, c], lost.__getitem__) is c
     lost[b] = 3
-    assert find_policy("fcfs").victim([a, b, c], lost.__getitem__) is b
+    assert policy.victim([a, b, c], lost.__getitem__) is b

@@ -1,0 +1,50 @@
+"""Multi-level feedback: short requests overtake long ones, without knowing which are short.
+
+After FastServe (Wu et al., 2023): a request starts at the level that its prompt deserves (skip-join), and each time it has used up
+the quantum of its level while others wait, it loses its slot and goes one level down, where quanta are twice as long. Waiting
+makes up for levels, as in Priority: nobody is overtaken for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_core.policy import Key, Lost, Policy
+from engine_core.request import Request
+
+QUANTUM = 64  # tokens of an answer at the first level
+NUM_LEVELS = 8
+
+
+def quantum(level: int) -> int:
+    return QUANTUM << level
+
+
+def first_level(num_prompt: int) -> int:
+    """The level whose quantum holds the prompt."""
+    return min(NUM_LEVELS - 1, max(0, (num_prompt - 1) // QUANTUM).bit_length())
+
+
+class Feedback(Policy):
+    """Levels are kept in `request.level`, 0 first."""
+
+    takes_slots = True
+
+    def key(self, request: Request) -> Key:
+        return (self._level(request) * self.settings.aging_s + request.arrival_s,)
+
+    def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
+        """Of the lowest rows, the one with least to compute again."""
+        return min(candidates, key=lambda row: (-self._level(row), lost(row), -row.arrival))
+
+    def is_spent(self, row: Request, head: Request) -> bool:
+        level = self._level(row)
+        return row.num_tokens - row.num_begun >= quantum(level) and self._level(head) <= level
+
+    def demote(self, row: Request) -> None:
+        row.level = min(NUM_LEVELS - 1, self._level(row) + 1)
+
+    def _level(self, request: Request) -> int:
+        if request.level < 0:
+            request.level = first_level(request.num_prompt)
+        return request.level
