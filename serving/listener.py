@@ -32,6 +32,7 @@ LINGER_S = (
     2.0  # after a refusal: what the client still sends is read and dropped for so long, so that it can read the answer
 )
 LINGER_BYTES = 4 << 20
+UNSENT_BYTES = 64 << 10  # of an answer in the kernel, which would else take megabytes for a client that does not read
 UNREAD_S = (
     45.0  # a client that reads nothing of what waits for it for so long is cut off, whatever the application does
 )
@@ -252,7 +253,7 @@ class Listener:
             loop="none",
             access_log=False,
             log_config=None,
-            log_level="warning",
+            log_level="error",  # a line for each request that is none would let strangers fill the log
             server_header=False,
             date_header=True,
             proxy_headers=False,
@@ -261,6 +262,7 @@ class Listener:
         )
         self._server = _Server(config)
         self._socket = listening
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # connections inherit it
         self._task: asyncio.Task[None] | None = None
 
     @property

@@ -92,7 +92,7 @@ class Wired:
         self._encoder = Encoder()
         self._decoder = Decoder(accepts)
         self._last_tick = time.monotonic()
-        self._logged_malformed = 0.0
+        self._logged = {"malformed": 0.0, "gaps": 0.0}  # when last
         self._socket = socket
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = QUEUE_LIMIT
@@ -142,19 +142,24 @@ class Wired:
         return sequence, frames if checksum == _checksum_of(sequence, frames) else []
 
     def _decode(self, frames: list[Frame], sender: str) -> Any | None:
-        """The message, or None after counting and logging a malformed one (at most one line a second). No frames: it was
-        altered on its way."""
+        """The message, or None after counting and logging a malformed one. No frames: it was altered on its way."""
         try:
             if not frames:
                 raise ProtocolError("its checksum does not fit")
             return self._decoder.decode(frames)
         except ProtocolError as error:
             self._counts.malformed += 1
-            now = time.monotonic()
-            if now - self._logged_malformed >= 1.0:
-                self._logged_malformed = now
+            if self._may_log("malformed"):
                 log.warning("dropped a malformed message from=%s count=%d: %s", sender, self._counts.malformed, error)
             return None
+
+    def _may_log(self, what: str) -> bool:
+        """One line a second at most, whatever a peer sends."""
+        now = time.monotonic()
+        if now - self._logged[what] < 1.0:
+            return False
+        self._logged[what] = now
+        return True
 
     def _was_away(self, now: float) -> bool:
         """True when the owner has not ticked for so long that silence may be its own fault."""
@@ -169,7 +174,8 @@ class Wired:
             return ""
         is_ahead = lost <= SEQUENCE_MASK // 2
         self._counts.gaps += lost if is_ahead else 1
-        log.warning("messages lost from=%s expected=%d got=%d", sender, expected, sequence)
+        if self._may_log("gaps"):
+            log.warning("messages lost from=%s expected=%d got=%d", sender, expected, sequence)
         return f"message {expected & SEQUENCE_MASK} of {sender} is missing: number {sequence} came"
 
 
