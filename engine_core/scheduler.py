@@ -261,7 +261,7 @@ class Scheduler:
         if self.admits or not self.waiting.num_preempted:
             return self.waiting.peek() if self.admits else None
         begun = (row for row in self.waiting if row.state is State.PREEMPTED)
-        return min(begun, key=self.policy.key, default=None)
+        return min(begun, key=_key, default=None)
 
     def _start(self, request: Request, hits: list[int], now: float) -> None:
         """Queue to running: a slot and the matched prefix."""
@@ -299,7 +299,7 @@ class Scheduler:
 
     def _take_slot(self) -> bool:
         """Where the policy says so, frees a slot for the head of the queue. True if a row lost it."""
-        if not self.policy.takes_slots or self.free_rows or (head := self.waiting.peek()) is None:
+        if not self.policy.takes_slots or self.free_rows or not self.admits or (head := self.waiting.peek()) is None:
             return False
         rows = [row for row in self._preemptible() if self.policy.is_spent(row, head)]
         if not rows:

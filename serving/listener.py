@@ -11,7 +11,7 @@ import functools
 import logging
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -28,14 +28,12 @@ HEADER_BYTES = 16 << 10
 NUM_HEADERS = 100
 HEADER_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 75
-LINGER_S = (
-    2.0  # after a refusal: what the client still sends is read and dropped for so long, so that it can read the answer
-)
+# After a refusal: what the client still sends is read and dropped for so long, so that it can read the answer.
+LINGER_S = 2.0
 LINGER_BYTES = 4 << 20
 UNSENT_BYTES = 64 << 10  # of an answer in the kernel, which would else take megabytes for a client that does not read
-UNREAD_S = (
-    45.0  # a client that reads nothing of what waits for it for so long is cut off, whatever the application does
-)
+# A client that reads nothing of what waits for it for so long is cut off, whatever the application does.
+UNREAD_S = 45.0
 REFUSALS = 64  # connections over the limit that are told so at one time; more are closed without a word
 SPARE_HANDLES = 256  # file handles for everything but connections
 WANTED_CONNECTIONS = 10_000
@@ -213,8 +211,9 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=[])
         self.servers += [Acceptor(listening, self._make_protocol) for listening in sockets or []]  # type: ignore[misc]
 
-    def _make_protocol(self) -> LimitedProtocol:
-        return LimitedProtocol(self.config, self.server_state, self.lifespan.state)
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class  # the partial of Listener
+        return make(self.config, self.server_state, self.lifespan.state)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from engine_core.loop import EngineLoop
 from serving.choose import Chooser
 from serving.client import EngineClient
 from serving.replay import Replay
+from serving.stream import Stream
 from tests.sim.world import run_seed
 from transport.messages import Submit
 from transport.wired import Left
@@ -109,13 +110,32 @@ def a_dropped_output(patch: pytest.MonkeyPatch) -> None:
 def a_token_repeated_after_a_move(patch: pytest.MonkeyPatch) -> None:
     submit = Replay.submit
 
-    def short(self: Replay, rid: int, ticket: int = 0) -> Submit:
-        found = submit(self, rid, ticket)
+    def short(self: Replay, rid: int, ticket: int = 0, *, passed_s: float = 0.0) -> Submit:
+        found = submit(self, rid, ticket, passed_s=passed_s)
         if found.num_replayed < 2:
             return found
         return _replace(found, prompt=found.prompt[:-1], num_replayed=found.num_replayed - 1)
 
     patch.setattr(Replay, "submit", short)
+
+
+def a_deadline_that_nobody_keeps(patch: pytest.MonkeyPatch) -> None:
+    submit = Replay.submit
+
+    def timeless(self: Replay, rid: int, ticket: int = 0, *, passed_s: float = 0.0) -> Submit:
+        return _replace(submit(self, rid, ticket, passed_s=passed_s), total_s=0.0)
+
+    patch.setattr(Replay, "submit", timeless)
+    patch.setattr(Stream, "fail_after", lambda self, seconds, error: None)
+
+
+def a_deadline_that_starts_before_its_request(patch: pytest.MonkeyPatch) -> None:
+    submit = Replay.submit
+
+    def early(self: Replay, rid: int, ticket: int = 0, *, passed_s: float = 0.0) -> Submit:
+        return submit(self, rid, ticket, passed_s=passed_s + self.total_s / 2)
+
+    patch.setattr(Replay, "submit", early)
 
 
 def _replace(message: Any, **changes: Any) -> Any:
@@ -169,6 +189,8 @@ PLANTED: list[tuple[Planter, int, str]] = [
     (a_double_end, 20, "R1"),
     (a_dropped_output, 60, ""),
     (a_token_repeated_after_a_move, 100, "tokens"),
+    (a_deadline_that_nobody_keeps, 200, "R13"),
+    (a_deadline_that_starts_before_its_request, 200, "R1"),
     (a_client_deaf_to_the_loss_of_an_engine, 60, "R1"),
     (streams_that_notice_the_loss_of_the_coordinator, 200, "R1"),
     (a_gauge_that_is_not_taken_back, 100, "R20"),
@@ -190,3 +212,4 @@ def test_a_planted_fault_is_found(
     with capsys.disabled():
         print(f"\n  {plant.__name__}: after {found.seed - FIRST_SEED + 1} of {most} seeds: {found.breach:.90}")
     assert found.breach.startswith(promise)
+    assert "TypeError" not in found.breach, "the fault itself does not fit what it replaces"
