@@ -39,6 +39,10 @@ class Acceptor:
             self._pause.cancel()
         self._loop.remove_reader(self._listening)
 
+    async def wait_closed(self) -> None:
+        """Returns when whoever was accepted has been handed over."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     def _resume(self) -> None:
         self._pause = None
         self._loop.add_reader(self._listening, self._on_readable)

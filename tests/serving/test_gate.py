@@ -217,7 +217,7 @@ async def test_answers_that_nobody_reads_hold_no_connection(
 
 async def test_a_slow_reader_is_cut_off_and_frees_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.sse.STALL_S", 0.5)
-    engine = FakeEngine([259] * 100_000, max_len=200_000)
+    engine = FakeEngine([259] * 100_000, step_s=0.0005, max_len=200_000)
     async with serve(tmp_path, engine, extra=["long text " * 100], stream_buffer=4096) as served:
         body = json.dumps({**TEXT, "stream": True, "max_tokens": 100_000}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine_core.fair import MAX_CLIENTS, OUTPUT_COST, PROMPT_COST, FairShare
 from engine_core.feedback import QUANTUM, first_level
 from engine_core.policy import POLICIES, Policy, PolicySettings
+from engine_core.request import State
 from engine_core.waiting import WaitingQueue
 from tests.unit.engine_driver import Driver, Row, make_limits
 from trireme.errors import ConfigError
@@ -106,7 +107,7 @@ def fake_request(arrival: int, now: float, **values: object) -> SimpleNamespace:
         "level": -1,
         "key": (),
     }
-    return SimpleNamespace(arrival=arrival, arrival_s=now, **{**known, **values})
+    return SimpleNamespace(state=State.WAITING, arrival=arrival, arrival_s=now, **{**known, **values})
 
 
 @settings(max_examples=60, deadline=None)
