@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 from models.forward import HostKV
 from workers.kv_pages import SHARE, ResidentKv
@@ -29,8 +31,13 @@ def resident_bytes(kv: list[HostKV]) -> int:
 
 
 def make_kv() -> list[HostKV]:
-    shape = (BLOCKS, BLOCK_BYTES)
-    return [HostKV(k=np.zeros(shape, np.uint8), v=np.zeros(shape, np.uint8)) for _ in range(LAYERS)]
+    return [HostKV(k=untouched(), v=untouched()) for _ in range(LAYERS)]
+
+
+def untouched() -> NDArray[np.uint8]:
+    """Zeros that nobody has touched: those of numpy may be memory that was in use before."""
+    memory = mmap.mmap(-1, BLOCKS * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.uint8).reshape(BLOCKS, BLOCK_BYTES)
 
 
 def is_near(gained: int, wanted: int) -> bool:
