@@ -39,7 +39,7 @@ class Feedback(Policy):
 
     def is_spent(self, row: Request, head: Request) -> bool:
         level = self._level(row)
-        return row.num_tokens - row.num_begun >= quantum(level) and self._level(head) <= level
+        return row.num_tokens - row.num_at_start >= quantum(level) and self._level(head) <= level
 
     def demote(self, row: Request) -> None:
         row.level = min(NUM_LEVELS - 1, self._level(row) + 1)

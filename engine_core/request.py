@@ -61,7 +61,7 @@ class Request:
         "limit",
         "may_move",
         "num_adopted",
-        "num_begun",
+        "num_at_start",
         "num_cached",
         "num_given",
         "num_paid",
@@ -96,7 +96,7 @@ class Request:
         self.num_prompt = self.num_given - submit.num_replayed  # the user's part
         self.key: tuple[float, ...] = ()  # its place in the order, as the queue set it
         self.level = -1  # for policies that have levels; -1: none yet
-        self.num_begun = 0  # tokens known when it got its slot
+        self.num_at_start = 0  # tokens known when it got its slot
         self.num_paid = -1  # tokens known when the policy last settled its account; -1: never
         self.limit = min(self.num_prompt + submit.params.max_tokens, max_len)  # tokens at which the row ends
         self.stops = frozenset((*submit.params.eos_token_ids, *submit.params.stop_token_ids))
@@ -213,7 +213,7 @@ class Request:
         columns.tail[row, :begun] = self._tokens[count - begun :]
         columns.known[row] = count
         self.row, self.columns = row, columns
-        self.num_begun = count
+        self.num_at_start = count
 
     def forget_kv(self) -> None:
         """Back to nothing computed; the caller has taken the blocks and the slot."""

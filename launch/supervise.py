@@ -28,9 +28,8 @@ from transport.rundir import RunDir
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
 
-SPARE_ROLES = (
-    "coordinator",
-)  # whose next life waits with its imports behind it: nobody should wait for those under load
+# Their next life waits with its imports behind it: nobody should wait for those under load.
+SPARE_ROLES = ("coordinator",)
 AWAY_S = 2.0  # later than it wanted to turn: it was the supervisor itself, and maybe everybody, who was stopped
 
 PartState = Literal["new", "starting", "ready", "waiting", "down", "stopped"]

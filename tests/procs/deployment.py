@@ -1,15 +1,17 @@
-"""A run directory and the fake children of one test, all gone at its end. Fixtures are in the test modules."""
+"""What one test starts, gone at its end: a run directory and fake children, or a supervisor. Fixtures are in the test modules."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
+from launch.supervise import Part, Supervisor
 from transport.boot import Child, spawn
 from transport.messages import Boot, Ready, Role
 from transport.rundir import RunDir
@@ -55,11 +57,11 @@ def ready_of(child: Child, timeout_s: float = 30.0) -> Ready:
     return found[0]
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0, *, each_s: float = 0.005) -> float:
-    """Seconds until `condition()` was true; AssertionError after `timeout_s`."""
+def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = "", *, each_s: float = 0.005) -> float:
+    """Seconds until `condition()` was true; AssertionError after `timeout_s`. `what` is what the condition says, in words."""
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() - start < timeout_s, f"not true within {timeout_s} s"
+        assert time.monotonic() - start < timeout_s, f"not true within {timeout_s} s: {what}"
         time.sleep(each_s)
     return time.monotonic() - start
 
@@ -89,3 +91,40 @@ def descendants(pid: int) -> list[int]:
         found += below
         todo += below
     return found
+
+
+class Supervised:
+    """A supervisor in a thread of its own, for as long as the `with` lasts. Subclasses say when it is up."""
+
+    up_s = 60.0
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def is_up(self) -> bool:
+        return self.supervisor.is_ready
+
+    @property
+    def port(self) -> int:
+        assert self.supervisor.address is not None
+        return self.supervisor.address[1]
+
+    def part(self, name: str) -> Part:
+        return next(part for part in self.supervisor.parts if part.name == name)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        wait_for(lambda: self.supervisor.is_ready and self.is_up(), self.up_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join(20)
+
+    def _run(self) -> None:
+        self.supervisor.start()
+        while not self.supervisor.is_finished and not self._stop:
+            self.supervisor.step(0.2)
+        self.supervisor.close()

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,8 +19,8 @@ import pytest
 from launch.supervise import Supervisor, Timing
 from serving.client import EngineClient
 from serving.connect import client_over_sockets
+from tests.procs.deployment import Supervised, wait_for
 from tests.procs.fake_llm import expected, fake_model, prompt_of, until
-from tests.serving.test_processes import wait
 from trireme.resolve import prepare
 from trireme.settings import load
 
@@ -30,8 +29,8 @@ BAD_TOKEN = 94  # in no other prompt
 FENCE_S = 5.0  # until what is stuck is given up
 
 
-class Node:
-    """`trireme serve --ep --dp 2` with the fake worker, without a console: a supervisor in a thread of its own."""
+class Node(Supervised):
+    """`trireme serve --ep --dp 2` with the fake worker, without a console."""
 
     def __init__(self, directory: Path, *, executor: str = "inproc", **fake: Any) -> None:
         model = fake_model(directory, **fake)
@@ -39,19 +38,10 @@ class Node:
         settings |= {"max_len": 1024, "num_blocks": 512, "executor": executor, "check": True}
         settings["step_timeout"] = FENCE_S
         self.config = prepare(load(settings).config).config
-        self.supervisor = Supervisor(self.config, lambda event: None, timing=Timing(stuck_s=FENCE_S))
-        self._stop = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        self.supervisor.start()
-        while not self.supervisor.is_finished and not self._stop:
-            self.supervisor.step(0.2)
-        self.supervisor.close()
+        super().__init__(Supervisor(self.config, lambda event: None, timing=Timing(stuck_s=FENCE_S)))
 
     def get(self, path: str, body: Any = None) -> tuple[int, Any]:
-        assert self.supervisor.address is not None
-        url = f"http://127.0.0.1:{self.supervisor.address[1]}{path}"
+        url = f"http://127.0.0.1:{self.port}{path}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
@@ -70,7 +60,7 @@ class Node:
         return found
 
     def pid(self, name: str) -> int:
-        child = next(part.child for part in self.supervisor.parts if part.name == name)
+        child = self.part(name).child
         assert child is not None
         return child.pid
 
@@ -80,21 +70,12 @@ class Node:
     def unready_s(self) -> float:
         """Seconds until /ready is false."""
         began = time.monotonic()
-        wait(lambda: self.get("/ready")[0] == 503, 10, "/ready is false")
+        wait_for(lambda: self.get("/ready")[0] == 503, 10, "/ready is false")
         return time.monotonic() - began
 
-    def ready(self) -> bool:
+    def is_up(self) -> bool:
         status, answer = self.get("/ready")
         return status == 200 and answer["status"] == "ready"
-
-    def __enter__(self) -> Node:
-        self._thread.start()
-        wait(lambda: self.supervisor.is_ready and self.ready(), 60, "ready")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop = True
-        self._thread.join(20)
 
 
 @contextlib.asynccontextmanager
@@ -136,7 +117,7 @@ async def test_a_pause_is_not_ready(tmp_path: Path) -> None:
             await asyncio.sleep(2.5)
             assert node.epochs() == [0, 0]
             await client.direct("", 10.0)
-            await until(lambda: asyncio.to_thread(node.ready), "ready again")
+            await until(lambda: asyncio.to_thread(node.is_up), "ready again")
             assert await asyncio.gather(*answers) == right(4, 100)
 
 
@@ -158,7 +139,7 @@ async def test_who_is_killed_in_a_wave_takes_the_others_along(tmp_path: Path, vi
             assert await asyncio.gather(*answers) == right(4, 120)
             assert time.monotonic() - began < 15.0
             assert node.epochs() == [1, 1]
-            await until(lambda: asyncio.to_thread(node.ready), "ready again")
+            await until(lambda: asyncio.to_thread(node.is_up), "ready again")
             assert await node.tokens(prompt_of(9, 3), 5) == expected(prompt_of(9, 3), 5)
 
 
@@ -191,7 +172,7 @@ async def test_a_stop_that_passes_harms_nobody(tmp_path: Path) -> None:
             os.kill(node.pid("engine-0"), signal.SIGCONT)
             assert await asyncio.gather(*answers) == right(4, 150)
             assert node.epochs() == [0, 0]
-            await until(lambda: asyncio.to_thread(node.ready), "ready again")
+            await until(lambda: asyncio.to_thread(node.is_up), "ready again")
 
 
 @pytest.mark.parametrize("fault", ["die_token", "hang_token"])
@@ -217,7 +198,7 @@ async def test_a_drain_ends_what_runs_and_all_leave(tmp_path: Path) -> None:
             await running(client, 4)
             node.supervisor.request_stop("asked to")
             assert await asyncio.gather(*answers) == right(4, 60)
-        await asyncio.to_thread(wait, lambda: node.supervisor.is_finished, 20, "the end")
+        await asyncio.to_thread(wait_for, lambda: node.supervisor.is_finished, 20, "the end")
         assert (node.supervisor.exit_code, node.supervisor.failed) == (0, None)
 
 

@@ -132,6 +132,14 @@ class FakeEngine:
             link.is_up = False
             link.on_message(Left(reason))
 
+    def tear(self, reason: str = "a message arrived broken") -> None:
+        """The connection breaks and comes back; the engine lives on and has ended what came over it."""
+        self.rows.clear()
+        for link in self._links:
+            link.is_up = False
+            link.on_message(Left(reason, is_torn=True))
+            self._welcome(link)
+
     def revive(self) -> None:
         self.is_up = True
         self.epoch += 1

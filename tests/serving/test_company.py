@@ -65,6 +65,21 @@ async def test_a_link_that_breaks_and_comes_back_in_the_same_life(pair: tuple[Fa
     assert ends(events) == [(0, "length", "")]
 
 
+async def test_a_torn_connection_is_nobodys_death(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    """Rows that came over it go on; those of the other engine are not touched, for it has not ended."""
+    client = await ready(*pair)
+    streams = [await client.submit([replay(max_tokens=12)], pin=i) for i in range(2)]
+    events = [await gained(stream, 3) for stream in streams]
+    pair[0].tear()
+    assert [state.is_up for state in client.states()] == [True, True]
+    found = [[*before, *await drain(stream)] for before, stream in zip(events, streams, strict=True)]
+    assert [tokens_of(one) for one in found] == [words(TEXT[:12])] * 2
+    assert client.num_moved == 1
+    assert pair[1].aborted == []
+    assert not any(row.is_suspect for stream in streams for row in stream.replays)
+    assert client.num_rows == 0
+
+
 async def test_a_silent_engine_stalls_all(pair: tuple[FakeEngine, FakeEngine]) -> None:
     client = await ready(*pair)
     pair[1].silent_s = 3.0

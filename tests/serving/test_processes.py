@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,16 @@ import pytest
 
 from launch.supervise import Event, Modules, Supervisor
 from tests.models.tiny import make_stub
+from tests.procs.deployment import Supervised, wait_for
 from trireme.config import EngineConfig, ModelConfig, ParallelConfig, ServingConfig
 
 BODY = {"model": "model", "prompt": "hello", "stream": True}
 
 
-class Running:
-    """A supervisor in a thread of its own, with scripted engines."""
+class Running(Supervised):
+    """Front ends with scripted engines."""
+
+    up_s = 30.0
 
     def __init__(self, directory: Path, *, dp: int = 1, fronts: int = 1, delay_ms: float = 2.0) -> None:
         model = make_stub(directory / "model", delay_ms=delay_ms)
@@ -35,23 +38,7 @@ class Running:
             serving=ServingConfig(port=0, api_servers=fronts, drain_timeout=10.0, drain_notice=0.3),
         )
         self.events: list[Event] = []
-        self.supervisor = Supervisor(config, self.events.append, modules=Modules(engine="tests.serving.engine_process"))
-        self._stop = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        self.supervisor.start()
-        while not self.supervisor.is_finished and not self._stop:
-            self.supervisor.step(0.2)
-        self.supervisor.close()
-
-    @property
-    def port(self) -> int:
-        assert self.supervisor.address is not None
-        return self.supervisor.address[1]
-
-    def part(self, name: str) -> Any:
-        return next(part for part in self.supervisor.parts if part.name == name)
+        super().__init__(Supervisor(config, self.events.append, modules=Modules(engine="tests.serving.engine_process")))
 
     def get(self, path: str) -> tuple[int, str]:
         try:
@@ -62,21 +49,8 @@ class Running:
         except OSError as error:
             return 0, str(error)
 
-    def __enter__(self) -> Running:
-        self._thread.start()
-        wait(lambda: self.supervisor.is_ready and self.get("/ready")[0] == 200, 30, "ready")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop = True
-        self._thread.join(20)
-
-
-def wait(true: Callable[[], Any], timeout_s: float, what: str) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
+    def is_up(self) -> bool:
+        return self.get("/ready")[0] == 200
 
 
 class OpenStream(threading.Thread):
@@ -92,7 +66,7 @@ class OpenStream(threading.Thread):
         )
         self._request = urllib.request.Request(f"http://127.0.0.1:{running.port}/v1/completions", body, headers)
         self.start()
-        wait(lambda: len(self.events) > 2 or self.end, 10, "a stream under way")
+        wait_for(lambda: len(self.events) > 2 or self.end, 10, "a stream under way")
 
     def run(self) -> None:
         try:
@@ -137,12 +111,12 @@ def test_ready_shows_how_far_the_engines_are(tmp_path: Path) -> None:
             seen += json.loads(body).get("progress", []) if status == 503 else []
             time.sleep(0.02)
         assert {"source": "engine-0", "phase": "weights", "done": 2, "total": 4} in seen
-        wait(lambda: running.get("/ready")[0] == 200, 5, "ready again")
+        wait_for(lambda: running.get("/ready")[0] == 200, 5, "ready again")
 
 
 def test_any_front_end_tells_the_numbers_of_all(two_fronts: Running) -> None:
     streams = [OpenStream(two_fronts, 5) for _ in range(12)]
-    wait(lambda: all(stream.end for stream in streams), 10, "the ends")
+    wait_for(lambda: all(stream.end for stream in streams), 10, "the ends")
     assert {stream.text for stream in streams} == {"abcde"}
     for _ in range(6):
         found = samples(two_fronts)
@@ -154,13 +128,13 @@ def test_any_front_end_tells_the_numbers_of_all(two_fronts: Running) -> None:
 def test_a_front_end_killed_touches_only_its_own(two_fronts: Running) -> None:
     streams = [OpenStream(two_fronts, 2500) for _ in range(8)]
     os.kill(two_fronts.part("front-0").child.pid, signal.SIGKILL)
-    wait(
+    wait_for(
         lambda: two_fronts.part("front-0").epoch == 1 and two_fronts.part("front-0").state == "ready", 15, "the restart"
     )
     broken = [stream for stream in streams if stream.end is not None]
     alive = [stream for stream in streams if stream.end is None]
     assert all(isinstance(stream.end, Exception) or stream.end == "closed" for stream in broken)
-    wait(lambda: samples(two_fronts)['trireme_requests_running{engine="0"}'] == len(alive), 5, "freed rows")
+    wait_for(lambda: samples(two_fronts)['trireme_requests_running{engine="0"}'] == len(alive), 5, "freed rows")
     assert all(OpenStream(two_fronts, 3).text for _ in range(4))
 
 
@@ -169,13 +143,15 @@ def test_an_engine_killed_touches_only_its_own(tmp_path: Path) -> None:
         lost = [OpenStream(running, 300, rank=0) for _ in range(2)]
         kept = [OpenStream(running, 300, rank=1) for _ in range(2)]
         free = [OpenStream(running, 3) for _ in range(6)]
-        wait(lambda: all(stream.end == "done" for stream in free), 5, "unpinned streams")
+        wait_for(lambda: all(stream.end == "done" for stream in free), 5, "unpinned streams")
         os.kill(running.part("engine-0").child.pid, signal.SIGKILL)
         assert running.get("/ready")[0] == 200  # the other one answers
         assert OpenStream(running, 3).text == "abc"
-        wait(lambda: samples(running).get('trireme_engine_epoch{engine="0"}') == 1, 20, "the next life of the engine")
+        wait_for(
+            lambda: samples(running).get('trireme_engine_epoch{engine="0"}') == 1, 20, "the next life of the engine"
+        )
         assert OpenStream(running, 3, rank=0).text == "abc"
-        wait(lambda: all(stream.end for stream in (*kept, *lost)), 60, "all streams")
+        wait_for(lambda: all(stream.end for stream in (*kept, *lost)), 60, "all streams")
         assert [stream.end for stream in (*kept, *lost)] == [
             "done"
         ] * 4  # what the engine lost went on with the other one
@@ -193,9 +169,9 @@ def test_routing_survives_the_coordinator(tmp_path: Path) -> None:
         stream = OpenStream(running, 400)
         os.kill(running.part("coordinator").child.pid, signal.SIGKILL)
         assert [OpenStream(running, 3).text for _ in range(6)] == ["abc"] * 6
-        wait(lambda: running.part("coordinator").epoch == 1, 10, "the restart")
+        wait_for(lambda: running.part("coordinator").epoch == 1, 10, "the restart")
         assert OpenStream(running, 3).text == "abc"
-        wait(lambda: stream.end, 10, "the stream")
+        wait_for(lambda: stream.end, 10, "the stream")
         assert stream.end == "done"
         assert len(stream.text) == 400
 
@@ -205,11 +181,11 @@ def test_draining_loses_nothing(tmp_path: Path) -> None:
         streams = [OpenStream(running, 500) for _ in range(6)]
         port = running.port
         running.supervisor.request_stop("test", 0.3)
-        wait(lambda: running.get("/ready")[0] == 503, 2, "not ready")
+        wait_for(lambda: running.get("/ready")[0] == 503, 2, "not ready")
         late = OpenStream(running, 3)
         assert late.text == "abc"
-        wait(lambda: all(stream.end for stream in streams), 15, "the ends")
+        wait_for(lambda: all(stream.end for stream in streams), 15, "the ends")
         assert [stream.end for stream in streams] == ["done"] * 6
-        wait(lambda: running.supervisor.is_finished, 10, "the end of the supervisor")
+        wait_for(lambda: running.supervisor.is_finished, 10, "the end of the supervisor")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             pytest.fail("somebody still listens")

@@ -284,6 +284,22 @@ def test_short_answers_overtake_a_long_one_and_the_long_one_ends_too() -> None:
     driver.check_tokens(long)
 
 
+def test_no_row_loses_its_slot_to_one_that_may_not_start() -> None:
+    """In a pause that lets rows end first, what queues must wait, however urgent it is."""
+    driver = Driver(make_limits(max_num_seqs=1, max_len=700, num_blocks=400), policy="feedback")
+    long = driver.submit(5, 600)
+    driver.step()
+    short = driver.submit(6, 5)
+    driver.core.scheduler.admits = False
+    while driver.step():
+        assert not short.tokens
+    assert long.end.num_preemptions == 0
+    driver.check_tokens(long)
+    driver.core.scheduler.admits = True
+    driver.run()
+    driver.check_tokens(short)
+
+
 def test_a_long_answer_is_not_overtaken_for_ever() -> None:
     limits = make_limits(max_num_seqs=1, max_len=700, num_blocks=400, max_waiting=5000)
     driver = Driver(limits, policy="feedback", settings=PolicySettings(aging_s=0.2))
