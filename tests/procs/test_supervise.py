@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -332,7 +331,8 @@ class Launched:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        shutil.rmtree(self.tmp)
+        wait_for(lambda: not list(self.tmp.iterdir()), 5.0, "the children have removed the run directory")
+        self.tmp.rmdir()
 
 
 @pytest.fixture
