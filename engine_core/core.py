@@ -143,7 +143,7 @@ class EngineCore:
             _, _, is_total, request = heapq.heappop(self._deadlines)
             passed_s = now - request.arrival_s
             if is_total and request.state is not State.ENDED:
-                late = DeadlineError(f"not complete when its deadline came, {passed_s:.1f} s in this engine")
+                late = DeadlineError(f"not complete when its deadline came, {passed_s:.3g} s in this engine")
                 self._end(request, "error", error=late)
             elif request.state is State.WAITING:
                 self.counters.refused += 1

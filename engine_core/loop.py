@@ -37,7 +37,7 @@ from transport.poller import Poller, Source
 from transport.server import Peer
 from transport.wired import Left
 from trireme.errors import EngineError
-from trireme.lockstep import pause_mode
+from trireme.lockstep import is_pause, pause_mode
 from trireme.log import facts
 
 log = logging.getLogger("trireme.engine")
@@ -283,7 +283,7 @@ class EngineLoop:
 
     def _tell_health(self, stalled: str) -> None:
         """Every front end at once: the next Ping may be a moment away."""
-        level = logging.INFO if self.pace.mode else logging.WARNING
+        level = logging.INFO if is_pause(stalled or self._server.stalled) else logging.WARNING
         log.log(level, "no progress: %s" if stalled else "progress again%s", stalled)
         self._server.stalled = stalled
         self._server.broadcast(Pong(0, self._server.progress, stalled), role="front")

@@ -13,7 +13,7 @@ import httpx2
 import msgspec
 
 from launch.blocking import LoopThread
-from launch.http import MAX_EVENT, ServerError, endpoint
+from launch.http import MAX_EVENT, endpoint, from_envelope, parsed
 from transport.resilience import State
 from transport.targets import Patience, TargetBusy, TargetFailed, Targets
 
@@ -146,7 +146,7 @@ async def _events(answer: httpx2.Response) -> AsyncGenerator[Any, None]:
             if line.startswith(b"data:"):
                 event = msgspec.json.decode(line[5:])
                 if isinstance(event, dict) and event.get("error"):
-                    raise ServerError(f"the server broke off: {event['error'].get('message')}", status=200)
+                    raise from_envelope(event, answer.status_code)
                 yield event
     except (httpx2.HTTPError, msgspec.DecodeError) as error:
         raise TargetFailed(f"{answer.url} broke off: {type(error).__name__}: {error}") from error
@@ -164,13 +164,16 @@ async def _lines(answer: httpx2.Response) -> AsyncGenerator[bytes, None]:
 
 
 def _refusal(answer: httpx2.Response, body: bytes) -> Exception:
-    status, words = answer.status_code, body[:500].decode(errors="replace")
+    status = answer.status_code
+    refusal = from_envelope(parsed(body, strict=False), status)
     if status in BUSY:
         wait = answer.headers.get("retry-after", "1")
-        return TargetBusy(f"{answer.url} is busy: {words}", wait_s=float(wait) if wait.isdigit() else 1.0)
+        return TargetBusy(
+            f"{answer.url} is busy: {refusal.message:.500}", wait_s=float(wait) if wait.isdigit() else 1.0
+        )
     if status in FAILED and answer.headers.get("x-should-retry") != "false":
-        return TargetFailed(f"{answer.url} answered {status}: {words}")
-    return ServerError(f"the server answered {status}: {words}", status=status)
+        return TargetFailed(f"{answer.url}: {refusal.message:.500}")
+    return refusal
 
 
 class Hosts:

@@ -60,7 +60,7 @@ async def get_json(to: Endpoint, path: str) -> Any:
     """The parsed answer of a GET. Raises ServerError."""
     answer = await _Answer.open(to, "GET", path, b"")
     try:
-        return _parsed(await answer.body())
+        return parsed(await answer.body())
     finally:
         answer.close()
 
@@ -73,9 +73,9 @@ async def stream(to: Endpoint, path: str, body: dict[str, Any]) -> AsyncGenerato
         async for event in answer.events():
             if event == b"[DONE]":
                 return
-            value = _parsed(event)
+            value = parsed(event)
             if isinstance(value, dict) and value.get("error"):
-                raise _from_envelope(value, answer.status)
+                raise from_envelope(value, answer.status)
             yield value
         raise ServerError("the server closed the stream before its end")
     finally:
@@ -106,7 +106,7 @@ class _Answer:
             head = await reader.readuntil(b"\r\n\r\n")
             answer = cls(reader, writer, int(head.split(b" ", 2)[1]), head)
             if answer.status != 200:
-                raise _from_envelope(_parsed(await answer.body(), strict=False), answer.status)
+                raise from_envelope(parsed(await answer.body(), strict=False), answer.status)
             return answer
         except BaseException as error:
             writer.close()
@@ -152,7 +152,7 @@ def _request(to: Endpoint, method: str, path: str, body: bytes) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def _parsed(raw: bytes, *, strict: bool = True) -> Any:
+def parsed(raw: bytes, *, strict: bool = True) -> Any:
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
@@ -161,7 +161,8 @@ def _parsed(raw: bytes, *, strict: bool = True) -> Any:
         return raw[:200].decode(errors="replace")
 
 
-def _from_envelope(value: Any, status: int) -> ServerError:
+def from_envelope(value: Any, status: int) -> ServerError:
+    """The error that a parsed body or event tells, whatever its shape."""
     error = value.get("error") if isinstance(value, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return ServerError(f"the server answered {status}: {message or value or 'nothing'}", status=status)

@@ -13,6 +13,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 STATE = {"mode": sys.argv[1] if len(sys.argv) > 1 else "ok", "requests": 0, "connections": 0}
+BROKEN_OFF = {
+    "fail": {"message": "out of words"},
+    "fail in words": "out of words",
+}  # error events, as servers write them
 STATUS = {"refuse": 503, "quota": 429, "error": 500, "bad": 400}
 
 
@@ -63,7 +67,9 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         for i in range(5):
-            if mode == "break" and i == 3:
+            if mode in BROKEN_OFF and i == 3:
+                self.wfile.write(b"data: %s\n\n" % json.dumps({"error": BROKEN_OFF[mode]}).encode())
+            if (mode == "break" or mode in BROKEN_OFF) and i == 3:
                 self.close_connection = True
                 return
             self.wfile.write(b'data: {"i": %d, "port": %d}\n\n' % (i, self.server.server_port))

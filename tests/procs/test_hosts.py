@@ -161,6 +161,22 @@ async def test_what_is_wrong_with_a_request_is_not_tried_again(peer: Callable[[s
         assert bad.seen()["requests"] == 1
 
 
+@pytest.mark.parametrize("mode", ["fail", "fail in words"])
+async def test_an_error_inside_a_stream_is_told_in_the_servers_words(peer: Callable[[str], Peer], mode: str) -> None:
+    async with AsyncHosts([peer(mode).url]) as hosts:
+        events = hosts.stream("/v1/completions", {"prompt": "x"})
+        assert [(await anext(events))["i"] for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(ServerError, match="out of words"):
+            await anext(events)
+
+
+async def test_a_refusal_is_told_in_the_servers_words(peer: Callable[[str], Peer]) -> None:
+    async with AsyncHosts([peer("bad").url]) as hosts:
+        with pytest.raises(ServerError, match="^the server answered 400: bad$") as caught:
+            await hosts.complete("x")
+        assert caught.value.status == 400
+
+
 async def test_a_stream_moves_before_its_first_event_and_not_after(peer: Callable[[str], Peer]) -> None:
     breaks, well = peer("break first"), peer("ok")
     patience = Patience(backoff=Backoff(base_s=0.001), failures=1000, retry_ratio=1.0)
