@@ -40,20 +40,22 @@ FAKE = {"vocab_size": 1000, "fake": {"skip_kv": True, "free_bytes": 1 << 40}}
 
 
 class Tap:
-    """Between the link and the client: notes when step outputs came, how many tokens they brought, and a sample's size."""
+    """Between the link and the client: notes when step outputs came, how many tokens they brought, and keeps a large one of a
+    step in which no row began or ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.num_tokens: list[int] = []
-        self.last: StepOutputs | None = None
+        self.sample: StepOutputs | None = None
 
     def over(self, on_message: Callable[[Any], None]) -> Callable[[Any], None]:
         def take(message: Any) -> None:
             if isinstance(message, StepOutputs) and message.tokens:
                 self.times.append(time.perf_counter())
                 self.num_tokens.append(len(message.tokens) // 4)
-                if self.last is None or len(message.tokens) >= len(self.last.tokens):
-                    self.last = message
+                is_larger = self.sample is None or len(message.tokens) >= len(self.sample.tokens)
+                if is_larger and not message.firsts and not message.ends:
+                    self.sample = message
             on_message(message)
 
         return take
@@ -148,14 +150,14 @@ async def _read(stream: Stream) -> None:
 def _figures(tap: Tap, before: dict[str, Any], after: dict[str, Any], wall_s: float, cpu_s: float) -> dict[str, float]:
     gaps_ms = [(b - a) * 1e3 for a, b in zip(tap.times, tap.times[1:], strict=False)]
     steps, num_tokens = after["steps"] - before["steps"], sum(tap.num_tokens)
-    size = sum(len(frame) for frame in encode(tap.last)) if tap.last else 0
+    size = sum(len(frame) for frame in encode(tap.sample)) if tap.sample else 0
     return {
         "steps": float(steps),
         "messages_s": len(tap.times) / wall_s,
         "tokens_s": num_tokens / wall_s,
         "step_p50_ms": percentile(gaps_ms, 50),
         "step_p99_ms": percentile(gaps_ms, 99),
-        "bytes_per_token": size / (len(tap.last.tokens) // 4) if tap.last else 0.0,
+        "bytes_per_token": size / (len(tap.sample.tokens) // 4) if tap.sample else 0.0,
         "core_step_ms": percentile([s * 1e3 for s in after["core_step_s"]], 50),
         "core_mean_ms": (after["core_s"] - before["core_s"]) / max(1, steps) * 1e3,
         "front_tokens_per_cpu_s": num_tokens / cpu_s,
