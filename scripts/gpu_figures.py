@@ -1,22 +1,31 @@
 """Figures of a GPU, through the engine's own processes, over a model's shape with dummy weights: decode steps by batch size,
-prefill, long contexts, many requests at once. No network and no model file. `--tp 2` or `--pp 2` spread the model over cards.
+prefill, long contexts, many requests at once, HTTP clients, starts. No network and no model file. `--tp 2` or `--pp 2` spread the
+model over cards.
 
     python scripts/gpu_figures.py --shape llama-8b --figures step:1,step:32,step:256,requests:512x1024x128,prefill:8x8192
     python scripts/gpu_figures.py --quantize fp8 --kv-dtype fp8 --figures step:1,step:16x8192
+    python scripts/gpu_figures.py --figures start,http:1,http:32,http:128
 
 A decode step is (T(n out) - T(1 out)) / (n - 1) over fresh random prompts, so prefill is left out. Greedy, end-of-text ignored.
+`start` and `http` are `trireme bench startup` and `bench serve`; their servers have the card to themselves, so they come first. A
+start is cold when the caches of compiled kernels are empty; what the system keeps of files in memory is left as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launch.bench import WORDS
 from trireme import LLM, SamplingParams
 
 COMMON = {"hidden_act": "silu", "head_dim": 128, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 0}
@@ -40,14 +49,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"max_position_embeddings": 512, "rope_theta": 10000.0, "tie_word_embeddings": False},
     },
 }
+ROOT = Path(__file__).resolve().parent.parent
 SHORT_PROMPT, STEPS = 128, 256
-NUM_WORDS = 256  # of the tokenizer, and ids of prompts
+NUM_IDS = 256  # that prompts are made of
+KERNEL_CACHES = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 
 
 def write_shape(name: str, directory: Path) -> None:
-    """config.json, and a tokenizer that knows a few words: what is generated is never read."""
+    """config.json, and a tokenizer of as many words: those that HTTP clients send, and others that the model may say."""
     (directory / "config.json").write_text(json.dumps(SHAPES[name]))
-    vocab = {"<end>": 0, **{f"w{i}": i for i in range(1, NUM_WORDS)}}
+    words = list(dict.fromkeys(WORDS))
+    words += [f"w{i}" for i in range(len(words) + 1, SHAPES[name]["vocab_size"])]
+    vocab = {"<end>": 0, **{word: i for i, word in enumerate(words, 1)}}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<end>"}
     parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     splits = {"type": "Whitespace"}
@@ -64,7 +77,7 @@ class Bench:
 
     def seconds(self, count: int, num_in: int, num_out: int) -> float:
         """Wall time of `count` requests at once."""
-        prompts = [[self._rng.randrange(1, NUM_WORDS) for _ in range(num_in)] for _ in range(count)]
+        prompts = [[self._rng.randrange(1, NUM_IDS) for _ in range(num_in)] for _ in range(count)]
         params = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True)
         begun = time.perf_counter()
         self._llm.generate(prompts, params, progress=False)
@@ -90,6 +103,45 @@ class Bench:
         return measure(*map(int, sizes.split("x")))  # type: ignore[operator,no-any-return]
 
 
+class Servers:
+    """Servers of their own, each started by a command of `trireme` and gone when that ends."""
+
+    def __init__(self, folder: str, settings: dict[str, Any]) -> None:
+        self._folder = folder
+        self._flags: list[str] = []
+        for name, value in settings.items():
+            if value is not None and value is not False:
+                self._flags += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+
+    def starts(self) -> list[tuple[str, dict[str, float]]]:
+        """From launch to first token and its phases: with empty caches of kernels, then again."""
+        with tempfile.TemporaryDirectory(prefix="trireme-caches-") as caches:
+            places = {name: str(Path(caches) / name) for name in KERNEL_CACHES}
+            rows = self._run(["bench", "startup", "--repeats", "2"], places)
+        return list(zip(("start cold", "start warm"), rows, strict=True))
+
+    def http(self, loads: list[tuple[int, int, int]]) -> Iterator[tuple[str, dict[str, float]]]:
+        """(clients, tokens in, tokens out) of each load; one server for neighbours with the same lengths."""
+        while loads:
+            _, num_in, num_out = loads[0]
+            alike = [load for load in loads if load[1:] == loads[0][1:]]
+            loads = [load for load in loads if load[1:] != loads[0][1:]]
+            sizes = ["--input-len", str(num_in), "--output-len", str(num_out)]
+            clients = ",".join(str(load[0]) for load in alike)
+            for load, row in zip(
+                alike, self._run(["bench", "serve", "--concurrency", clients, *sizes], {}), strict=True
+            ):
+                figures = {name: row[name] for name in ("output_tok_s", "ttft_p50_ms", "ttft_p99_ms", "errors")}
+                yield f"http:{load[0]}x{num_in}x{num_out}", {**figures, "tpot_p50_ms": 1e3 / row["stream_tok_s"]}
+
+    def _run(self, words: list[str], environment: dict[str, str]) -> list[dict[str, float]]:
+        command = [sys.executable, "-m", "launch.cli", *words, "--json", *self._flags, self._folder]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)} ended with {done.returncode}")
+        return [{k: v for k, v in row.items() if isinstance(v, float)} for row in json.loads(done.stdout)["rows"]]
+
+
 def main(words: list[str] | None = None) -> list[dict[str, Any]]:
     """Prints one line a figure; returns them."""
     parser = argparse.ArgumentParser(description="figures of a GPU over dummy weights")
@@ -107,23 +159,44 @@ def main(words: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--max-num-tokens", type=int)
     asked = parser.parse_args(words)
     shape = " ".join([asked.shape, *(text for text in (asked.quantize, asked.kv_dtype) if text not in (None, "auto"))])
-    rows = []
+    figures = asked.figures.split(",")
+    loads = [_load(text, asked.steps) for text in figures if text.startswith("http:")]
+    of_engine = [text for text in figures if text != "start" and not text.startswith("http:")]
+    rows: list[dict[str, Any]] = []
+
+    def tell(figure: str, found: dict[str, float]) -> None:
+        rows.append({"shape": shape, "figure": figure, **found})
+        print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else v for k, v in rows[-1].items()), flush=True)
+
     with tempfile.TemporaryDirectory(prefix="trireme-shape-") as folder:
         write_shape(asked.shape, Path(folder))
-        begun = time.perf_counter()
-        settings = {"device": asked.device, "load_format": "dummy", "max_len": asked.max_len, "log_level": "warning"}
+        settings = {"device": asked.device, "load_format": "dummy", "max_len": asked.max_len}
         settings |= {"quantize": asked.quantize, "kv_dtype": asked.kv_dtype}
         settings |= {"tp": asked.tp, "pp": asked.pp, "share_gpus": asked.share_gpus}
         settings |= {"max_num_seqs": asked.max_num_seqs, "max_num_tokens": asked.max_num_tokens}
-        with LLM(folder, max_waiting=4096, max_waiting_tokens=1 << 24, **settings) as llm:
+        servers = Servers(folder, settings)
+        for figure, found in servers.starts() if "start" in figures else ():
+            tell(figure, found)
+        for figure, found in servers.http(loads):
+            tell(figure, found)
+        if not of_engine:
+            return rows
+        begun = time.perf_counter()
+        settings |= {"max_waiting": 4096, "max_waiting_tokens": 1 << 24, "log_level": "warning"}
+        with LLM(folder, **settings) as llm:
             spread = f" tp {asked.tp} pp {asked.pp}" if asked.tp * asked.pp > 1 else ""
             print(f"{shape}{spread} started in {time.perf_counter() - begun:.1f} s", flush=True)
             bench = Bench(llm, asked.steps)
             bench.seconds(4, 16, 8)  # first use of everything
-            for text in asked.figures.split(","):
-                rows.append({"shape": shape, "figure": text, **bench.figure(text)})
-                print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else v for k, v in rows[-1].items()), flush=True)
+            for text in of_engine:
+                tell(text, bench.figure(text))
     return rows
+
+
+def _load(text: str, num_out: int) -> tuple[int, int, int]:
+    """`http:CLIENTS`, `http:CLIENTSxINxOUT`."""
+    clients, *sizes = map(int, text.partition(":")[2].split("x"))
+    return clients, *(sizes or [SHORT_PROMPT, num_out])  # type: ignore[return-value]
 
 
 if __name__ == "__main__":
