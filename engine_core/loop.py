@@ -250,6 +250,7 @@ class EngineLoop:
             "blocks_owned": core.limits.num_blocks - cache.num_available,
             "num_in_flight": len(scheduler.in_flight),
             "state": self._rest.state,
+            "sleep_level": self._rest.level,
             "pause": self.pace.mode,
             "core_s": time.thread_time(),
             "core_step_s": list(self._step_s),

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from trireme.errors import EngineError
+from trireme.rest import LEVELS
 
-LEVELS = (1, 2)
 Answer = Callable[[str], object]
 """Takes the error, "" for success."""
 

@@ -65,6 +65,15 @@ async def get_json(to: Endpoint, path: str) -> Any:
         answer.close()
 
 
+async def post_json(to: Endpoint, path: str) -> Any:
+    """The parsed answer of a POST whose arguments are in `path`. Raises ServerError."""
+    answer = await _Answer.open(to, "POST", path, b"")
+    try:
+        return parsed(await answer.body())
+    finally:
+        answer.close()
+
+
 async def stream(to: Endpoint, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
     """Parsed SSE events of a POST until [DONE]; closing the iterator closes the connection. Raises ServerError, also for an
     error event inside the stream."""

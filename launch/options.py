@@ -106,6 +106,24 @@ COMMANDS: tuple[Command, ...] = (
         COMMON_ENGINE,
     ),
     Command(
+        "control",
+        "put a running server to sleep, wake it, pause it or let it go on",
+        "launch.control",
+        (Setting("", "action", "text", "state", "sleep, wake, pause, resume, or state, which changes nothing"),),
+        (
+            Setting("", "level", "whole", 1, "of a sleep: 1 keeps the weights in the host's memory, 2 drops them"),
+            Setting("", "mode", "text", "wait", "of a pause, for what runs: abort, wait (it ends first), keep"),
+            Setting("", "dir", "text", None, "directory of the server's sockets, if there are several", optional=True),
+            URL._replace(
+                help="address of the server, whose --admin-key is needed; default: this user's, by its sockets"
+            ),
+            JSON,
+            CONFIG,
+        ),
+        ("trireme control", "trireme control sleep --level 2", "trireme control pause --url http://127.0.0.1:8000"),
+        ("admin_key",),
+    ),
+    Command(
         "plan",
         "say whether a model fits here, where the memory goes, and which flags to use; loads nothing",
         "launch.plan",

@@ -25,6 +25,7 @@ from trireme.errors import EngineDeadError
 from trireme.lockstep import pause_mode
 from trireme.outputs import OutputDelta, RequestOutput
 from trireme.params import SamplingParams
+from trireme.rest import RESTING
 
 Prompt: TypeAlias = "str | Sequence[int] | np.ndarray"
 """Text, or token ids."""
@@ -177,6 +178,11 @@ class AsyncSession:
         for state in self.health():
             await self._ready()[0].call(state.engine, "wake", timeout_s=REST_S)
 
+    async def resting(self) -> list[dict[str, Any]]:
+        """Of each engine: `engine`, `state` (awake, falling, asleep, waking), `sleep_level` and `pause` ("" for none)."""
+        found = [(state.engine, await self.stats(state.engine)) for state in self.health()]
+        return [{"engine": engine, **{name: stats[name] for name in RESTING}} for engine, stats in found]
+
     async def pause(self, mode: str = "wait", timeout_s: float = REST_S) -> None:
         """Returns when no engine steps any more. What runs is ended ("abort"), ends first ("wait") or stays as it is ("keep");
         requests that come meanwhile wait for `resume`. Raises EngineError for another mode, or when another pause or a resume
@@ -321,6 +327,10 @@ class Session:
     def wake(self) -> None:
         """Ends a sleep before the next request does."""
         self._loop.wait(self._session.wake())
+
+    def resting(self) -> list[dict[str, Any]]:
+        """AsyncSession.resting: how each engine sleeps or pauses."""
+        return self._loop.wait(self._session.resting())
 
     def pause(self, mode: str = "wait", timeout_s: float = REST_S) -> None:
         """AsyncSession.pause: returns when no engine steps any more."""

@@ -16,11 +16,12 @@ import numpy as np
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving import control
 from serving.chat import ChatFormat, content_chars
 from serving.completions import CompletionFormat
 from serving.door import Caller
 from serving.front import Front
-from serving.gate import Gate, send_body
+from serving.gate import Admin, Gate, Keys, send_body
 from serving.generation import Generation
 from serving.replay import Replay
 from serving.sse import FIRST_EVENT_S, EventStream, Format, Outcome
@@ -79,10 +80,18 @@ def make_app(front: Front) -> ASGIApp:
         ("GET", "/metrics", _metrics),
         ("GET", "/load", _load),
         ("GET", "/version", _version),
+        ("POST", "/sleep", control.sleep),
+        ("POST", "/wake_up", control.wake_up),
+        ("GET", "/is_sleeping", control.is_sleeping),
+        ("POST", "/pause", control.pause),
+        ("POST", "/resume", control.resume),
+        ("GET", "/is_paused", control.is_paused),
     ]
     table = [Route(path, _Endpoint(front, method, handler)) for method, path, handler in routes]
     router = Router(table, redirect_slashes=False, default=_Unknown())
-    return Gate(_Counted(front, router), keys=front.door.keys, host=front.config.serving.host)
+    serving = front.config.serving
+    admin = Admin(control.ADMIN, Keys(serving.admin_key))
+    return Gate(_Counted(front, router), keys=front.door.keys, host=serving.host, admin=admin)
 
 
 class _Endpoint:

@@ -12,7 +12,8 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -39,7 +40,7 @@ class Keys:
     """API keys, kept as digests. Comparison takes the same time whatever is presented."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [_digest(key.encode()) for key in keys if key]  # (everybody has the empty one)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -59,12 +60,22 @@ class Keys:
         return digest if found else None
 
 
+class Admin(NamedTuple):
+    """Paths that change what the server does, and the keys that open these and all others; without keys they stay closed."""
+
+    paths: Container[str]
+    keys: Keys
+
+
 class Gate:
     """The outermost ASGI application. Puts `request_id` into scope["state"] and on every answer."""
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: Sequence[str] = (), host: str = "127.0.0.1", admin: Admin | None = None
+    ) -> None:
         self._app = app
         self._keys = Keys(keys)
+        self._admin = admin or Admin((), Keys(()))
         # A web page may point its own name at 127.0.0.1: without a key, a loopback server answers only to loopback names.
         self._checks_host = host in _LOOPBACK and not keys
 
@@ -95,8 +106,11 @@ class Gate:
             await send_error(send_marked, error, request_id)
 
     def _check(self, scope: Scope) -> None:
-        if self._keys:
-            scope["state"]["key"] = digest = self._keys.find(scope["headers"])
+        if scope["path"] in self._admin.paths:
+            self._check_admin(scope)
+        elif self._keys:
+            by_admin = self._admin.keys.find(scope["headers"])
+            scope["state"]["key"] = digest = self._keys.find(scope["headers"]) or by_admin
             if digest is None:
                 raise AuthError("no valid API key: send it as 'Authorization: Bearer KEY'")
         if self._checks_host:
@@ -106,6 +120,15 @@ class Gate:
                     "this server listens on loopback without a key and answers only to loopback names",
                     hint="start it with --api-key or another --host",
                 )
+
+    def _check_admin(self, scope: Scope) -> None:
+        if not self._admin.keys:
+            raise ForbiddenError(
+                f"{scope['path']} changes what this server does, and needs a key that it was started without",
+                hint="start it with --admin-key",
+            )
+        if self._admin.keys.find(scope["headers"]) is None:
+            raise AuthError("no valid admin key: send it as 'Authorization: Bearer KEY'")
 
 
 async def send_error(send: Send, error: BaseException, request_id: str) -> None:

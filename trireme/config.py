@@ -155,6 +155,10 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, _count("TCP port; 0 picks a free one", 0, le=65535)] = 8000
     api_servers: Annotated[int, _count("HTTP processes", 1, le=256)] = 1
     api_key: Annotated[tuple[str, ...], _text("key clients must send; may be given several times")] = ()
+    admin_key: Annotated[
+        tuple[str, ...],
+        _text("key for what changes the server itself (/sleep, /wake_up, /pause, /resume); default: nobody may"),
+    ] = ()
     quotas: Annotated[
         str | None, _text("YAML file of clients: key, requests_per_minute, tokens_per_minute, priority for each")
     ] = None

@@ -119,7 +119,7 @@ def load(
     return Loaded(msgspec.convert(values, EngineConfig), sources)
 
 
-SECRET = ("api_key",)
+SECRET = ("api_key", "admin_key")
 
 
 def to_yaml(config: EngineConfig, *, defaults: bool = False) -> str:
@@ -235,6 +235,10 @@ def value_of(setting: Setting, spelling: str, raw: Any) -> Any:
         raise _refused(setting, spelling, raw) from error
     if setting.name == "kv_memory":
         _check_size(spelling, value)
+    if setting.name in SECRET and not all(value):
+        raise ConfigError(
+            f"{spelling} has an empty key, which everybody knows", hint="leave it out, or give it a value"
+        )
     return value
 
 

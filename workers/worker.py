@@ -24,6 +24,7 @@ from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.mesh import Mesh
 from trireme.packaged import files_of
+from trireme.rest import NO_SLEEP
 from trireme.runtime import TORCH, choose_runtime
 from workers.batch import Batch
 from workers.collectives import make_group
@@ -153,6 +154,8 @@ class Worker:
         if method == "poison":
             poison_blocks(self._kv, [int(block) for block in args["blocks"]])
             return None
+        if method in ("sleep", "wake"):
+            raise EngineError(NO_SLEEP)
         raise EngineError(f"a worker has no method {method!r}; it has info, poison")
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ ENGINE_FLAGS = """
 --served-name --tokenizer --chat-template --dtype --quantize --load-format --max-len --kv-memory --gpu-memory --kv-dtype
 --block-size --prefix-cache --num-blocks --dp --tp --pp --ep --device --share-gpus --threads --pin-cores --executor --worker
 --max-num-seqs --max-num-tokens --chunk --max-waiting --max-waiting-tokens --policy --aging --queue-timeout --async-steps --check
---host --port --api-servers --api-key --quotas --requests-per-minute --tokens-per-minute --target-wait --request-timeout
+--host --port --api-servers --api-key --admin-key --quotas --requests-per-minute --tokens-per-minute --target-wait --request-timeout
 --body-limit --default-max-tokens --drain-notice --drain-timeout --migration-limit --engine-wait --stream-buffer
 --balance --load-balancing --work-stealing --engine-weights --engine-labels --front-labels --transport
 --log-level --log-format --start-timeout
@@ -29,6 +29,7 @@ COMMAND_FLAGS = {
     "serve": "--config --print-config",
     "chat": "--system --temperature --max-tokens --seed --url --config",
     "complete": "--temperature --max-tokens --seed --json --url --config",
+    "control": "--level --mode --dir --url --json --config",
     "plan": "--json --config",
     "models inspect": "--json",
     "bench latency": "--input-len --output-len --repeats --json --config",

@@ -52,6 +52,8 @@ def test_keys_are_not_kept_in_the_clear() -> None:
     assert "top-secret" not in repr(vars(keys))
     assert keys.find([(b"authorization", b"bearer top-secret")])
     assert not Keys([])
+    assert not Keys([""])
+    assert Keys(["", "known"]).find([]) is None
 
 
 async def test_hostnames_of_strangers_are_refused_on_loopback(tmp_path: Path) -> None:

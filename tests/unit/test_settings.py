@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
-from trireme.settings import Setting, load, table, to_yaml
+from trireme.settings import SECRET, Setting, load, table, to_yaml
 
 
 def refusal(**sources) -> str:
@@ -134,7 +134,15 @@ def test_an_empty_file_is_all_defaults(tmp_path):
 
 
 def test_secrets_are_not_written_down():
-    assert "hunter2" not in to_yaml(load({"api_key": ("hunter2",)}, environ={}).config, defaults=True)
+    for name in SECRET:
+        assert "hunter2" not in to_yaml(load({name: ("hunter2",)}, environ={}).config, defaults=True)
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_an_empty_key_is_refused_wherever_it_comes_from(name):
+    for flags, environ in (({name: "a,"}, {}), ({name: ("",)}, {}), ({}, {"TRIREME_" + name.upper(): ""})):
+        with pytest.raises(ConfigError, match="has an empty key"):
+            load(flags, environ=environ)
 
 
 def values_of(setting: Setting):
