@@ -60,7 +60,7 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
         channel.forward(Progress(source, message.phase, message.done, message.total))
 
     poller.add(channel, lambda: _leave_if_asked(channel))
-    started = start_core(config, executor, progress, engine=boot.index, epoch=boot.epoch)
+    started = start_core(config, executor, progress, engine=boot.index, epoch=boot.epoch, phases=channel.phases)
     server = Server.open(boot, f"{boot.name}.front", FrontToEngine, facts=started.core.facts())
     coordinator = Connection.open(boot, "coordinator", FromCoordinator) if config.parallel.dp > 1 else None
     pace = None
@@ -81,7 +81,7 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
         poller.add(coordinator, lambda: _on_coordinator(coordinator, loop))
     poller.remove(channel)
     poller.add(channel, lambda: _on_orders(channel, loop))
-    channel.ready(msgspec.structs.asdict(started.core.facts()), started.phases, started.decisions)
+    channel.ready(msgspec.structs.asdict(started.core.facts()), started.decisions)
     log.info("ready %s", facts(blocks=started.core.limits.num_blocks, max_len=started.core.limits.max_len))
     try:
         loop.run()

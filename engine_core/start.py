@@ -5,7 +5,6 @@ Used by main (own process) and local (a thread). Blocks while workers load; touc
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from engine_core.core import EngineCore
@@ -15,6 +14,7 @@ from engine_core.scheduler import Limits
 from transport.messages import LoadProgress, WorkerLoaded
 from trireme.budget import num_kv_blocks
 from trireme.config import Decision, EngineConfig
+from trireme.phases import Phases, slowest
 
 
 def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int) -> Limits:
@@ -40,9 +40,8 @@ def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int
 class Started:
     """Workers that are ready for steps, and the core that fits them."""
 
-    def __init__(self, core: EngineCore, workers: list[WorkerLoaded], kv: Decision, phases: dict[str, float]) -> None:
+    def __init__(self, core: EngineCore, workers: list[WorkerLoaded], kv: Decision) -> None:
         self.core = core
-        self.phases = phases
         self.decisions = [choice for loaded in workers[:1] for choice in loaded.decisions]
         self.decisions.append((kv.what, kv.value, kv.because))
 
@@ -54,14 +53,15 @@ def start_core(
     *,
     engine: int = 0,
     epoch: int = 0,
+    phases: Phases | None = None,
 ) -> Started:
     """Loads the workers, sizes the KV memory by the poorest one, and makes the core. Raises what stood in the way."""
     POLICIES.find(config.scheduler.policy)  # before minutes of loading
-    began = time.monotonic()
+    phases = phases or Phases()
     workers = executor.load(progress)
-    loaded = time.monotonic()
+    phases.include(slowest([worker.phases for worker in workers]), "workers")
     num_blocks, decision = num_kv_blocks(config, [(worker.block_bytes, worker.free_bytes) for worker in workers])
-    executor.setup_kv(num_blocks)
+    phases.include(executor.setup_kv(num_blocks), "kv")
     limits = limits_from_config(config, vocab_size=workers[0].vocab_size, num_blocks=num_blocks)
     core = EngineCore(
         limits,
@@ -75,8 +75,4 @@ def start_core(
             aging_s=config.scheduler.aging, due_s=config.scheduler.queue_timeout or PolicySettings().due_s
         ),
     )
-    phases = {"load": loaded - began, "kv": time.monotonic() - loaded}
-    for worker in workers:
-        for phase, seconds in worker.phases.items():
-            phases[phase] = max(seconds, phases.get(phase, 0.0))
-    return Started(core, workers, decision, phases)
+    return Started(core, workers, decision)

@@ -148,12 +148,14 @@ class Console:
             )
         self._rich.print(grid, soft_wrap=False)
 
-    def ready(self, seconds: float, address: str, curl: str, also: str) -> None:
-        """The panel that ends a successful start."""
+    def ready(self, seconds: float, address: str, curl: str, also: str, parts: str = "") -> None:
+        """The panel that ends a successful start; `parts` says where the seconds went."""
         self.close()
         line = Text(f"ready in {seconds:.1f} s", style="bold green").append("   ").append(address, style="bold")
         self._rich.print()
         self._rich.print(line)
+        if parts:
+            self._rich.print(Text("  " + parts, style="dim"))
         self._rich.print(Text("  " + curl.replace("\n", "\n  ")))
         self._rich.print(Text("  " + also, style="dim"))
 

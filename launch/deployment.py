@@ -14,7 +14,8 @@ from typing import Protocol, TypeAlias
 from engine_core.executor.base import WorkerPlace, make_executor
 from engine_core.loop import EngineLoop
 from engine_core.start import start_core
-from launch.supervise import Died, Event, Supervisor
+from launch.startup import Life, lives_of
+from launch.supervise import AllReady, Died, Event, Supervisor
 from serving.client import EngineClient
 from serving.connect import client_over_sockets
 from transport.local import LocalServer
@@ -22,6 +23,7 @@ from transport.messages import Failed, LoadProgress, Progress
 from transport.poller import Poller, Waker
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, EngineError, ModelError, TriremeError
+from trireme.phases import Phases
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ OnProgress: TypeAlias = Callable[[Progress], None]
 
 class Deployment(Protocol):
     """Engines that are being started, run or stopped. `start` blocks until they can answer and raises why they cannot."""
+
+    lives: dict[str, Life]  # of the engines, once they have started
 
     def start(self) -> None: ...
 
@@ -56,6 +60,7 @@ class InProcess:
     def __init__(self, config: EngineConfig, on_progress: OnProgress) -> None:
         self._config = config
         self._on_progress = on_progress
+        self.lives: dict[str, Life] = {}
         self._server = LocalServer("engine-0")
         self._waker = Waker()
         self._stop = False
@@ -82,15 +87,17 @@ class InProcess:
 
     def _run(self) -> None:
         """The engine's whole life. An error before readiness goes to `start`, a later one to whoever has a request running."""
-        config = self._config
+        config, phases = self._config, Phases()
         poller = Poller()
         poller.add(self._waker, lambda: None)
         executor = make_executor(config, WorkerPlace(0), poller)
         reason = "the engine was closed"
         try:
-            started = start_core(config, executor, self._forward)
+            started = start_core(config, executor, self._forward, phases=phases)
             self._server.set_facts(started.core.facts())
             loop = EngineLoop(started.core, executor, self._server, poller, step_timeout=config.launch.step_timeout)
+            phases.end("links")
+            self.lives["engine-0"] = Life(phases.began, phases.began, phases.seconds)
             self._settled.set()
             while not self._stop:
                 loop.turn()
@@ -116,6 +123,7 @@ class UnderSupervisor:
     def __init__(self, config: EngineConfig, on_progress: OnProgress, *, num_fronts: int = 0) -> None:
         self._config = config
         self._on_progress = on_progress
+        self.lives: dict[str, Life] = {}
         self._supervisor = Supervisor(config, self._on_event, num_fronts=num_fronts)
         self._settled = threading.Event()  # ready, or failed
         self._stop = False
@@ -162,6 +170,8 @@ class UnderSupervisor:
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Progress):
             self._on_progress(event)
+        elif isinstance(event, AllReady):
+            self.lives = lives_of(event.parts, event.born_at)
         elif isinstance(event, Died) and event.restart_s is None:
             self._error = EngineError(f"{event.name} keeps dying: {event.error}")
 

@@ -7,6 +7,7 @@ with LLM("smollm2") as llm:
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class AsyncLLM(AsyncSession):
         progress: bool | None = None,
         **settings: Any,
     ) -> None:
+        launched = time.monotonic()
         if not isinstance(model, EngineConfig):
             model = load(settings if model is None else {"model": str(model), **settings}, file=config).config
         elif settings or config is not None:
@@ -42,7 +44,7 @@ class AsyncLLM(AsyncSession):
         prepared = prepare(model)
         view = ProgressView(progress)
         deployment = make_deployment(prepared.config, view.on_progress)
-        super().__init__(prepared.config, prepared.decisions, deployment, view)
+        super().__init__(prepared.config, prepared.decisions, deployment, view, launched=launched)
 
 
 class LLM(Session):

@@ -35,6 +35,7 @@ PLOTTED = {
     "weights_s": True,
     "libraries_s": True,
     "device_s": True,
+    "graphs_s": True,
     "measure_s": True,
     "first_token_s": True,
     "burst_spread": True,

@@ -15,6 +15,7 @@ import msgspec
 
 from launch.passes import PASS_NAME
 from launch.session import AsyncSession, Session
+from launch.startup import Life
 from launch.view import ProgressView
 from serving.client import EngineClient
 from serving.connect import client_over_sockets
@@ -75,6 +76,7 @@ class _Attached:
     def __init__(self, boot: Boot, config: EngineConfig) -> None:
         self._boot = boot
         self._config = config
+        self.lives: dict[str, Life] = {}  # it did not start them
 
     def start(self) -> None:
         pass

@@ -17,6 +17,7 @@ import msgspec
 from launch.cli import print_error
 from launch.options import Invocation
 from launch.passes import write_pass
+from launch.startup import breakdown, line_of, lives_of, process_began
 from launch.supervise import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
 from transport.boot import settle_memory
 from transport.hatch import Egg
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
     from launch.console import Console
 
 _log = logging.getLogger("trireme.launch")
+PART = "part."
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 
 def run(invocation: Invocation, eggs: dict[str, Egg], pipe: tuple[int, int] | None) -> int:
     """Serves until a signal or a fatal failure; returns the exit status. `eggs` by part; those not taken stay in it. They
     write into `pipe`, if there is one."""
-    begun = time.monotonic()
+    begun = process_began()
     prepared = prepare(invocation.loaded.config)
     if invocation.options["print_config"]:
         print(to_yaml(prepared.config), end="")
@@ -124,7 +126,8 @@ class ServeView:
 
     def _on_all_ready(self, event: AllReady) -> None:
         self._leave_pass()
-        _log.info("ready. %s", log.facts(**timeline(event)))
+        parts = breakdown(self.begun, lives_of(event.parts, event.born_at), time.monotonic(), "fronts")
+        _log.info("ready. %s", log.facts(**timeline(event, self.begun, parts)))
         self.console.close()
         self.console.decisions(merge_decisions(self.prepared.decisions, event.parts))
         config = self.prepared.config
@@ -139,17 +142,15 @@ class ServeView:
             for i, other in enumerate(event.addresses[1:], 1):
                 mine = engines_of_front(config, i)
                 also += f"\n       {url_of(*other)} engines {mine.start}..{mine.stop - 1}"
-            self.console.ready(time.monotonic() - self.begun, address, curl_line(address, config), also)
+            self.console.ready(sum(parts.values()), address, curl_line(address, config), also, line_of(parts))
 
 
-def timeline(event: AllReady) -> dict[str, str]:
-    """A start in readings of time.monotonic, and the seconds of the slowest engine's phases; `bench startup` reads them."""
-    stamps = {"spawned": event.spawned_at, **event.ready_at}
-    engines = [ready for name, ready in event.parts.items() if name.startswith("engine")]
-    slowest = max(engines, key=lambda ready: sum(ready.phases.values()), default=None)
-    seconds = {f"engine.{phase}": s for phase, s in slowest.phases.items()} if slowest is not None else {}
+def timeline(event: AllReady, launched: float, parts: dict[str, float]) -> dict[str, str]:
+    """A start in readings of time.monotonic, and the seconds of its parts; `bench startup` reads them."""
     port = event.address[1] if event.address is not None else 0
-    return {"port": str(port), **{name: f"{value:.4f}" for name, value in {**stamps, **seconds}.items()}}
+    seconds = {f"{PART}{name}": value for name, value in parts.items()}
+    stamps = {"launched": launched, **event.ready_at, **seconds}
+    return {"port": str(port), **{name.replace(" ", "_"): f"{value:.4f}" for name, value in stamps.items()}}
 
 
 def url_of(host: str, port: int) -> str:

@@ -7,6 +7,7 @@ Session        its blocking twin with a loop in a thread; LLM and Client likewis
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeAlias, overload
@@ -16,6 +17,7 @@ import numpy as np
 from launch.batch import InFlight, PromptSource, Request, TextSide, run_request, stream_request
 from launch.blocking import LoopThread
 from launch.deployment import Deployment
+from launch.startup import breakdown
 from launch.view import ProgressView
 from serving.client import EngineClient
 from serving.engine import EngineState
@@ -40,10 +42,18 @@ class AsyncSession:
     """Requests to one deployment from one asyncio loop. `async with ... as session`, or `start` and `close`."""
 
     def __init__(
-        self, config: EngineConfig, decisions: list[Decision], deployment: Deployment, view: ProgressView
+        self,
+        config: EngineConfig,
+        decisions: list[Decision],
+        deployment: Deployment,
+        view: ProgressView,
+        *,
+        launched: float | None = None,
     ) -> None:
         self.config = config  # the resolved settings
         self.decisions = decisions  # what was decided, and why
+        self.startup: dict[str, float] = {}  # seconds of each part of the start; they add up to all of it
+        self._launched = time.monotonic() if launched is None else launched
         self._deployment = deployment
         self._view = view
         self._client: EngineClient | None = None
@@ -62,6 +72,8 @@ class AsyncSession:
             raise
         finally:
             self._view.close()
+        self.startup = breakdown(self._launched, self._deployment.lives, time.monotonic(), "client")
+        self._view.started(self.startup)
         facts = client.facts
         assert facts is not None
         text.set_facts(facts)
@@ -223,6 +235,11 @@ class Session:
     def decisions(self) -> list[Decision]:
         """What was decided, and why."""
         return self._session.decisions
+
+    @property
+    def startup(self) -> dict[str, float]:
+        """Seconds of each part of the start, from the making of this object until it could answer."""
+        return self._session.startup
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a Sequence[str]; the first overload wins

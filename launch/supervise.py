@@ -63,9 +63,9 @@ class AllReady(msgspec.Struct, frozen=True):
     address: tuple[str, int] | None
     parts: dict[str, Ready]
     seconds: float
-    spawned_at: float = 0.0
     ready_at: dict[str, float] = {}
     addresses: list[tuple[str, int]] = []  # all of them
+    born_at: dict[str, float] = {}  # when each part's process was ordered
 
 
 class Restarted(msgspec.Struct, frozen=True):
@@ -325,10 +325,10 @@ class Supervisor:
         if all(p.state == "ready" for p in self._parts):
             self.is_ready = True
             ready = {p.name: p.ready for p in self._parts if p.ready is not None}
-            spawned, stamps = min(p.started_at for p in self._parts), {p.name: p.ready_at for p in self._parts}
-            self._notify(
-                AllReady(self.address, ready, time.monotonic() - self._started_at, spawned, stamps, self.addresses)
-            )
+            stamps = {p.name: p.ready_at for p in self._parts}
+            born = {p.name: p.child.born for p in self._parts if p.child is not None}
+            seconds = time.monotonic() - self._started_at
+            self._notify(AllReady(self.address, ready, seconds, stamps, self.addresses, born))
             self._keep_spares()
 
     def _on_death(self, part: Part, failed: Failed | None) -> None:

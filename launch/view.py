@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+from launch.startup import line_of
 from transport.messages import Progress
 
 
@@ -23,6 +25,13 @@ class ProgressView:
 
             self._console = Console()
         self._console.progress(report.source, report.phase, report.done, report.total)
+
+    def started(self, parts: Mapping[str, float]) -> None:
+        """Where the time of a start went; after `close`."""
+        if self._wanted:
+            from launch.console import Console
+
+            Console().say(f"ready in {sum(parts.values()):.1f} s  {line_of(parts)}")
 
     def close(self) -> None:
         """Leaves the bars where they are."""

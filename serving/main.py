@@ -39,13 +39,12 @@ def main(channel: BootChannel) -> None:
     """Runs until a Drain has been carried out. Exceptions reach the supervisor through the channel."""
     config = msgspec.msgpack.decode(channel.boot.config, type=EngineConfig)
     configure(channel.boot.name, level=config.launch.log_level, form=config.launch.log_format)
-    start = time.monotonic()
     channel.progress("tokenizer", 0, 1)
     files = files_of(config.model)
     tokenizer = load_tokenizer(files, tokenizer=config.model.tokenizer)
     channel.progress("tokenizer", 1, 1)
     eos = read_arch(files).eos_token_ids
-    phases = {"tokenizer": time.monotonic() - start}
+    channel.phases.end("tokenizer")
 
     async def run() -> None:
         client = client_over_sockets(channel.boot, config)
@@ -60,7 +59,7 @@ def main(channel: BootChannel) -> None:
             eos_token_ids=eos,
             snapshots=siblings.snapshots,
         )
-        await _serve(channel, front, siblings, phases)
+        await _serve(channel, front, siblings)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(run())
@@ -75,7 +74,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return None
 
 
-async def _serve(channel: BootChannel, front: Front, siblings: Siblings, phases: dict[str, float]) -> None:
+async def _serve(channel: BootChannel, front: Front, siblings: Siblings) -> None:
     boot = channel.boot
     loop = asyncio.get_running_loop()
     leaving: asyncio.Future[Drain] = loop.create_future()
@@ -103,7 +102,7 @@ async def _serve(channel: BootChannel, front: Front, siblings: Siblings, phases:
     await listener.start()
     if boot.epoch == 0:
         await _linked_or(front, leaving)
-    channel.ready(phases=phases, decisions=[("chat template", front.renderer.template.name, "see --chat-template")])
+    channel.ready(decisions=[("chat template", front.renderer.template.name, "see --chat-template")])
     log.info("listening. %s", facts(fd=boot.listen_fd, model=front.model_name, template=front.renderer.template.name))
     order = await leaving
     await drain(front, listener, notice_s=order.notice_s, deadline_s=order.deadline_s, hurry=late)

@@ -36,6 +36,7 @@ from transport.messages import Beat, Boot, Drain, Failed, FromChild, Progress, R
 from transport.poller import NEVER, Waker
 from transport.rundir import remove_run_dir
 from trireme.errors import ProtocolError, TransportError, TriremeError
+from trireme.phases import Phases
 
 log = logging.getLogger("trireme.transport")
 
@@ -49,7 +50,7 @@ EXIT_GRACE_S = 2.0
 class Child:
     """Parent's end. A Source for Poller: readable when there are reports or the child died. One thread only."""
 
-    def __init__(self, boot: Boot, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    def __init__(self, boot: Boot, process: subprocess.Popen[bytes], channel: socket.socket, born: float = 0.0) -> None:
         self.name = boot.name
         self.boot = boot
         self.pid = process.pid
@@ -57,6 +58,7 @@ class Child:
         self.is_dead = False
         self.last_beat = 0.0  # time.monotonic() of the last Beat; 0 while there was none
         self.progress = 0  # of the last Beat
+        self.born = born  # time.monotonic() when its process was ordered
         self._process = process
         self._channel = channel
         self._decoder = Decoder(FromChild)
@@ -193,7 +195,7 @@ def spawn(module: str, boot: Boot, *, egg: Egg | None = None) -> Child:
     except OSError as error:
         raise TransportError(f"cannot start {boot.name}: {error}") from error
     egg.channel.setblocking(False)
-    child = Child(boot, egg.process, egg.channel)
+    child = Child(boot, egg.process, egg.channel, egg.born)
     child.tell_boot()
     return child
 
@@ -206,7 +208,7 @@ class BootChannel:
 
     boot: Boot  # known once `begin` has returned
 
-    def __init__(self, name: str, channel: socket.socket) -> None:
+    def __init__(self, name: str, channel: socket.socket, began: float | None = None) -> None:
         self._name = name
         self._channel = channel
         self._lock = threading.Lock()
@@ -215,6 +217,7 @@ class BootChannel:
         self._waker = Waker()
         self._last_progress = 0.0
         self._next_beat = 0.0
+        self.phases = Phases(began)
 
     def begin(self) -> None:
         """Waits for Boot, then watches the parent."""
@@ -245,12 +248,12 @@ class BootChannel:
     def ready(
         self,
         facts: dict[str, Any] | None = None,
-        phases: dict[str, float] | None = None,
         decisions: list[tuple[str, str, str]] | None = None,
     ) -> None:
         """Reports that this process can do its work. Ends the time without garbage collection that child.py began."""
         settle_memory()
-        self._send(Ready(self._name, facts or {}, phases or {}, decisions or []))
+        self.phases.end("links")
+        self._send(Ready(self._name, facts or {}, self.phases.seconds, decisions or [], self.phases.began))
 
     def beat(self, progress: int) -> None:
         """Called by the main loop on every turn (cheap; sends once a second). A child that has beaten once and then falls
@@ -336,7 +339,7 @@ def settle_memory() -> None:
         trim(0)
 
 
-def attach(name: str) -> BootChannel:
+def attach(name: str, began: float | None = None) -> BootChannel:
     """Takes the boot channel from stdin. Called once, by run_child."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -344,18 +347,20 @@ def attach(name: str) -> BootChannel:
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    return BootChannel(name, channel)
+    return BootChannel(name, channel, began)
 
 
-def run_child(module: str, name: str, also: Sequence[str] = ()) -> NoReturn:
+def run_child(module: str, name: str, also: Sequence[str] = (), began: float | None = None) -> NoReturn:
     """Imports `module`, and `also` what it will need later, waits for Boot and runs `module.main(channel)`. Reports whatever it
     raises as Failed, and ends the process."""
-    channel = attach(name)
+    channel = attach(name, began)
     try:
         imported = importlib.import_module(module)
         for later in also:
             importlib.import_module(later)
+        channel.phases.end("import")
         channel.begin()
+        channel.phases.end("settings")
         imported.main(channel)
     except SystemExit as error:
         end_process(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)

@@ -10,12 +10,14 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 def main() -> None:
+    began = time.monotonic()
     gc.disable()  # until BootChannel.ready: what a start makes mostly stays
     os.putenv("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which nobody here uses, take longer to start than numpy
     module, name, death_signal, *also = sys.argv[1:]
@@ -27,7 +29,7 @@ def main() -> None:
 
     from transport.boot import run_child
 
-    run_child(module, name, also)
+    run_child(module, name, also, began)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ class Egg(NamedTuple):
     name: str
     process: subprocess.Popen[bytes]
     channel: socket.socket
+    born: float = 0.0  # time.monotonic() of its order
 
     def discard(self) -> None:
         """Ends a child that is not needed after all."""
@@ -38,6 +40,7 @@ def hatch(module: str, name: str, role: str, *, also: tuple[str, ...] = (), outp
     Call from the main thread where possible: only then the kernel itself ties the child's life to ours (it watches the
     thread that started the child); else the child's own watcher does.
     """
+    born = time.monotonic()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         try:
@@ -51,7 +54,7 @@ def hatch(module: str, name: str, role: str, *, also: tuple[str, ...] = (), outp
         except OSError:
             ours.close()
             raise
-    return Egg(name, process, ours)
+    return Egg(name, process, ours, born)
 
 
 def _death_signal(role: str) -> int:

@@ -17,7 +17,7 @@ from trireme.hashing import KEY_BYTES
 from trireme.lockstep import Agreed, Ballot, Mode
 from trireme.params import RowParams
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_PREFIX = 1024  # blocks of a prompt that a Route names
 
 Role = Literal["front", "engine", "worker", "coordinator", "admin"]
@@ -211,7 +211,7 @@ class WorkerLoaded(Wire, frozen=True):
     block_bytes: int
     free_bytes: int
     weight_bytes: int
-    phases: dict[str, float]  # seconds of each start-up phase
+    phases: dict[str, float]  # seconds of each part of the start
     decisions: list[tuple[str, str, str]] = []  # (what, value, because), e.g. instruction set, attention
 
 
@@ -221,6 +221,7 @@ class SetupKV(Wire, frozen=True):
 
 class WorkerReady(Wire, frozen=True):
     worker: int
+    phases: dict[str, float] = {}
 
 
 class WorkerFault(Wire, frozen=True):
@@ -465,8 +466,9 @@ class Progress(Wire, frozen=True):
 class Ready(Wire, frozen=True):
     source: str
     facts: dict[str, Any] = {}
-    phases: dict[str, float] = {}
+    phases: dict[str, float] = {}  # seconds of each part of the start, in order; they add up to all since `began`
     decisions: list[tuple[str, str, str]] = []
+    began: float = 0.0  # a reading of time.monotonic
 
 
 class Failed(Wire, frozen=True):

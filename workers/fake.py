@@ -117,9 +117,10 @@ class FakeWorker:
             decisions=[("worker", "fake", "--worker fake was asked for")],
         )
 
-    def setup_kv(self, num_blocks: int) -> None:
+    def setup_kv(self, num_blocks: int) -> dict[str, float]:
         """Allocates KV poisoned with marker values, so that reading an unwritten slot changes the hash."""
         self.kv = np.full((num_blocks, self.block_size, 2), -7, np.int32)
+        return {}
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Applies the plan, writes KV, samples. None unless this worker reports."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -34,6 +33,7 @@ from trireme.gpu_formats import check_card, gpu_weight_bytes, weights_by_format
 from trireme.loaded import stored_of
 from trireme.mesh import Mesh
 from trireme.packaged import files_of
+from trireme.phases import Phases
 from trireme.sizes import format_bytes
 from workers.batch import Batch
 from workers.collectives import make_cuda_group
@@ -73,7 +73,8 @@ class Worker:
 
     def load(self) -> WorkerLoaded:
         """Loads the weights onto the device and measures the largest step. Raises ModelError or ConfigError with the cause."""
-        started = time.perf_counter()
+        phases = Phases()
+        self._progress("device", 0, 1)
         device = self._device = self._open_device()
         config = self.config
         files = files_of(config.model)
@@ -86,15 +87,18 @@ class Worker:
         check_weights(_name_of(device), planned, free)
         shares = Shares(arch, self.mesh)
         self._group = self._open_group(2 * config.scheduler.num_rows * max(shares.vocab_sizes))
-        opened = time.perf_counter()
+        self._progress("device", 1, 1)
+        phases.end("device")
         model = self._load_model(arch, device, shares)
         max_len = config.model.max_len or arch.max_position
-        loaded = time.perf_counter()
+        phases.end("weights")
         scheduler = config.scheduler
         step = largest_step(scheduler.num_tokens, max_len, scheduler.num_rows, block_size)
+        self._progress("measure", 0, 1)
         ways = self._meet()
         with self._together():
             activations = measure_step(model, step, block_size)
+        self._progress("measure", 1, 1)
         held = torch.cuda.memory_reserved()
         in_use = total - torch.cuda.mem_get_info()[0]
         kept = sum(buffer.nbytes for buffer in model.buffers)  # of the activations, counted in `held` already
@@ -103,17 +107,14 @@ class Worker:
         if config.cache.kv_memory is None and config.cache.num_blocks is None:
             memory.check(max_len, token_bytes, can_be_narrower=model.kv_dtype.itemsize > 1)
         self._loaded = arch, model
+        phases.end("measure")
         return WorkerLoaded(
             worker=self.mesh.worker,
             vocab_size=model.vocab_size,
             block_bytes=token_bytes * block_size,
             free_bytes=memory.left // self._workers_of_card(),
             weight_bytes=model.weight_bytes,
-            phases={
-                "device": opened - started,
-                "weights": loaded - opened,
-                "measure": time.perf_counter() - loaded,
-            },
+            phases=phases.seconds,
             decisions=[
                 ("kernels", _name_of(device), "CUDA " + ".".join(map(str, torch.cuda.get_device_capability(device)))),
                 *model.chosen_attention.decisions(),
@@ -140,8 +141,9 @@ class Worker:
         torch.cuda.synchronize()
         return model
 
-    def setup_kv(self, num_blocks: int) -> None:
-        """Allocates `num_blocks` blocks and the batch, and captures the graphs; the worker can run steps afterwards."""
+    def setup_kv(self, num_blocks: int) -> dict[str, float]:
+        """Allocates `num_blocks` blocks and the batch, and captures the graphs; the worker can run steps afterwards. Gives the
+        parts of the time that this takes."""
         if self._loaded is None:
             raise EngineError("setup_kv was called before load")
         arch, model = self._loaded
@@ -149,9 +151,11 @@ class Worker:
         max_len = config.model.max_len or arch.max_position
         rows, block_size = config.scheduler.num_rows, config.cache.block_size
         self._num_blocks = num_blocks
-        self._make_runner(arch, model, Batch(rows, max_len, block_size, model.vocab_size, num_blocks))
+        phases = Phases()
+        self._make_runner(arch, model, Batch(rows, max_len, block_size, model.vocab_size, num_blocks), phases)
+        return phases.seconds
 
-    def _make_runner(self, arch: ArchSpec, model: CudaModel, batch: Batch) -> None:
+    def _make_runner(self, arch: ArchSpec, model: CudaModel, batch: Batch, phases: Phases) -> None:
         """Everything on the device but the weights, over a batch that has no rows, or none that will be computed again."""
         config, self._batch = self.config, batch
         block_size, max_rows = config.cache.block_size, config.scheduler.num_rows
@@ -167,6 +171,7 @@ class Worker:
             graphs, pool = DecodeGraphs(steps, sizes_up_to(max_rows) if is_captured else []), graph_pool(device)
             fits = is_captured and model.chosen_attention.fits_graphs
             mixed = MixedGraphs(steps, mixed_sizes(max_rows, max_tokens) if fits else [])
+            phases.end("kv")
             with self._together():
                 graphs.capture(self._progress, pool)
                 mixed.capture(self._progress, pool)
@@ -175,6 +180,7 @@ class Worker:
         host_model, host_kv = cast(Model, HostModel(model)), cast(list[HostKV], self._kv)
         slow = Runner(host_model, host_kv, batch, inputs, sampling_mesh(self.mesh), keeper=keeper)
         self._runner = GpuRunner(steps, graphs, batch, slow, mixed)
+        phases.end("graphs")
 
     def launch(self, plan: StepPlan) -> Ticket | RankTicket:
         """Starts one step behind those under way; its Ticket waits for the result, in any thread."""
@@ -240,7 +246,7 @@ class Worker:
             self._meet()
             assert self._batch is not None
             self._loaded, self._shelf = (arch, model), None
-            self._make_runner(arch, model, self._batch)
+            self._make_runner(arch, model, self._batch, Phases())
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info()
             raise ConfigError(

@@ -8,9 +8,10 @@ ends. It never decides anything, and it does not outlive its engine core.
 from __future__ import annotations
 
 import importlib
+import sys
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -37,6 +38,7 @@ from transport.sockets import Connection, Left, Poller, Waker
 from transport.tickets import Ticket, Waiter
 from trireme.config import EngineConfig
 from trireme.errors import EngineError, TriremeError
+from trireme.phases import Phases
 
 ORDERS = WorkerInit | SetupKV | StepPlan | NextToken | Call
 MODULES = {"torch": "workers.worker", "cuda": "workers.gpu", "fake": "workers.fake"}
@@ -47,7 +49,7 @@ class AnyWorker(Protocol):
 
     def load(self) -> WorkerLoaded: ...
 
-    def setup_kv(self, num_blocks: int) -> None: ...
+    def setup_kv(self, num_blocks: int) -> Mapping[str, float]: ...
 
     def execute(self, plan: StepPlan) -> StepResult | None: ...
 
@@ -59,7 +61,11 @@ class AnyWorker(Protocol):
 def make_worker(init: WorkerInit, progress: Callable[[str, int, int], None]) -> AnyWorker:
     """The worker kind that config.parallel names. The fake one imports no torch."""
     kind = msgspec.msgpack.decode(init.config, type=EngineConfig).parallel.worker_kind
-    worker: AnyWorker = importlib.import_module(MODULES[kind]).Worker(init, progress)
+    if MODULES[kind] not in sys.modules:
+        progress("libraries", 0, 1)
+        importlib.import_module(MODULES[kind])
+        progress("libraries", 1, 1)
+    worker: AnyWorker = sys.modules[MODULES[kind]].Worker(init, progress)
     return worker
 
 
@@ -74,8 +80,9 @@ class Shell:
     A worker with `launch` gets the next plan while one runs; `waker` is set when a launched one has ended.
     """
 
-    def __init__(self, boot: Boot, connection: Connection) -> None:
+    def __init__(self, boot: Boot, connection: Connection, phases: Phases | None = None) -> None:
         self.waker = Waker()
+        self._phases = phases or Phases()
         self._index = boot.index
         self._connection = connection
         self._worker: AnyWorker | None = None
@@ -111,14 +118,18 @@ class Shell:
             case Call():
                 self._send(self._answer(message))
             case WorkerInit():
+                self._phases.end("links")
                 self._worker = make_worker(message, self._report)
+                self._phases.end("libraries")
                 self._launch = getattr(self._worker, "launch", None)
                 self._waiter.start()
-                self._send(self._worker.load())
+                loaded = self._worker.load()
+                self._phases.include(loaded.phases, "load")
+                self._send(msgspec.structs.replace(loaded, phases=self._phases.seconds))
             case SetupKV():
-                self._need_worker().setup_kv(message.num_blocks)
+                phases = self._need_worker().setup_kv(message.num_blocks)
                 settle_memory()
-                self._send(WorkerReady(self._index))
+                self._send(WorkerReady(self._index, dict(phases)))
             case Welcome():
                 pass
 
@@ -160,7 +171,7 @@ def main(channel: BootChannel) -> None:
     """Runs one worker until its engine core goes away or asks it to drain."""
     boot = channel.boot
     connection = Connection.open(boot, socket_name(boot), ORDERS, silence_s=None)
-    shell = Shell(boot, connection)
+    shell = Shell(boot, connection, channel.phases)
     poller = Poller()
     poller.add(connection, shell.on_readable)
     poller.add(shell.waker, shell.on_results)

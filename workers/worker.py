@@ -24,6 +24,7 @@ from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.mesh import Mesh
 from trireme.packaged import files_of
+from trireme.phases import Phases
 from trireme.rest import NO_SLEEP
 from trireme.runtime import TORCH, choose_runtime
 from workers.batch import Batch
@@ -111,8 +112,10 @@ class Worker:
             ],
         )
 
-    def setup_kv(self, num_blocks: int) -> None:
-        """Allocates `num_blocks` blocks and the persistent batch; the worker can run steps afterwards."""
+    def setup_kv(self, num_blocks: int) -> dict[str, float]:
+        """Allocates `num_blocks` blocks and the persistent batch; the worker can run steps afterwards. Gives the parts of the
+        time that this takes."""
+        phases = Phases()
         arch, model, kv_dtype = self._need_model()
         config = self.config
         block_size, max_rows = config.cache.block_size, config.scheduler.num_rows
@@ -131,6 +134,8 @@ class Worker:
             keeper=self._group if config.runs_ahead else None,
             company=self._company,
         )
+        phases.end("kv")
+        return phases.seconds
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step; see Runner.execute. When it raises, the other workers' collectives fail at once instead of waiting."""

@@ -177,7 +177,8 @@ class SimulatedExecutor:
     def load(self, progress: Callable[[LoadProgress], None]) -> list[WorkerLoaded]:
         return []
 
-    def setup_kv(self, num_blocks: int) -> None: ...
+    def setup_kv(self, num_blocks: int) -> dict[str, float]:
+        return {}
 
     def submit(self, plan: StepPlan) -> None:
         if self._is_doomed:

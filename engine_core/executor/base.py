@@ -5,7 +5,7 @@ Owned by the engine's one thread. Blocks only in `load` and `setup_kv`; everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from transport.messages import Boot, LoadProgress, StepPlan, StepResult, WorkerLoaded
@@ -50,8 +50,8 @@ class Executor(Protocol):
         """Starts the workers and waits until all have loaded their weights."""
         ...
 
-    def setup_kv(self, num_blocks: int) -> None:
-        """Allocates KV everywhere, and waits for it."""
+    def setup_kv(self, num_blocks: int) -> Mapping[str, float]:
+        """Allocates KV everywhere, and waits for it. Gives the parts of the slowest worker's time."""
         ...
 
     def submit(self, plan: StepPlan) -> None:

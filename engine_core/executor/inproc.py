@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import queue
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from transport.poller import Poller, Waker
 from transport.tickets import Ticket, Waiter
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, TriremeError
+from trireme.phases import Phases
 
 
 class InprocExecutor:
@@ -57,10 +59,11 @@ class InprocExecutor:
         loaded: WorkerLoaded = self._wait()
         return [loaded]
 
-    def setup_kv(self, num_blocks: int) -> None:
+    def setup_kv(self, num_blocks: int) -> Mapping[str, float]:
         self._orders.put(lambda: self._done.append(self._worker.setup_kv(num_blocks)))
-        self._wait()
+        phases: Mapping[str, float] = self._wait()
         self._is_set_up = True
+        return phases
 
     def submit(self, plan: StepPlan) -> None:
         if self._launch is None:
@@ -123,12 +126,20 @@ class InprocExecutor:
             self._worker.close()
 
     def _do_load(self) -> None:
-        self._worker = importlib.import_module(self._module).Worker(self._init, self._report)
+        phases = Phases()
+        if self._module not in sys.modules:
+            self._report("libraries", 0, 1)
+            importlib.import_module(self._module)
+            self._report("libraries", 1, 1)
+        phases.end("libraries")
+        self._worker = sys.modules[self._module].Worker(self._init, self._report)
         self._worker.before_forward = self._waker.set
         self._launch = getattr(self._worker, "launch", None)
         if self._launch is not None:
             self._waiter.start()
-        self._done.append(self._worker.load())
+        loaded: WorkerLoaded = self._worker.load()
+        phases.include(loaded.phases, "load")
+        self._done.append(msgspec.structs.replace(loaded, phases=phases.seconds))
 
     def _report(self, phase: str, done: int, total: int) -> None:
         self._progress.append(LoadProgress(0, phase, done, total))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -39,6 +39,7 @@ from trireme.config import EngineConfig
 from trireme.errors import ConfigError, ModelError, TriremeError
 from trireme.mesh import Mesh
 from trireme.packaged import files_of
+from trireme.phases import slowest
 
 WORKER_MODULE = "workers.main"
 LAST_WORDS_S = 0.4  # after the first death: other workers may know the cause
@@ -63,7 +64,7 @@ class ProcsExecutor:
         self._children: list[Child] = []
         self._peers: dict[int, Peer] = {}
         self._loaded: dict[int, WorkerLoaded] = {}
-        self._ready: set[int] = set()
+        self._ready: dict[int, WorkerReady] = {}
         self._results: deque[StepResult] = deque()
         self._calls: dict[int, tuple[OnReply, dict[int, CallReply]]] = {}
         self._next_call = 0
@@ -83,9 +84,10 @@ class ProcsExecutor:
         self._wait(lambda: len(self._loaded) == self._mesh.num_workers)
         return [self._loaded[worker] for worker in range(self._mesh.num_workers)]
 
-    def setup_kv(self, num_blocks: int) -> None:
+    def setup_kv(self, num_blocks: int) -> Mapping[str, float]:
         self._broadcast(SetupKV(num_blocks))
         self._wait(lambda: len(self._ready) == self._mesh.num_workers)
+        return slowest([ready.phases for ready in self._ready.values()])
 
     def submit(self, plan: StepPlan) -> None:
         before, self._plan = self._plan, plan
@@ -163,7 +165,7 @@ class ProcsExecutor:
             case WorkerLoaded():
                 self._loaded[worker] = message
             case WorkerReady():
-                self._ready.add(worker)
+                self._ready[worker] = message
             case CallReply():
                 self._on_reply(worker, message)
             case WorkerFault():

@@ -32,7 +32,7 @@ def main(channel: BootChannel) -> None:
         case "work":
             for i in range(3):
                 channel.progress("load", i + 1, 3)
-            channel.ready({"pid": os.getpid(), "stdin": os.read(0, 1).decode()}, {"load": 0.5}, [("a", "b", "c")])
+            channel.ready({"pid": os.getpid(), "stdin": os.read(0, 1).decode()}, [("a", "b", "c")])
             _until_drained(channel, orders)
         case "raise":
             raise ModelError("layer 7 is missing", hint="download the file again")
