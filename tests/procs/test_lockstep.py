@@ -93,7 +93,11 @@ async def test_a_pause_waits_for_what_runs(tmp_path: Path) -> None:
     async with engines(tmp_path, delay_ms=5) as llm:
         prompts = [prompt_of(40 + i, i) for i in range(4)]
         running = [asyncio.ensure_future(answer(llm, prompt, 50)) for prompt in prompts]
-        await until(lambda: num_running(llm), "rows run")
+
+        async def all_run() -> bool:
+            return await num_running(llm) == len(prompts)
+
+        await until(all_run, "every row runs: one that came after the pause would wait for its end")
         pausing = asyncio.ensure_future(llm.pause("wait"))
         await asyncio.sleep(0.05)
         late = asyncio.ensure_future(answer(llm, prompt_of(5, 9), 3))
