@@ -10,6 +10,7 @@ from collections.abc import Callable
 from models.arch import native
 from models.dummy import DummySource
 from models.forward import ExpertGroup, Group, Model
+from models.grouped_source import GroupedSource
 from models.registry import family_named
 from models.weights import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
 from trireme.arch import ArchSpec
@@ -89,4 +90,7 @@ def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:
         head_dim = arch.head_dim if family.gguf_pairs else 0
         source = GgufSource(files.path, interleaved_head_dim=head_dim, special=family.gguf_names)
         return family.gguf_seen(source, arch)
-    return family.seen(SafetensorsSource(files.path), arch)
+    stored = SafetensorsSource(files.path)
+    if arch.packing is None:
+        return family.seen(stored, arch)
+    return family.seen(GroupedSource(stored, arch.packing, set(family.weight_names(arch))), arch)

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.quant.packed import BLOCKS, ROW_SCALE_BYTES, Floats
+from models.quant.grouped import narrower
+from models.quant.packed import BLOCKS, GROUPED, ROW_SCALE_BYTES, Floats
 from models.weights import RawMatrix, WeightSource
 from trireme.arch import ArchSpec
+from trireme.arch_packed import BLOCK_SIZES
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh, Span, split_evenly, split_heads
 
@@ -105,6 +107,10 @@ class ShardSource:
 def columns_of(matrix: RawMatrix, span: Span) -> RawMatrix:
     """A part of every row. Raises ConfigError where the span cuts a block of values in two."""
     values, nbytes = BLOCKS[matrix.kind]
+    if matrix.kind in GROUPED and (span.start % values or span.stop % values):
+        fitting = [size for size in BLOCK_SIZES if size < values and not (span.start % size or span.stop % size)]
+        if fitting:
+            return columns_of(RawMatrix(*narrower(matrix.kind, matrix.raw, fitting[0]), matrix.n, matrix.k), span)
     if span.start % values or span.stop % values:
         raise ConfigError(
             f"rows of {matrix.k} values in blocks of {values} ({matrix.kind}) cannot be cut at {span.start} and {span.stop}",

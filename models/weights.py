@@ -13,9 +13,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from models.quant.gguf_expand import dequantize
+from models.quant.grouped import cpu_rows
 from models.quant.packed import (
     BLOCKS,
     E4M3_VALUES,
+    GROUPED,
     PACKED_KINDS,
     SCHEMES,
     Bytes,
@@ -70,6 +72,8 @@ class RawMatrix(NamedTuple):
         scheme, when that is given. Rows that are no whole blocks stay dense."""
         if self.kind == "FP8":
             return self.as_kind("F16").computable(dense)
+        if self.kind in GROUPED:
+            return RawMatrix(*cpu_rows(self.kind, self.raw), self.n, self.k)
         if self.kind not in PACKED_KINDS:
             if LOADED_AS.get(self.kind) == "Q8_0":
                 return RawMatrix(*quantize_rows("q8_0", self.as_float32()), self.n, self.k)
@@ -154,6 +158,10 @@ class SafetensorsSource:
         stored = self.tensor(name, shape if math.prod(shape) == size else (size,))
         kind = self._dense_kind(name, stored)
         return RawMatrix(kind, stored.raw.reshape(1, row_bytes(kind, size)), 1, size).as_float32().reshape(size)
+
+    def size(self, name: str) -> int:
+        """How many values a tensor has."""
+        return math.prod(self._file_of[name].shape(name))
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """A tensor of any dtype as stored, mapped, which must have this shape."""

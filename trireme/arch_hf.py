@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from trireme.arch_packed import packing_of
 from trireme.arch_quantized import check_quantized
 from trireme.arch_spec import ArchSpec, Dim, Positive, RopeKind, RopeSpec, checked, token_list, yarn_scale
 from trireme.errors import ModelError
@@ -97,6 +98,7 @@ def arch_from_config(config: dict[str, Any], generation: dict[str, Any], where: 
     except msgspec.ValidationError as error:
         raise ModelError(f"{where}: {error}") from error
     quantized = have.quantization_config
+    packing = None if quantized is None else packing_of(quantized, where)
     head_dim = have.head_dim or have.hidden_size // have.num_attention_heads
     window, full_layers = _windows(have, where)
     rope = rope_from_config(have, head_dim, where)
@@ -126,7 +128,8 @@ def arch_from_config(config: dict[str, Any], generation: dict[str, Any], where: 
         ),
         pad_token_id=have.pad_token_id,
         weights_dtype=have.dtype or have.torch_dtype or "float32",
-        weights_kind="" if quantized is None else check_quantized(quantized, where),
+        weights_kind="" if quantized is None else packing.kind if packing else check_quantized(quantized, where),
+        packing=packing,
     )
     return checked(msgspec.structs.replace(arch, **HF_FAMILIES[family](have, where)), where)
 

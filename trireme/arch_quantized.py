@@ -35,7 +35,7 @@ def check_quantized(config: Mapping[str, object], where: Path) -> str:
         return _kind_of_fp8(config, where)
     if method != "compressed-tensors":
         raise ModelError(
-            f"{where} has quantized weights ({method}); dense safetensors, int8 and float8 of compressed-tensors, fp8 and GGUF are "
+            f"{where} has quantized weights ({method}); dense safetensors, GPTQ, AWQ, compressed-tensors, fp8 and GGUF are "
             "supported",
             hint="use a GGUF file of this model, or its unquantized checkpoint",
         )

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from trireme.arch_bodies import GptBody, MoeBody
+from trireme.arch_packed import Packing
 from trireme.errors import ModelError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"]
@@ -85,7 +86,10 @@ class ArchSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     weights_dtype: str = "float32"  # as stored: a float dtype name, or "gguf"
-    weights_kind: str = ""  # of quantized checkpoints: INT8 or FP8, what their layers' matrices are
+    weights_kind: str = (
+        ""  # of quantized checkpoints: what their layers' matrices are (a kind of models.weights.RawMatrix)
+    )
+    packing: Packing | None = None  # of checkpoints of packed integers
     source: Literal["gguf", "safetensors", "stub"] = "safetensors"
     body: GptBody | MoeBody | None = None  # of the families whose body is not the Llama-like decoder
     stub: dict[str, object] = {}  # settings of the test models (family "stub")

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 
 from trireme.arch import ArchSpec
+from trireme.arch_packed import Packing
 from trireme.budget import DTYPE_BYTES, num_matrix_rows, num_params
 from trireme.config import Decision, ModelConfig
 from trireme.gguf import LOADED_AS, read_gguf
@@ -42,12 +43,23 @@ def stored_bytes(files: ModelFiles) -> tuple[int, Decision | None]:
     return size + after - before, Decision("weights", shown, because)
 
 
+def _packed_bytes(model: ModelConfig, arch: ArchSpec, packing: Packing) -> int:
+    """The layers as they are packed, but for those that become float32, as --dtype or --quantize says; the ends likewise."""
+    ends = arch.vocab_size * arch.hidden * (1 if arch.tie_embeddings else 2)
+    asked = DTYPE_BYTES.get(model.dtype) if model.quantize is None else SCHEME_BYTES[model.quantize]
+    inside = packing.cpu_bytes if asked is None or not packing.is_scattered else asked
+    of_ends = DTYPE_BYTES.get(arch.weights_dtype, 2) if asked is None else asked
+    return round((num_params(arch) - ends) * inside + ends * of_ends)
+
+
 def loaded_bytes(model: ModelConfig, arch: ArchSpec, size: int) -> int:
     """Bytes of one copy of the weights in memory, from those of the files as `stored_bytes` counts them."""
     if model.load_format == "dummy":
         size = num_params(arch) * DTYPE_BYTES.get(arch.weights_dtype, 2)
     elif arch.source == "gguf":
         return size
+    elif arch.packing is not None:
+        return _packed_bytes(model, arch, arch.packing)
     if model.quantize is not None:
         per_row = SCHEME_ROW_BYTES[model.quantize]
         return round(num_params(arch) * SCHEME_BYTES[model.quantize]) + num_matrix_rows(arch) * per_row

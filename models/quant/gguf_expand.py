@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models.quant.packed import BLOCKS, ROW_SCALE_BYTES, Bytes, Floats, bytes_of, expand_scaled, row_bytes
+from models.quant.packed import BLOCKS, GROUPED, ROW_SCALE_BYTES, Bytes, Floats, bytes_of, expand_scaled, row_bytes
 from trireme.errors import ModelError
 
 # Blocks expanded at a time: bounds the temporaries to some tens of MiB.
@@ -142,6 +142,12 @@ def expand_tq2_0(b: Bytes) -> Floats:
     return halfs(b, 64) * (crumbs(b[:, :64]).reshape(len(b), -1).astype(np.float32) - 1)
 
 
+def expand_w4(b: Bytes) -> Floats:
+    """Blocks of models/quant/grouped."""
+    codes = np.stack((b[:, 4:] & 15, b[:, 4:] >> 4), axis=-1).reshape(len(b), -1)
+    return halfs(b, 0) * (codes.astype(np.float32) - b[:, 2:3])
+
+
 def with_code_book(kind: str) -> Callable[[Bytes], Floats]:
     """Expansion of a type by the gguf package, which is imported when such a model is loaded."""
 
@@ -203,7 +209,7 @@ def dequantize(kind: str, raw: Bytes, n: int, k: int) -> Floats:
     """float32 [n, k], the exact values of the file. Raises ModelError for a type that is not in EXPANDABLE."""
     if kind in ROW_SCALE_BYTES:
         return expand_scaled(kind, bytes_of(raw).reshape(n, row_bytes(kind, k)))
-    expand = EXPANDABLE.get(kind)
+    expand = expand_w4 if kind in GROUPED else EXPANDABLE.get(kind)
     if expand is None:
         raise ModelError(
             f"weights of type {kind} cannot be read; readable types: {', '.join(EXPANDABLE)}",

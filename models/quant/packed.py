@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.native import load_native
+from trireme.arch_packed import BLOCK_SIZES
 from trireme.errors import ModelError
 from trireme.gguf import TENSOR_TYPES
 
@@ -27,7 +28,13 @@ PACKED_KINDS = {
     **{"Q4_K": 10, "Q5_K": 11, "Q6_K": 12, "IQ4_NL": 13, "IQ4_XS": 14, "MXFP4": 15, "INT8": 16},
 }
 # Values and bytes of a block. INT8 and FP8 are no types of GGUF: a row is its float32 scale, then k signed bytes or e4m3 values.
-BLOCKS = {**{name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()}, "INT8": (1, 1), "FP8": (1, 1)}
+# Those of GROUPED are models/quant/grouped's.
+GROUPED = {f"W4_{size}": size for size in BLOCK_SIZES}
+BLOCKS = {
+    **{name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()},
+    **{"INT8": (1, 1), "FP8": (1, 1)},
+    **{kind: (size, 4 + size // 2) for kind, size in GROUPED.items()},
+}
 ROW_SCALE_BYTES = {"INT8": 4, "FP8": 4}
 MAX_INT8_LENGTH = 1 << 17  # k's whose products surely sum within int32
 SCHEMES = {"q8_0": "Q8_0", "q4_0": "Q4_0", "int8": "INT8"}

@@ -118,7 +118,7 @@ def test_stored_int8_is_what_rounding_gives(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "gptq"}, r"quantized weights \(gptq\)"),
+        ({"quant_method": "bitsandbytes"}, r"quantized weights \(bitsandbytes\)"),
         (
             {"config_groups": {"g": {**GROUP, "input_activations": None}}},
             r"num_bits None of the input_activations of g",
