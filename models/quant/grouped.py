@@ -18,7 +18,7 @@ from trireme.errors import ModelError
 
 HEAD = 4  # bytes of a block before its codes
 _AT_ONCE = 1 << 22  # codes
-_AWQ_PLACE = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 to 7 in a word
+_AT_ONCE_ACROSS = 128  # columns that become rows
 
 
 class Grouped(NamedTuple):
@@ -69,7 +69,7 @@ def from_gptq(
     """qweight [k * bits / 32, n] has neighbouring inputs in a word, qzeros [groups, n * bits / 32] neighbouring outputs; scales
     [groups, n]."""
     zeros = codes_of(qzeros, bits) + np.uint8(zero_offset) & np.uint8((1 << bits) - 1)
-    packed = np.ascontiguousarray(qweight.T).view(np.uint8)
+    packed = _turned(qweight).view(np.uint8)
     return Grouped(bits, packed, np.ascontiguousarray(scales.T), np.ascontiguousarray(zeros.T), group_of)
 
 
@@ -77,13 +77,32 @@ def from_awq(
     qweight: NDArray[np.int32], qzeros: NDArray[np.int32], scales: Floats, group_of: NDArray[np.intp]
 ) -> Grouped:
     """qweight [k, n / 8] and qzeros [groups, n / 8] have 8 outputs in a word, the even ones first; scales [groups, n]."""
-    codes = _in_order(qweight)
-    packed = np.ascontiguousarray((codes[0::2] | codes[1::2] << 4).T)
+    n, k = qweight.shape[1] * 8, len(qweight)
+    packed = np.empty((n, k // 2), np.uint8)
+    for start in range(0, n, _AT_ONCE_ACROSS):
+        codes = _in_order(qweight[:, start // 8 : (start + _AT_ONCE_ACROSS) // 8])
+        packed[start : start + _AT_ONCE_ACROSS] = (codes[0::2] | codes[1::2] << 4).T
     return Grouped(4, packed, np.ascontiguousarray(scales.T), np.ascontiguousarray(_in_order(qzeros).T), group_of)
 
 
 def _in_order(words: NDArray[np.int32]) -> Bytes:
-    return codes_of(words, 4).reshape(len(words), -1, 8)[:, :, _AWQ_PLACE].reshape(len(words), -1)
+    """Codes of words that hold the outputs 0, 2, 4, 6, 1, 3, 5, 7 of 8."""
+    pairs = (
+        np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1, 2, 2)
+    )  # [rows, words, even or odd, bytes]
+    out = np.empty((*pairs.shape[:2], 8), np.uint8)
+    for odd in range(2):
+        out[:, :, odd::4] = pairs[:, :, odd] & 15
+        out[:, :, odd + 2 :: 4] = pairs[:, :, odd] >> 4
+    return out.reshape(len(words), -1)
+
+
+def _turned(words: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The transposed matrix, some columns at a time, which memory likes better."""
+    out = np.empty(words.shape[::-1], np.int32)
+    for start in range(0, len(out), _AT_ONCE_ACROSS):
+        out[start : start + _AT_ONCE_ACROSS] = words[:, start : start + _AT_ONCE_ACROSS].T
+    return out
 
 
 def from_compressed(
