@@ -1,5 +1,8 @@
 // The extension module models._cuda: CUDA kernels by raw address. The Python side (models/cuda_ops.py) checks shapes and dtypes.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <utility>
 
 #include "cuda/ops.h"
 
@@ -14,6 +17,9 @@ void* at(Address address) { return reinterpret_cast<void*>(address); }
 const int32_t* ints(Address address) { return reinterpret_cast<const int32_t*>(address); }
 const float* floats(Address address) { return reinterpret_cast<const float*>(address); }
 
+using Addresses = std::pair<Address, Address>;  // of Scales
+Scales scales_at(const Addresses& pair) { return {floats(pair.first), floats(pair.second)}; }
+
 }  // namespace
 
 void bind_peers(py::module_& m);
@@ -27,9 +33,9 @@ PYBIND11_MODULE(_cuda, m) {
            py::arg("k"), py::arg("v"), py::arg("type"), py::arg("k_scale"), py::arg("v_scale"), py::arg("heads"), py::arg("dim"), py::arg("block_size"));
   m.def(
       "rms_norm",
-      [](Address x, int64_t x_stride, Address residual, int64_t residual_stride, Address weight, Address out, int64_t out_stride, int tokens,
-         int hidden, float eps, float weight_offset, int type, Address scale, Address stream) {
-        rms_norm({at(x), x_stride, at(residual), residual_stride, at(weight), at(out), out_stride, tokens, hidden, eps, weight_offset,
+      [](Address x, int64_t x_stride, const Addresses& x_scales, Address residual, int64_t residual_stride, Address weight, Address out,
+         int64_t out_stride, int tokens, int hidden, float eps, float weight_offset, int type, Address scale, Address stream) {
+        rms_norm({at(x), x_stride, scales_at(x_scales), at(residual), residual_stride, at(weight), at(out), out_stride, tokens, hidden, eps, weight_offset,
                   static_cast<Type>(type), reinterpret_cast<float*>(scale)}, at(stream));
       });
   m.def("quantize_rows", [](Address x, int64_t x_stride, Address out, int64_t out_stride, int tokens, int hidden, int type, Address scale, Address stream) {
@@ -47,14 +53,16 @@ PYBIND11_MODULE(_cuda, m) {
   m.def(
       "rotary_and_cache",
       [](Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride, int type, Address cos_sin, int rotary,
-         Address positions, Address slots, Address q_norm, Address k_norm, int tokens, int q_heads, float eps, const PagedCache& cache,
-         Address stream) {
+         Address positions, Address slots, Address q_norm, Address k_norm, const Addresses& scales, int tokens, int q_heads, float eps,
+         const PagedCache& cache, Address stream) {
         rotary_and_cache({at(q), at(k), at(v), q_stride, k_stride, v_stride, static_cast<Type>(type), floats(cos_sin), ints(positions),
-                          ints(slots), at(q_norm), at(k_norm), tokens, q_heads, rotary, eps, cache}, at(stream));
+                          ints(slots), at(q_norm), at(k_norm), scales_at(scales), tokens, q_heads, rotary, eps, cache}, at(stream));
       });
   m.def("gated_activation",
-        [](Address gate_up, int64_t stride, Address out, int64_t out_stride, int tokens, int width, int gate, int type, Address stream) {
-          gated_activation(at(gate_up), stride, at(out), out_stride, tokens, width, static_cast<Gate>(gate), static_cast<Type>(type), at(stream));
+        [](Address gate_up, int64_t stride, const Addresses& scales, Address out, int64_t out_stride, int tokens, int width, int gate, int type,
+           Address stream) {
+          gated_activation({at(gate_up), stride, scales_at(scales), at(out), out_stride, tokens, width, static_cast<Gate>(gate),
+                            static_cast<Type>(type)}, at(stream));
         });
   m.def("decode_attention",
         [](Address q, int64_t q_stride, Address out, int64_t out_stride, int type, Address block_table, int table_stride, Address context_len,
@@ -65,9 +73,9 @@ PYBIND11_MODULE(_cuda, m) {
         });
   m.def("decode_scratch_floats", &decode_scratch_floats);
   m.def("skinny_linear",
-        [](Address x, int64_t x_stride, Address w, int weight, Address scale, int scale_step, Address x_scale, Address out, int64_t out_stride,
+        [](Address x, int64_t x_stride, Address w, int weight, Address scale, int scale_step, Address out, int64_t out_stride,
            Address bias, int rows, int n, int k, int type, int ways, Address stream) {
-          skinny_linear({at(x), x_stride, at(w), at(out), out_stride, at(bias), floats(scale), floats(x_scale), scale_step, rows, n, k,
+          skinny_linear({at(x), x_stride, at(w), at(out), out_stride, at(bias), floats(scale), scale_step, rows, n, k,
                          static_cast<Type>(type), static_cast<Weight>(weight), ways}, at(stream));
         });
   m.def("skinny_max_rows", &skinny_max_rows);

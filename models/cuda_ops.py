@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,6 +79,17 @@ class PagedKV:
         return self._native
 
 
+class Scales(NamedTuple):
+    """What a product of float8 leaves to its reader: its values are meant times that of their row and that of their column."""
+
+    rows: Tensor  # [T] float32
+    columns: Tensor  # [width] float32
+
+
+def _addresses(scales: Scales | None) -> tuple[int, int]:
+    return (0, 0) if scales is None else (scales.rows.data_ptr(), scales.columns.data_ptr())
+
+
 def _stream() -> int:
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
@@ -91,26 +102,48 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, *, residual: Tensor | None = None, offset: float = 0.0
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    *,
+    residual: Tensor | None = None,
+    offset: float = 0.0,
+    scales: Scales | None = None,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset) of x [T, H] into `out` (may be x). With `residual` [T, H]: residual += x
-    first, rounded to its dtype, and the norm is of the sum."""
-    return _rms_norm(x, weight, eps, out, residual, offset, None)
+    first, rounded to its dtype, and the norm is of the sum. `scales` are x's."""
+    return _rms_norm(x, weight, eps, out, residual, offset, None, scales)
 
 
 def rms_norm_fp8(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor, *, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    scale: Tensor,
+    *,
+    residual: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> Tensor:
     """As rms_norm, rounded to float8: out [T, H] e4m3 times scale [T] float32 is the result."""
-    return _rms_norm(x, weight, eps, out, residual, 0.0, scale)
+    return _rms_norm(x, weight, eps, out, residual, 0.0, scale, scales)
 
 
 def _rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None, offset: float, scale: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    residual: Tensor | None,
+    offset: float,
+    scale: Tensor | None,
+    scales: Scales | None,
 ) -> Tensor:
     load().rms_norm(
         x.data_ptr(),
         x.stride(0),
+        _addresses(scales),
         _address(residual),
         0 if residual is None else residual.stride(0),
         weight.data_ptr(),
@@ -155,8 +188,10 @@ def rotary_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    scales: Scales | None = None,
 ) -> None:
     """Of the fused product qkv [T, (Hq + 2 Hk) * D]: rotates q and k in place (NeoX pairing), writes k and v into the cache.
+    `scales` are those of qkv; they are applied to it.
 
     cos_sin [max_position, rotary] float32: cosines, then sines. positions, slots [T] int32; a negative slot writes nothing there.
     q_norm, k_norm [D]: RMS norm of each head before rotation.
@@ -179,6 +214,7 @@ def rotary_and_cache(
         slots.data_ptr(),
         _address(q_norm),
         _address(k_norm),
+        _addresses(scales),
         qkv.shape[0],
         q_heads,
         eps,
@@ -249,14 +285,13 @@ def skinny_linear(
     bias: Tensor | None = None,
     *,
     scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
     ways: int = 0,
 ) -> Tensor:
     """out [M, N] = x [M, K] W^T * scale + bias, for M up to skinny_max_rows().
 
     `weight` is [N, K] of x's type or of float8 (64 divides K), or uint8 [N, K / 256 * 144]: rows of GGUF's Q4_K super-blocks.
-    scale [N] or [1] float32 multiplies the outputs. With x_scale [M] float32 x is float8, too, and is multiplied by it. `ways`
-    says how many warps share a row of blocks (1, 2, 4, 8; 0: chosen); it changes the order of sums.
+    scale [N] or [1] float32 multiplies the outputs. `ways` says how many warps share a row of blocks (1, 2, 4, 8; 0: chosen); it
+    changes the order of sums.
     """
     kind = {torch.uint8: Q4_K, torch.float8_e4m3fn: FP8}.get(weight.dtype, DENSE)
     load().skinny_linear(
@@ -266,7 +301,6 @@ def skinny_linear(
         kind,
         _address(scale),
         int(scale is not None and scale.numel() > 1),
-        _address(x_scale),
         out.data_ptr(),
         out.stride(0),
         _address(bias),
@@ -292,16 +326,16 @@ def expand_q4_k(blocks: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def gated_activation(gate_up: Tensor, out: Tensor, gate: str) -> Tensor:
-    """act(gate) * up, where gate_up [T, 2 F] holds the gate columns, then the up columns; `gate` is a key of GATES."""
-    tokens, width = out.shape
+def gated_activation(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None) -> Tensor:
+    """act(gate) * up, where gate_up [T, 2 F] holds the gate columns, then the up columns; `gate` is a key of GATES. `scales` are
+    those of gate_up."""
     load().gated_activation(
         gate_up.data_ptr(),
         gate_up.stride(0),
+        _addresses(scales),
         out.data_ptr(),
         out.stride(0),
-        tokens,
-        width,
+        *out.shape,
         GATES[gate],
         TYPE_CODES[gate_up.dtype],
         _stream(),

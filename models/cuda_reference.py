@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.attention.cuda_prompt import Prompts
-from models.cuda_ops import FP8_MAX, Q4_K_BYTES, PagedKV
+from models.cuda_ops import FP8_MAX, Q4_K_BYTES, PagedKV, Scales
 
 
 def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -22,14 +22,43 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
+def _wide(x: Tensor, scales: Scales | None) -> Tensor:
+    """In float32, with what was left to be multiplied."""
+    return x.float() if scales is None else x.float() * (scales.rows[:, None] * scales.columns)
+
+
 def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, *, residual: Tensor | None = None, offset: float = 0.0
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    *,
+    residual: Tensor | None = None,
+    offset: float = 0.0,
+    scales: Scales | None = None,
 ) -> Tensor:
-    """In float32; the sum with the residual is rounded to its dtype first."""
+    """In float32; the sum with the residual is rounded to its dtype first, as is a product with its scales."""
+    wide = _wide(x, scales)
     if residual is not None:
-        x = residual.copy_((x.float() + residual.float()).to(x.dtype))
-    wide = x.float()
+        wide = residual.copy_((wide + residual.float()).to(x.dtype)).float()
+    elif scales is not None:
+        wide = wide.to(x.dtype).float()
     return out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset))
+
+
+def rms_norm_fp8_reference(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    scale: Tensor,
+    *,
+    residual: Tensor | None = None,
+    scales: Scales | None = None,
+) -> Tensor:
+    """As of rms_norm's result in the type of x."""
+    normed = rms_norm_reference(x, weight, eps, torch.empty_like(x), residual=residual, scales=scales)
+    return quantize_rows_reference(normed, out, scale)
 
 
 def rotary_and_cache_reference(
@@ -43,17 +72,18 @@ def rotary_and_cache_reference(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    scales: Scales | None = None,
 ) -> None:
     """In float32; a normed head is rounded to the dtype before it is turned, as models do."""
     _, kv_heads, block_size, dim = kv.k.shape
-    q, k, v = qkv.unflatten(1, (-1, dim)).split([q_heads, kv_heads, kv_heads], dim=1)
+    counts = [q_heads, kv_heads, kv_heads]
+    q, k, v = _wide(qkv, scales).unflatten(1, (-1, dim)).split(counts, dim=1)
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
 
-    def turned(x: Tensor, norm: Tensor | None) -> Tensor:
-        wide = x.float()
+    def turned(wide: Tensor, norm: Tensor | None) -> Tensor:
         if norm is not None:
             wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()
-            wide = wide.to(x.dtype).float()
+            wide = wide.to(qkv.dtype).float()
         half = cos.shape[-1]
         a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
@@ -61,11 +91,13 @@ def rotary_and_cache_reference(
     written = slots >= 0
     block, offset = slots[written].long() // block_size, slots[written].long() % block_size
     turned_k = turned(k, k_norm)
-    new_k, new_v = turned_k[written] / kv.k_scale, v[written].float() / kv.v_scale
+    new_k, new_v = turned_k[written] / kv.k_scale, v[written] / kv.v_scale
     _bits(kv.k)[block, :, offset] = _bits(to_stored(new_k, kv.k.dtype))
     _bits(kv.v)[block, :, offset] = _bits(to_stored(new_v, kv.v.dtype))
-    q.copy_(turned(q, q_norm))
-    k.copy_(turned_k)
+    for part, found in zip(
+        qkv.unflatten(1, (-1, dim)).split(counts, dim=1), (turned(q, q_norm), turned_k, v), strict=True
+    ):
+        part.copy_(found)
 
 
 def decode_attention_reference(
@@ -127,9 +159,9 @@ def quantize_rows_reference(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
     return out.copy_(to_stored(wide / scale[:, None], out.dtype))
 
 
-def gated_activation_reference(gate_up: Tensor, out: Tensor, gate: str) -> Tensor:
+def gated_activation_reference(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None) -> Tensor:
     """In float64."""
-    a, b = gate_up.double().chunk(2, -1)
+    a, b = (gate_up if scales is None else _wide(gate_up, scales)).double().chunk(2, -1)
     act = torch.nn.functional
     acted = act.silu(a) if gate == "silu" else act.gelu(a, approximate="tanh" if gate == "gelu_tanh" else "none")
     return out.copy_(acted * b)
@@ -142,7 +174,6 @@ def skinny_linear_reference(
     bias: Tensor | None = None,
     *,
     scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
     ways: int = 0,
 ) -> Tensor:
     """In float64; `ways` changes nothing here."""
@@ -150,8 +181,6 @@ def skinny_linear_reference(
     found = x.double() @ dense.to(torch.float64).T
     if scale is not None:
         found *= scale
-    if x_scale is not None:
-        found *= x_scale[:, None]
     return out.copy_(found if bias is None else found + bias)
 
 

@@ -1,9 +1,9 @@
 """Where the microseconds of a decode step go: replays one captured step of a shape under torch's profiler and draws its kernels.
 
-    python scripts/gpu_timeline.py --shape llama-8b --rows 1 256 --context 256 --out docs
+    python scripts/gpu_timeline.py --shape llama-8b [--quantize fp8] --rows 1 256 --context 256 --out docs
 
 Writes gpu-step-SHAPE-ROWS.svg: the kernels of the first layers to scale, and the time of the whole step by kind. Needs a card; the
-drawing (`draw`) does not.
+drawing (`draw`) does not. Prints the kernels of the second layer, and the sums.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LAYER_STARTS = "attention"  # the kind that every layer has once
 KINDS = (  # kind, what its kernels' names contain, colour; the first that fits counts
     ("attention", ("decode_kernel", "fold_kernel", "flash", "piece_kernel"), "#d1495b"),
     ("rotation, cache", ("rotary", "whole_kernel"), "#edae49"),
-    ("norm", ("rms_norm",), "#66a182"),
+    ("norm", ("rms_norm", "quantize"), "#66a182"),
     ("gate", ("gated",), "#8d6a9f"),
     ("sampling", ("sample",), "#2e4057"),
-    ("products", ("nvjet", "gemm", "skinny", "cublas", "splitK"), "#00798c"),
+    ("products", ("nvjet", "gemm", "skinny", "fp8_kernel", "q4_k", "cublas", "splitK"), "#00798c"),
     ("other", ("",), "#999999"),
 )
 
@@ -56,6 +56,14 @@ def totals(kernels: Sequence[Kernel]) -> dict[str, tuple[float, int]]:
         reach = max(reach, stop)
     found["idle"] = reach - busy, 0
     return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+
+
+def layer(kernels: Sequence[Kernel], index: int) -> list[Kernel]:
+    """What begins from the `index`-th start of a layer's attention to the next one's."""
+    starts = [kernel.start for kernel in kernels if kernel.kind == LAYER_STARTS and "fold" not in kernel.name]
+    if len(starts) < index + 2:
+        return list(kernels)
+    return [kernel for kernel in kernels if starts[index] <= kernel.start < starts[index + 1]]
 
 
 def draw(kernels: Sequence[Kernel], title: str) -> str:
@@ -107,7 +115,7 @@ def _escaped(text: str) -> str:
 # ---------------------------------------------------------------- on a card
 
 
-def make_model(shape: str) -> Any:
+def make_model(shape: str, quantize: str | None = None) -> Any:
     """The GPU body in a shape of gpu_figures, its weights noise."""
     import torch
     from gpu_figures import SHAPES
@@ -118,7 +126,7 @@ def make_model(shape: str) -> Any:
     from trireme.arch import arch_from_config
 
     arch = arch_from_config(SHAPES[shape], {}, Path(shape))
-    weights = NoiseWeights(DummySource(arch, (), Path(shape)), torch.bfloat16, torch.device("cuda"))
+    weights = NoiseWeights(DummySource(arch, (), Path(shape)), torch.bfloat16, torch.device("cuda"), scheme=quantize)
     return CudaModel(arch, weights, torch.bfloat16, max_len=16384, progress=lambda *_: None)
 
 
@@ -161,6 +169,7 @@ def profiled(model: Any, rows: int, context: int) -> list[Kernel]:
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="draws the kernels of a decode step")
     parser.add_argument("--shape", default="llama-8b")
+    parser.add_argument("--quantize")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
@@ -168,12 +177,16 @@ def main(words: Sequence[str] | None = None) -> None:
     import torch
 
     with torch.inference_mode():
-        model = make_model(asked.shape)
+        model = make_model(asked.shape, asked.quantize)
+        shape = asked.shape + (f"-{asked.quantize}" if asked.quantize else "")
         for rows in asked.rows:
             kernels = profiled(model, rows, asked.context)
-            title = f"{asked.shape}, {rows} rows at {asked.context} tokens, {torch.cuda.get_device_name()}"
-            path = asked.out / f"gpu-step-{asked.shape}-{rows}.svg"
+            title = f"{shape}, {rows} rows at {asked.context} tokens, {torch.cuda.get_device_name()}"
+            path = asked.out / f"gpu-step-{shape}-{rows}.svg"
             path.write_text(draw(kernels, title))
+            print(f"{shape}, {rows} rows: the second layer")
+            for kernel in layer(kernels, 1):
+                print(f"  {kernel.start:9.1f} {kernel.us:7.1f} us  {kernel.kind:16} {kernel.name[:90]}")
             print(path, " ".join(f"{kind} {us:.0f} us" for kind, (us, _) in totals(kernels).items()), flush=True)
 
 

@@ -46,6 +46,30 @@ __device__ __forceinline__ Pack<T> load_pack(const T* p) { return *reinterpret_c
 template <class T>
 __device__ __forceinline__ void store_pack(T* p, const Pack<T>& value) { *reinterpret_cast<Pack<T>*>(p) = value; }
 
+// 16 bytes of a row as float, times what is left to be multiplied: `row` is the row's own factor, `at` the first column.
+template <class T>
+struct Wide {
+  float v[Pack<T>::size];
+};
+
+template <class T>
+__device__ __forceinline__ Wide<T> load_scaled(const T* p, const Scales& scales, float row, int at) {
+  const Pack<T> pack = load_pack(p);
+  Wide<T> wide;
+#pragma unroll
+  for (int i = 0; i < Pack<T>::size; ++i) wide.v[i] = to_float(pack.v[i]);
+  if (scales.columns == nullptr) return wide;
+#pragma unroll
+  for (int i = 0; i < Pack<T>::size; i += 4) {
+    const Pack<float> column = load_pack(scales.columns + at + i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) wide.v[i + j] *= row * column.v[j];
+  }
+  return wide;
+}
+
+__device__ __forceinline__ float row_scale(const Scales& scales, int64_t token) { return scales.rows == nullptr ? 1.0f : scales.rows[token]; }
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);

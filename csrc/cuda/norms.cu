@@ -51,19 +51,22 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(NormArgs args) {
   const T* weight = static_cast<const T*>(args.weight);
   wait_for_inputs();
   let_next_start();
+  const float row = row_scale(args.x_scales, token);
   Pack<T> kept[kMaxPacks];
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kMaxPacks; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
     if (at >= packs) break;
-    kept[i] = load_pack(x + at * size);
+    Wide<T> wide = load_scaled(x + at * size, args.x_scales, row, at * size);
     if (residual != nullptr) {
       const Pack<T> before = load_pack(residual + at * size);
 #pragma unroll
-      for (int j = 0; j < size; ++j) kept[i].v[j] = from_float<T>(to_float(kept[i].v[j]) + to_float(before.v[j]));
-      store_pack(residual + at * size, kept[i]);
+      for (int j = 0; j < size; ++j) wide.v[j] += to_float(before.v[j]);
     }
+#pragma unroll
+    for (int j = 0; j < size; ++j) kept[i].v[j] = from_float<T>(wide.v[j]);
+    if (residual != nullptr) store_pack(residual + at * size, kept[i]);
 #pragma unroll
     for (int j = 0; j < size; ++j) squares += to_float(kept[i].v[j]) * to_float(kept[i].v[j]);
   }

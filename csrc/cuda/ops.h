@@ -13,11 +13,18 @@ using Stream = void*;
 
 enum class Type { f32 = 0, f16 = 1, bf16 = 2, fp8 = 3 };  // fp8: e4m3
 
+// What a product of float8 leaves to its reader: values are meant times that of their row, and that of their column. Null: nothing.
+struct Scales {
+  const float* rows;     // [T]
+  const float* columns;  // [width]
+};
+
 // ---- norms.cu
 
 struct NormArgs {
   const void* x;        // [T, H]
   int64_t x_stride;
+  Scales x_scales;
   void* residual;       // [T, H] or null: residual += x, and the norm is of the sum
   int64_t residual_stride;
   const void* weight;   // [H]
@@ -46,7 +53,7 @@ struct PagedCache {
 struct RotaryArgs {
   void* q;              // [T, Hq, D], tokens q_stride apart
   void* k;              // [T, Hk, D]
-  const void* v;
+  void* v;              // written only to apply scales
   int64_t q_stride, k_stride, v_stride;
   Type type;            // of q, k, v, norms
   const float* cos_sin; // [max_position, rotary]: rotary / 2 cosines, then sines
@@ -54,6 +61,7 @@ struct RotaryArgs {
   const int32_t* slots;      // [T]; negative: nothing is written to the cache
   const void* q_norm;   // [D] or null: RMS norm of each head before rotation
   const void* k_norm;
+  Scales scales;        // of q, k and v side by side
   int tokens, q_heads, rotary;
   float eps;
   PagedCache cache;
@@ -64,7 +72,17 @@ void rotary_and_cache(const RotaryArgs& args, Stream stream);
 
 enum class Gate { silu = 0, gelu_tanh = 1, gelu = 2 };
 // out [T, F] = act(gate_up[:, :F]) * gate_up[:, F:]
-void gated_activation(const void* gate_up, int64_t stride, void* out, int64_t out_stride, int tokens, int width, Gate gate, Type type, Stream stream);
+struct GatedArgs {
+  const void* gate_up;  // [T, 2 F]
+  int64_t stride;
+  Scales scales;
+  void* out;            // [T, F]
+  int64_t out_stride;
+  int tokens, width;
+  Gate gate;
+  Type type;            // of gate_up and out
+};
+void gated_activation(const GatedArgs& args, Stream stream);
 
 // ---- decode.cu: one query per row over the paged cache
 
@@ -105,10 +123,9 @@ struct SkinnyArgs {
   int64_t out_stride;
   const void* bias;    // [N] or null
   const float* scale;  // of the outputs, scale_step apart (0: one for all); or null
-  const float* x_scale;  // [M]: x is fp8 times this, as the weight must be; or null
   int scale_step;
   int m, n, k;  // m up to skinny_max_rows()
-  Type type;    // f16 or bf16, of x (but for x_scale), out and bias
+  Type type;    // f16 or bf16, of x, out and bias
   Weight weight;
   int ways;  // q4_k: warps that share the K of an output: 1, 2, 4 or 8; 0: chosen by the shape
 };

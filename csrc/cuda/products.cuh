@@ -14,6 +14,9 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
   return v;
 }
 
+// Calls the 128 bytes around p to the card's last-level cache.
+__device__ __forceinline__ void call_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // c += a b of mma.m16n8k16; T is bf16 or f16.
 template <class T>
 __device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
@@ -60,7 +63,7 @@ __device__ __forceinline__ Fp8Pairs unpack_fp8(uint32_t bytes) {
   return {(low >> shift & mask) | (low & 0x80008000u), (bytes >> shift & mask) | (bytes & 0x80008000u)};
 }
 
-// Sums acc [NT * 16 outputs, MT * 8 rows] of a block's warps in their order, times the scales of output and row, plus the bias, into
+// Sums acc [NT * 16 outputs, MT * 8 rows] of a block's warps in their order, times the scale of the output, plus the bias, into
 // out. Each W neighbouring warps have parts of the same outputs. `sums` is dynamic shared memory of shared_floats<NT, MT>() floats; the
 // block's first output is `first`.
 template <int NT, int MT>
@@ -88,7 +91,6 @@ __device__ __forceinline__ void store_products(const SkinnyArgs& args, const flo
 #pragma unroll
     for (int other = 0; other < W; ++other) total += sums[(other * 16 * NT + from) * stride + column];
     if (args.scale != nullptr) total *= args.scale[output * args.scale_step];
-    if (args.x_scale != nullptr) total *= args.x_scale[column];
     if (args.bias != nullptr) total += to_float(static_cast<const T*>(args.bias)[output]);
     static_cast<T*>(args.out)[column * args.out_stride + output] = from_float<T>(total);
   }

@@ -14,11 +14,16 @@ struct Head {
   float v[kPer];
 };
 
+// `first` is the head's first column among those of q, k and v.
 template <class T>
-__device__ __forceinline__ Head load_head(const T* p, int dim) {
+__device__ __forceinline__ Head load_head(const T* p, int dim, const Scales& scales, float row, int first) {
   Head head;
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) head.v[i] = threadIdx.x + 32 * i < dim ? to_float(p[threadIdx.x + 32 * i]) : 0.0f;
+  for (int i = 0; i < kPer; ++i) {
+    const int d = threadIdx.x + 32 * i;
+    head.v[i] = d < dim ? to_float(p[d]) : 0.0f;
+    if (scales.columns != nullptr && d < dim) head.v[i] *= row * scales.columns[first + d];
+  }
   return head;
 }
 
@@ -83,9 +88,10 @@ __global__ void __launch_bounds__(32 * kWarps) rotary_kernel(RotaryArgs args) {
   if (head >= heads) return;
   const int64_t token = blockIdx.x;
   const int slot = args.slots[token];
+  const float row = row_scale(args.scales, token);
   if (head < args.q_heads) {
     T* q = static_cast<T*>(args.q) + token * args.q_stride + head * dim;
-    Head values = load_head(q, dim);
+    Head values = load_head(q, dim, args.scales, row, head * dim);
     if (args.q_norm != nullptr) norm_head(values, static_cast<const T*>(args.q_norm), dim, args.eps);
     rotate_head(values, args.cos_sin + static_cast<int64_t>(args.positions[token]) * args.rotary, args.rotary, scratch[threadIdx.y]);
     store_head(q, values, dim);
@@ -94,14 +100,16 @@ __global__ void __launch_bounds__(32 * kWarps) rotary_kernel(RotaryArgs args) {
   const int kv_head = (head - args.q_heads) % args.cache.heads;
   if (head < args.q_heads + args.cache.heads) {
     T* k = static_cast<T*>(args.k) + token * args.k_stride + kv_head * dim;
-    Head values = load_head(k, dim);
+    Head values = load_head(k, dim, args.scales, row, head * dim);
     if (args.k_norm != nullptr) norm_head(values, static_cast<const T*>(args.k_norm), dim, args.eps);
     rotate_head(values, args.cos_sin + static_cast<int64_t>(args.positions[token]) * args.rotary, args.rotary, scratch[threadIdx.y]);
     store_head(k, values, dim);
     if (slot >= 0) write_cache<C>(values, args.cache, args.cache.k, 1.0f / args.cache.k_scale, slot, kv_head);
-  } else if (slot >= 0) {
-    const Head values = load_head(static_cast<const T*>(args.v) + token * args.v_stride + kv_head * dim, dim);
-    write_cache<C>(values, args.cache, args.cache.v, 1.0f / args.cache.v_scale, slot, kv_head);
+  } else {
+    T* v = static_cast<T*>(args.v) + token * args.v_stride + kv_head * dim;
+    const Head values = load_head(v, dim, args.scales, row, head * dim);
+    if (args.scales.columns != nullptr) store_head(v, values, dim);
+    if (slot >= 0) write_cache<C>(values, args.cache, args.cache.v, 1.0f / args.cache.v_scale, slot, kv_head);
   }
 }
 
@@ -113,11 +121,11 @@ struct Halves {
 };
 
 template <class T>
-__device__ __forceinline__ Halves<T> load_halves(const T* p, int half) {
-  const Pack<T> first = load_pack(p), second = load_pack(p + half);
+__device__ __forceinline__ Halves<T> load_halves(const T* p, int half, const Scales& scales = {}, float row = 1.0f, int column = 0) {
+  const Wide<T> first = load_scaled(p, scales, row, column), second = load_scaled(p + half, scales, row, column + half);
   Halves<T> x;
 #pragma unroll
-  for (int i = 0; i < Halves<T>::size; ++i) x.a[i] = to_float(first.v[i]), x.b[i] = to_float(second.v[i]);
+  for (int i = 0; i < Halves<T>::size; ++i) x.a[i] = first.v[i], x.b[i] = second.v[i];
   return x;
 }
 
@@ -163,6 +171,7 @@ __global__ void __launch_bounds__(32 * kWarps) whole_kernel(RotaryArgs args) {
   wait_for_inputs();
   let_next_start();
   const int slot = args.slots[token];
+  const float row = row_scale(args.scales, token);
   const float* angles = args.cos_sin + static_cast<int64_t>(args.positions[token]) * D + at;
   float cos[size], sin[size];
 #pragma unroll
@@ -176,10 +185,10 @@ __global__ void __launch_bounds__(32 * kWarps) whole_kernel(RotaryArgs args) {
     const int head = first + threadIdx.x / lanes;
     const bool is_head = head < heads, is_q = head < args.q_heads, is_v = head >= args.q_heads + kv_heads;
     const int kv_head = is_q ? 0 : (head - args.q_heads) % kv_heads;
-    const T* v = static_cast<const T*>(args.v) + token * args.v_stride + kv_head * D + at;
+    T* v = static_cast<T*>(args.v) + token * args.v_stride + kv_head * D + at;
     T* turned = is_q ? static_cast<T*>(args.q) + token * args.q_stride + head * D + at : static_cast<T*>(args.k) + token * args.k_stride + kv_head * D + at;
     Halves<T> x{};
-    if (is_head) x = load_halves(is_v ? v : turned, half);
+    if (is_head) x = load_halves(is_v ? v : turned, half, args.scales, row, head * D + at);
     if (args.q_norm != nullptr) {  // lanes of one head agree; all take part in the sum
       Halves<T> normed = x;
       norm_halves<T, lanes>(normed, static_cast<const T*>(is_q ? args.q_norm : args.k_norm) + at, half, args.eps);
@@ -194,6 +203,8 @@ __global__ void __launch_bounds__(32 * kWarps) whole_kernel(RotaryArgs args) {
         x.a[i] = a;
       }
       store_halves<T>(turned, half, x, 1.0f);
+    } else if (args.scales.columns != nullptr) {
+      store_halves<T>(v, half, x, 1.0f);
     }
     if (is_q || slot < 0) continue;
     C* base = static_cast<C*>(is_v ? args.cache.v : args.cache.k) + ((block * kv_heads + kv_head) * args.cache.block_size + offset) * D + at;

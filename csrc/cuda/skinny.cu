@@ -10,6 +10,7 @@ namespace trireme::cuda {
 namespace {
 
 constexpr int kPiece = 64;  // k's of one turn
+constexpr int kAhead = 1024;  // k's of a row that are called to L2 beyond those on their way to registers
 
 // One piece of the weights of a warp: per 16 outputs, rows g and g + 8, two times 16 bytes.
 template <int NT>
@@ -52,6 +53,10 @@ __global__ void __launch_bounds__(kProductWarps * 32) skinny_kernel(SkinnyArgs a
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i, ahead += step) {
     if (ahead < args.k) pieces[i] = load_piece<T, NT>(rows, ahead);
+  }
+  const int stop = min(args.k, DEPTH * step + kAhead);
+  for (int i = threadIdx.x, at; (at = DEPTH * step + i / (16 * NT) * kPiece) < stop; i += blockDim.x) {
+    call_to_l2(w + static_cast<int64_t>(min(first + i % (16 * NT), args.n - 1)) * args.k + at);
   }
   let_next_start();
   wait_for_inputs();

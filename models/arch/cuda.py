@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from models.attention.cuda_registry import Need, choose_on_card
 from models.cuda_ops import PagedKV
 from models.cuda_weights import DeviceWeights
 from models.forward import Group, SoloGroup
-from models.layers.cuda_linear import CudaLinear, Linear, make_linear
+from models.layers.cuda_linear import CudaLinear, Linear, float8_like, make_linear
 from models.layers.rope import cos_sin_table
 from models.shards import Shares
 from trireme.arch import ArchSpec
@@ -74,6 +75,28 @@ class _Layer:
         self.down = model.linear(source, at + "mlp.", [("down_proj", hidden)], ffn, bias=arch.mlp_bias)
         self.window = 0 if index in arch.full_attention_layers else arch.sliding_window or 0
         self.cos_sin = model.cos_sin if model.local_cos_sin is None or not self.window else model.local_cos_sin
+
+
+class Product(NamedTuple):
+    """What a linear layer has written, times `scales` where it leaves those to the reader."""
+
+    values: Tensor
+    scales: ops.Scales | None = None
+
+
+class Float8(NamedTuple):
+    """Inputs of a product, rounded: values [T, k] e4m3 times scale [T] float32."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def _narrowed(linear: Linear, x: Tensor) -> Tensor | Float8:
+    """x as `linear` wants it."""
+    if not linear.takes_fp8(x.shape[0]):
+        return x
+    narrow, scale = float8_like(x)
+    return Float8(ops.quantize_rows(x, narrow, scale), scale)
 
 
 def refuse_uncovered(arch: ArchSpec) -> None:
@@ -180,9 +203,9 @@ class CudaModel:
         arch = self.arch
         residual, normed, qkv, attended, gate_up, product = self._views(batch.token_ids.shape[0])
         self._begin(batch, residual)
-        pending: Tensor | None = None
+        pending: Product | None = None
         for layer, cache in zip(self._layers, kv, strict=True):
-            self._normed_product(layer.qkv, qkv, normed, layer.attn_norm, residual, pending)
+            turned = self._product(layer.qkv, self._normed(layer.qkv, normed, layer.attn_norm, residual, pending), qkv)
             ops.rotary_and_cache(
                 qkv,
                 self.q_heads,
@@ -193,12 +216,18 @@ class CudaModel:
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=arch.norm_eps,
+                scales=turned.scales,
             )
             found = self._attend(batch, qkv, cache, attended, layer.window, scratch)
-            branch = self._post(self._summed(layer.o(found, normed)), layer.attn_post)
-            self._normed_product(layer.gate_up, gate_up, normed, layer.ffn_norm, residual, branch)
-            ops.gated_activation(gate_up, product, arch.activation)
-            pending = self._post(self._summed(layer.down(product, normed)), layer.ffn_post)
+            branch = self._post(
+                self._product(layer.o, _narrowed(layer.o, found), normed, is_part=True), layer.attn_post
+            )
+            gates = self._product(
+                layer.gate_up, self._normed(layer.gate_up, normed, layer.ffn_norm, residual, branch), gate_up
+            )
+            ops.gated_activation(gates.values, product, arch.activation, gates.scales)
+            x = _narrowed(layer.down, product)
+            pending = self._post(self._product(layer.down, x, normed, is_part=True), layer.ffn_post)
         if not self.mesh.is_last_stage:
             self.group.send_next(self._norm_into(normed, None, residual, pending))
             return residual
@@ -224,41 +253,52 @@ class CudaModel:
         """Over the ranks that have a part of it."""
         return x if self.mesh.tp == 1 else self.group.all_reduce(x)
 
-    def _normed_product(
-        self,
-        linear: Linear,
-        out: Tensor,
-        normed: Tensor,
-        weight: Tensor | None,
-        residual: Tensor,
-        branch: Tensor | None,
-    ) -> None:
-        """residual += branch, and the product of what is normed, which becomes float8 in the same pass where that is wanted."""
+    def _product(self, linear: Linear, x: Tensor | Float8, out: Tensor, *, is_part: bool = False) -> Product:
+        """Of x, in `out`; with `is_part` the sum over the ranks that have a part of it."""
+        is_part = is_part and self.mesh.tp > 1
+        if isinstance(x, Tensor):
+            linear(x, out)
+        elif is_part:
+            linear.of_fp8(x.values, x.scale, out)
+        else:
+            return Product(out, linear.unscaled_fp8(x.values, x.scale, out))
+        return Product(self._summed(out) if is_part else out)
+
+    def _normed(
+        self, linear: Linear, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Product | None
+    ) -> Tensor | Float8:
+        """residual += branch; what is normed as `linear` wants it, in the same pass."""
         if weight is None or not linear.takes_fp8(residual.shape[0]):
-            linear(self._norm_into(normed, weight, residual, branch), out)
-            return
-        if branch is not None and self.arch.residual_scale != 1.0:
-            branch.mul_(self.arch.residual_scale)
-        narrow = torch.empty(residual.shape, dtype=torch.float8_e4m3fn, device=residual.device)
-        scale = torch.empty(residual.shape[0], dtype=torch.float32, device=residual.device)
+            return self._norm_into(out, weight, residual, branch)
+        narrow, scale = float8_like(residual)
         if branch is None:
             ops.rms_norm_fp8(residual, weight, self.arch.norm_eps, narrow, scale)
         else:
-            ops.rms_norm_fp8(branch, weight, self.arch.norm_eps, narrow, scale, residual=residual)
-        linear.of_fp8(narrow, scale, out)
+            x, scales = self._scaled_branch(branch)
+            ops.rms_norm_fp8(x, weight, self.arch.norm_eps, narrow, scale, residual=residual, scales=scales)
+        return Float8(narrow, scale)
 
-    def _norm_into(self, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Tensor | None) -> Tensor:
+    def _scaled_branch(self, branch: Product) -> Product:
+        if self.arch.residual_scale != 1.0:
+            branch.values.mul_(self.arch.residual_scale)
+        return branch
+
+    def _norm_into(self, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Product | None) -> Tensor:
         """residual += branch; the normed residual in `out`, or the residual itself where there is no norm."""
-        if branch is not None and self.arch.residual_scale != 1.0:
-            branch.mul_(self.arch.residual_scale)
-        if weight is None:
-            return residual if branch is None else residual.add_(branch)
+        eps = self.arch.norm_eps
         if branch is None:
-            return ops.rms_norm(residual, weight, self.arch.norm_eps, out)
-        return ops.rms_norm(branch, weight, self.arch.norm_eps, out, residual=residual)
+            return residual if weight is None else ops.rms_norm(residual, weight, eps, out)
+        x, scales = self._scaled_branch(branch)
+        if weight is not None:
+            return ops.rms_norm(x, weight, eps, out, residual=residual, scales=scales)
+        if scales is not None:
+            x.mul_(scales.rows[:, None]).mul_(scales.columns)
+        return residual.add_(x)
 
-    def _post(self, branch: Tensor, weight: Tensor | None) -> Tensor:
-        return branch if weight is None else ops.rms_norm(branch, weight, self.arch.norm_eps, branch)
+    def _post(self, branch: Product, weight: Tensor | None) -> Product:
+        if weight is None:
+            return branch
+        return Product(ops.rms_norm(branch.values, weight, self.arch.norm_eps, branch.values, scales=branch.scales))
 
     def _attend(
         self, batch: CudaBatch, qkv: Tensor, cache: PagedKV, out: Tensor, window: int, scratch: Tensor | None

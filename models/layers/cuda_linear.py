@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from models import cuda_ops as ops
+from models.cuda_ops import Scales
 from models.cuda_rounding import fp8_from
 
 _REPEATS = 6
@@ -22,6 +23,7 @@ _TRIED = (8, 16, 32)  # rows; between them the answer of the next greater one ho
 _MOST_SLICES = 4  # of 32 rows, each reading all blocks, before it is cheaper to expand them once
 _EXPANDED = 1 << 25  # values expanded at a time
 _EXACT_ROWS = 8  # whose inputs keep 16 bits where the weight is float8
+_UNSCALED_ROWS = 64  # of float8, up to which a product is the faster for leaving its scales to others
 _CACHE_BYTES = (
     128 << 20
 )  # more than a card's last-level cache: weights come from memory in a step, so they must when it is timed
@@ -49,11 +51,15 @@ class Linear(Protocol):
         ...
 
     def takes_fp8(self, num_rows: int) -> bool:
-        """Whether so many rows are best given to `of_fp8`."""
+        """Whether so many rows are best given as float8, to one of the next two."""
         ...
 
     def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """The product of x [T, k] float8 times scale [T]."""
+        ...
+
+    def unscaled_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
+        """As of_fp8, but for the scales, which are returned: whoever reads `out` applies them. None where they are applied."""
         ...
 
 
@@ -66,6 +72,9 @@ class _OfHalves:
         return False
 
     def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def unscaled_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
         raise NotImplementedError
 
 
@@ -93,10 +102,11 @@ class CudaLinear(_OfHalves):
 class Fp8Linear:
     """y = x W^T * scale + b, weight [n, k] float8, scale [n] float32. 64 divides k, 16 divides n.
 
-    Few rows keep their 16 bits; more are rounded to float8, each with its own scale, for our kernel and torch._scaled_mm.
+    Few rows keep their 16 bits; more are rounded to float8, each with its own scale, for torch._scaled_mm. cuBLAS
+    multiplies few of them up to twice as fast where it has no scales to apply.
     """
 
-    __slots__ = ("_bias", "_own_rows", "_scale", "_scale_row", "_transposed", "weight")
+    __slots__ = ("_bias", "_scale", "_scale_row", "_transposed", "weight")
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
@@ -104,8 +114,6 @@ class Fp8Linear:
         self._scale = scale.expand(weight.shape[0]).contiguous()
         self._scale_row = self._scale.unsqueeze(0)
         self._bias = bias
-        own, theirs = self._launches(self._of_own), self._launches(self._of_torch)
-        self._own_rows = rows_of_own_kernel(("fp8", *weight.shape), weight, own, theirs)
 
     @staticmethod
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,47 +123,50 @@ class Fp8Linear:
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         if x.shape[0] <= _EXACT_ROWS:
             return ops.skinny_linear(x, self.weight, out, self._bias, scale=self._scale)
-        scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-        narrow = ops.quantize_rows(x, torch.empty(x.shape, dtype=self.weight.dtype, device=x.device), scale)
-        return self.of_fp8(narrow, scale, out)
+        narrow, scale = float8_like(x)
+        return self.of_fp8(ops.quantize_rows(x, narrow, scale), scale, out)
 
     def takes_fp8(self, num_rows: int) -> bool:
         return num_rows > _EXACT_ROWS
 
     def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        if x.shape[0] <= self._own_rows:
-            return self._of_own(x, scale, out)
-        return self._of_torch(x, scale, out)
-
-    def _of_torch(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         is_direct = out.dtype == torch.bfloat16 and out.is_contiguous()
-        found = torch._scaled_mm(
-            x,
-            self._transposed,
-            scale_a=scale.view(-1, 1),
-            scale_b=self._scale_row,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-            **({"out": out} if is_direct else {}),
-        )
+        found = self._multiply(x, scale.view(-1, 1), self._scale_row, out if is_direct else None)
         if self._bias is not None:
             return torch.add(found, self._bias, out=out)
         return out if is_direct else out.copy_(found)
 
-    def _of_own(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        return ops.skinny_linear(x, self.weight, out, self._bias, scale=self._scale, x_scale=scale)
+    def unscaled_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
+        is_plain = self._bias is None and out.dtype == torch.bfloat16 and out.is_contiguous()
+        if not is_plain or x.shape[0] > _UNSCALED_ROWS:
+            self.of_fp8(x, scale, out)
+            return None
+        one = _one(x.device)
+        self._multiply(x, one, one, out)
+        return Scales(scale, self._scale)
 
-    def _launches(self, product: Callable[[Tensor, Tensor, Tensor], object]) -> MakeLaunch:
-        """`product` of so many rows, for rows_of_own_kernel."""
-        n, k = self.weight.shape
+    def _multiply(self, x: Tensor, x_scale: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
+        """In bfloat16, whose range holds the products without their scales, too."""
+        return torch._scaled_mm(
+            x,
+            self._transposed,
+            scale_a=x_scale,
+            scale_b=scale,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+            **({} if out is None else {"out": out}),
+        )
 
-        def make(rows: int) -> Launch:
-            x = torch.zeros(rows, k, dtype=torch.uint8, device="cuda").view(self.weight.dtype)
-            return partial(
-                product, x, torch.ones(rows, device="cuda"), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-            )
 
-        return make
+@lru_cache
+def _one(device: torch.device) -> Tensor:
+    """Outside of layers, whose tensors go to the host while an engine sleeps."""
+    return torch.ones((), device=device)
+
+
+def float8_like(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for x [T, k] in float8, and for a scale of each row."""
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 class Q4Linear(_OfHalves):

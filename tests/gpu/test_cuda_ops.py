@@ -83,6 +83,40 @@ def test_gated_activation(dtype: torch.dtype, gate: str, tokens: int, width: int
     assert error(out, reference.gated_activation_reference(gate_up, expected, gate)) < ERROR[dtype]
 
 
+def some_scales(tokens: int, width: int) -> ops.Scales:
+    return ops.Scales(torch.rand(tokens, device="cuda") + 0.1, torch.rand(width, device="cuda") * 0.01 + 0.001)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (33, 4096), (700, 576)])
+def test_a_norm_applies_the_scales_of_a_product(dtype: torch.dtype, tokens: int, hidden: int) -> None:
+    x, weight, residual = (random(n, hidden, dtype=dtype) for n in (tokens, 1, tokens))
+    scales = some_scales(tokens, hidden)
+    expected, again = torch.empty(tokens, hidden, device="cuda"), residual.clone()
+    reference.rms_norm_reference(x, weight[0], 1e-5, expected, residual=again, scales=scales)
+    out, summed = poisoned(tokens, hidden, dtype=dtype), residual.clone()
+    ops.rms_norm(x, weight[0], 1e-5, out, residual=summed, scales=scales)
+    assert error(out, expected) < ERROR[dtype]
+    assert error(summed, again) < ERROR[dtype]
+    narrow = torch.empty(tokens, hidden, device="cuda", dtype=torch.float8_e4m3fn)
+    scale = poisoned(tokens, dtype=torch.float32)
+    ops.rms_norm_fp8(x, weight[0], 1e-5, narrow, scale, residual=residual, scales=scales)
+    assert torch.equal(residual, summed)
+    assert error(narrow.float() * scale[:, None], expected) < 0.03
+    reference.rms_norm_reference(x, weight[0], 1e-5, expected, scales=scales)
+    assert error(ops.rms_norm(x, weight[0], 1e-5, x, scales=scales), expected) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (33, 14336), (600, 1536)])
+def test_a_gate_applies_the_scales_of_a_product(dtype: torch.dtype, tokens: int, width: int) -> None:
+    gate_up, scales = random(tokens, 2 * width, dtype=dtype) * 100, some_scales(tokens, 2 * width)
+    expected = torch.empty(tokens, width, device="cuda", dtype=torch.float64)
+    reference.gated_activation_reference(gate_up, expected, "silu", scales)
+    out = ops.gated_activation(gate_up, poisoned(tokens, width, dtype=dtype), "silu", scales)
+    assert error(out, expected) < ERROR[dtype]
+
+
 def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
     out = torch.empty(x.shape[0], weight.shape[0], device="cuda", dtype=torch.float64)
     return reference.skinny_linear_reference(x, weight, out, bias, scale=scale)
@@ -242,6 +276,22 @@ def test_rotary_and_cache(
         assert error(caches[0].k, caches[1].k) < ERROR[dtype]
         assert torch.equal(caches[0].v, caches[1].v)
         qkv.copy_(same)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary_applies_the_scales_of_a_product(dtype: torch.dtype, dim: int, normed: bool) -> None:
+    tokens, width = 37, (6 + 4) * dim
+    qkv, scales = random(tokens, width, dtype=dtype) * 100, some_scales(tokens, width)
+    same, table = qkv.clone(), random(tokens, dim)
+    caches = [ops.PagedKV(*(random(4, 2, 16, dim, dtype=dtype) * 0 for _ in range(2))) for _ in range(2)]
+    at = torch.arange(tokens, device="cuda", dtype=torch.int32)
+    norms = {"q_norm": random(dim, dtype=dtype), "k_norm": random(dim, dtype=dtype)} if normed else {}
+    ops.rotary_and_cache(qkv, 6, caches[0], table, at, at, scales=scales, **norms)
+    reference.rotary_and_cache_reference(same, 6, caches[1], table, at, at, scales=scales, **norms)
+    for found, expected in ((qkv, same), (caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
+        assert error(found, expected) < ERROR[dtype]
 
 
 def test_rotary_of_many_tokens() -> None:

@@ -35,14 +35,6 @@ def _more_ops(monkeypatch: pytest.MonkeyPatch, plain_ops: None) -> None:  # noqa
     for name in TWINS:
         monkeypatch.setattr(cuda_ops, name, getattr(cuda_reference, name + "_reference"))
     monkeypatch.setattr(cuda_ops, "skinny_max_rows", lambda: 32)
-    monkeypatch.setattr(cuda_ops, "rms_norm_fp8", rms_norm_fp8)
-
-
-def rms_norm_fp8(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor, *, residual: Tensor | None = None
-) -> Tensor:
-    normed = cuda_reference.rms_norm_reference(x, weight, eps, torch.empty_like(x), residual=residual)
-    return cuda_reference.quantize_rows_reference(normed, out, scale)
 
 
 def body(path: Path, *, scheme: str | None = None, kv_dtype: torch.dtype | None = None) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models import cuda_reference as reference
 from models import ops
-from models.cuda_ops import FP8_MAX, PagedKV
+from models.cuda_ops import FP8_MAX, PagedKV, Scales
 from models.forward import ForwardBatch, KVLayer
 from models.layers.cuda_linear import Fp8Linear
 from models.quant.gguf_expand import dequantize
@@ -31,6 +31,25 @@ def test_rms_norm() -> None:
     found = reference.rms_norm_reference(x, weight - 1, 1e-5, torch.empty(5, 96), residual=mine, offset=1.0)
     torch.testing.assert_close(found, ops.add_rms_norm(x, theirs, weight, 1e-5))
     torch.testing.assert_close(mine, theirs)
+
+
+def test_scales_of_a_product_are_as_if_they_had_been_applied() -> None:
+    scales = Scales(torch.rand(5), torch.rand(96))
+    x, residual, weight = torch.randn(5, 96), torch.randn(5, 96), torch.randn(96)
+    applied, mine, theirs = x * scales.rows[:, None] * scales.columns, residual.clone(), residual.clone()
+    found = reference.rms_norm_reference(x, weight, 1e-5, torch.empty(5, 96), residual=mine, scales=scales)
+    expected = reference.rms_norm_reference(applied, weight, 1e-5, torch.empty(5, 96), residual=theirs)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(mine, theirs)
+    found = reference.gated_activation_reference(x, torch.empty(5, 48), "silu", scales)
+    torch.testing.assert_close(found, reference.gated_activation_reference(applied, torch.empty(5, 48), "silu"))
+    caches = [PagedKV(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)) for _ in range(2)]
+    at, table = torch.arange(5, dtype=torch.int32), torch.randn(5, 16)
+    reference.rotary_and_cache_reference(x, 2, caches[0], table, at, at, scales=scales)
+    reference.rotary_and_cache_reference(applied, 2, caches[1], table, at, at)
+    torch.testing.assert_close(x, applied)
+    torch.testing.assert_close(caches[0].k, caches[1].k)
+    torch.testing.assert_close(caches[0].v, caches[1].v)
 
 
 @pytest.mark.parametrize("normed", [False, True])

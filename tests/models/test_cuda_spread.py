@@ -31,7 +31,17 @@ from trireme.mesh import Mesh
 CPU = torch.device("cpu")
 ROWS, STEPS, BLOCK = 3, 4, 4
 PATIENCE_S = 100  # a busy machine
-OPS = ("rms_norm", "rotary_and_cache", "decode_attention", "gated_activation", "gather_rows", "skinny_linear")
+OPS = (
+    *(
+        "rms_norm",
+        "rms_norm_fp8",
+        "rotary_and_cache",
+        "decode_attention",
+        "gated_activation",
+        "gather_rows",
+    ),
+    "skinny_linear",
+)
 
 
 class OnCpu(TorchFunctionMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from scripts.gpu_timeline import Kernel, draw, totals
+from scripts.gpu_timeline import Kernel, draw, layer, totals
 
 STEP = [
     Kernel("void rms_norm_kernel<bf16>", 0, 2),
@@ -20,6 +20,12 @@ def test_sums_are_by_kind_and_tell_what_is_idle() -> None:
     assert found["products"] == (10, 1)
     assert found["idle"] == (4, 0)  # 2 to 3 and 17 to 20; the kernels that overlap count once
     assert list(found) == ["attention", "products", "idle", "norm"]
+
+
+def test_a_layer_ends_where_the_next_begins() -> None:
+    assert [kernel.name for kernel in layer(STEP, 0)] == ["trireme::decode_kernel<a & b>"]
+    assert [kernel.start for kernel in layer(STEP, 2)] == [25]
+    assert layer(STEP, 9) == STEP  # there is no such layer
 
 
 def test_the_picture_shows_the_first_layers_and_the_whole_step() -> None:
