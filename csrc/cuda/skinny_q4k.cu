@@ -1,8 +1,10 @@
 // Products of few rows of x with a weight of GGUF's Q4_K blocks (ggml-common.h: 256 values in 144 bytes), bound by reading those.
 //
 // A warp owns 16 outputs, or a part of their super-blocks, which it reads one ahead. Nibbles become 16-bit fragments in registers:
-// scale * q - minimum, where scale and minimum of each run of 32 values are rounded to 16 bits, as are the results.
-#include "cuda/products.cuh"
+// scale * q - minimum, where scale and minimum of each run of 32 values are rounded to 16 bits, as are the results. The fewest rows
+// go to block_dots.cuh.
+#include "cuda/block_dots.cuh"
+#include "cuda/q4k.cuh"
 
 namespace trireme::cuda {
 namespace {
@@ -26,30 +28,6 @@ __device__ __forceinline__ Super load_super(const uint8_t* const (&rows)[2], int
     for (int j = 0; j < 2; ++j) super.nibbles[half][j] = load_stream(p + 16 + j * 64 + t * 16);
   }
   return super;
-}
-
-// Eight 6-bit scales and eight 6-bit minima as bytes, and the factors of both.
-struct Scales {
-  uint32_t scales[2], minima[2];
-  float d, dmin;
-};
-
-__device__ __forceinline__ Scales unpack_scales(uint4 head) {
-  const uint32_t a = head.y, b = head.z, c = head.w;
-  Scales s;
-  s.scales[0] = a & 0x3f3f3f3fu;
-  s.minima[0] = b & 0x3f3f3f3fu;
-  s.scales[1] = (c & 0x0f0f0f0fu) | (a >> 2 & 0x30303030u);
-  s.minima[1] = (c >> 4 & 0x0f0f0f0fu) | (b >> 2 & 0x30303030u);
-  const __half2 factors = *reinterpret_cast<const __half2*>(&head.x);
-  s.d = __low2float(factors);
-  s.dmin = __high2float(factors);
-  return s;
-}
-
-// Byte i of a word as float: put below the exponent of 2^23.
-__device__ __forceinline__ float byte_of(uint32_t word, int i) {
-  return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u | i)) - 8388608.0f;
 }
 
 // The low nibbles of bytes 0 and 2 as a pair of T: an exponent below which they are whole numbers, less its value.
@@ -206,7 +184,7 @@ __global__ void __launch_bounds__(kProductWarps * 32) expand_kernel(const uint8_
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int run = chunk * 2 + half;
-    const float scale = scales.d * byte_of(scales.scales[chunk / 2], run % 4), minimum = scales.dmin * byte_of(scales.minima[chunk / 2], run % 4);
+    const float scale = scales.d * float_of_byte(scales.scales[chunk / 2], run % 4), minimum = scales.dmin * float_of_byte(scales.minima[chunk / 2], run % 4);
     alignas(8) T values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[i] = from_float<T>(scale * static_cast<float>(word >> (8 * i + 4 * half) & 15u) - minimum);
@@ -226,6 +204,7 @@ void expand_q4_k(const void* blocks, void* out, int64_t count, Type type, Stream
 }
 
 void skinny_q4_k(const SkinnyArgs& args, Stream stream) {
+  if (args.ways == 0 && args.m <= kDotRows && dots_q4_k(args, stream)) return;
   with_half_type(args.type, [&](auto zero) {
     using T = decltype(zero);
     if (args.m <= 8) return run_q4_k<T, 1>(args, stream);

@@ -1,0 +1,278 @@
+// Products of 1 to 4 rows of x with a weight of blocks, bound by reading those: x is rounded to int8 by runs of 32 values, and
+// quantized values meet it in integer dot products as they lie.
+//
+// A weight is rows of super-blocks of 256 values, whose bytes 16 divides. A lane owns a super-block at a time, which its warp copied
+// to shared memory two turns before, the first ones while the kernels before still run. A turn of a warp is 32 super-blocks:
+// `lanes` neighbours of each of 32 / lanes rows. Each block rounds x for itself.
+//
+// x * scale differs from what it was rounded from by half a unit at most: |x' - x| <= max |x of the run| / 254, so an output errs by
+// sum over the runs of max |x| / 254 * sum |w|, besides the order of sums.
+#pragma once
+
+#include "cuda/products.cuh"
+
+namespace trireme::cuda {
+
+constexpr int kDotRows = 4;  // of x, at most
+constexpr int kSuperValues = 256, kRunValues = 32;
+constexpr int kTurns = 2;       // of a warp that lie or arrive in shared memory
+constexpr int kTurnsAhead = 2;  // after those that are asked into the L2 cache before there is an x
+// Of 256 values of x in shared memory: int8, 8 scales, 8 scaled sums, and 16 bytes by which neighbours begin in other banks.
+constexpr int kXScales = 256, kXSums = 288, kXBytes = 336;
+
+struct DotPlan {
+  int supers, log_lanes, steps, groups;  // of a row; lanes on a row; turns of a group of rows; groups
+  __host__ __device__ int lanes() const { return 1 << log_lanes; }
+  __host__ __device__ int rows() const { return 32 >> log_lanes; }
+};
+
+// Bytes between super-blocks in shared memory: an odd number of 16 bytes, so that 8 lanes read from all banks.
+template <class Block>
+constexpr int kSlotBytes = Block::kBytes / 16 % 2 == 1 ? Block::kBytes : Block::kBytes + 16;
+
+// A warp's turn: a step of a group of rows. The groups of a warp are `stride` apart.
+struct Turn {
+  int group, step;
+  __device__ __forceinline__ void advance(const DotPlan& plan, int stride) {
+    if (++step < plan.steps) return;
+    step = 0;
+    group += stride;
+  }
+};
+
+// 16 bytes to shared memory, or as many zeros; not waited for.
+__device__ __forceinline__ void copy_async(uint32_t to, const uint8_t* from, bool is_inside) {
+  const int size = is_inside ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+
+// Of a turn: its first super-block in the weight, the row after it that is the last, and how many super-blocks a row has left.
+template <class Block>
+struct Source {
+  const uint8_t* from;
+  int last, left;
+  __device__ __forceinline__ Source(const SkinnyArgs& args, const DotPlan& plan, Turn turn) {
+    const int row = turn.group * plan.rows(), index = turn.step << plan.log_lanes;
+    from = static_cast<const uint8_t*>(args.w) + (static_cast<int64_t>(row) * plan.supers + index) * Block::kBytes;
+    last = args.n - 1 - row;
+    left = plan.supers - index;
+  }
+};
+
+template <class Block>
+__device__ __forceinline__ void copy_turn(const SkinnyArgs& args, const DotPlan& plan, Turn turn, uint32_t to) {
+  constexpr int parts = Block::kBytes / 16;
+  const Source<Block> source(args, plan, turn);
+  const int64_t row_bytes = static_cast<int64_t>(plan.supers) * Block::kBytes;
+#pragma unroll
+  for (int i = 0; i < parts; ++i) {
+    const int at = i * 32 + threadIdx.x % 32, super = at / parts, part = at % parts;
+    const int row = min(super >> plan.log_lanes, source.last), place = super & (plan.lanes() - 1);
+    const uint8_t* from = source.from + row * row_bytes + place * Block::kBytes + part * 16;
+    copy_async(to + super * kSlotBytes<Block> + part * 16, from, place < source.left);
+  }
+}
+
+template <class Block>
+__device__ __forceinline__ void ask_for_turn(const SkinnyArgs& args, const DotPlan& plan, Turn turn) {
+  const Source<Block> source(args, plan, turn);
+  const int super = threadIdx.x % 32, row = min(super >> plan.log_lanes, source.last), place = super & (plan.lanes() - 1);
+  if (place >= source.left) return;
+  const uint8_t* from = source.from + (static_cast<int64_t>(row) * plan.supers + place) * Block::kBytes;
+#pragma unroll
+  for (int at = 0; at < Block::kBytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+}
+
+// The larger magnitude, NaN if either is.
+__device__ __forceinline__ float larger(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
+// 8 values of a run, of which 4 neighbouring lanes have a part each, as int8 with scale and sum; `to` are the 256 values of x.
+template <class T>
+__device__ __forceinline__ void round_run(const Pack<T>& values, uint8_t* to, int run) {
+  static_assert(Pack<T>::size == 8);
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) most = larger(most, fabsf(to_float(values.v[i])));
+  most = larger(most, __shfl_xor_sync(0xffffffffu, most, 1));
+  most = larger(most, __shfl_xor_sync(0xffffffffu, most, 2));
+  const float unit = most < 1e-30f ? 0.0f : most / 127.0f, inverse = most < 1e-30f ? 0.0f : 127.0f / most;
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t code = static_cast<uint32_t>(__float2int_rn(to_float(values.v[i]) * inverse)) & 255u;
+    words[i / 4] |= code << (i % 4 * 8);
+  }
+  int sum = __dp4a(static_cast<int>(words[0]), 0x01010101, __dp4a(static_cast<int>(words[1]), 0x01010101, 0));
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+  const int part = threadIdx.x % 4;
+  *reinterpret_cast<uint2*>(to + run * kRunValues + part * 8) = make_uint2(words[0], words[1]);
+  if (part == 0) {
+    reinterpret_cast<float*>(to + kXScales)[run] = unit;
+    reinterpret_cast<float*>(to + kXSums)[run] = unit * static_cast<float>(sum);
+  }
+}
+
+// All rows of x into shared memory, with zeros after their k values: `slots` times 256 for each.
+template <class T, int M>
+__device__ __forceinline__ void round_rows(const SkinnyArgs& args, int slots, uint8_t* to) {
+  constexpr int kAtOnce = 4, kPerPass = kProductWarps * 8;
+  const int runs = slots * (kSuperValues / kRunValues) * M;  // 8 divides it: warps stay whole
+  for (int first = threadIdx.x / 4; first < runs; first += kAtOnce * kPerPass) {
+    Pack<T> values[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int super = (first + i * kPerPass) / 8, run = (first + i * kPerPass) % 8, m = super / slots;
+      const int k = (super % slots) * kSuperValues + run * kRunValues + threadIdx.x % 4 * 8;
+      values[i] = {};
+      if (m < M && k < args.k) values[i] = load_pack(static_cast<const T*>(args.x) + m * args.x_stride + k);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = first + i * kPerPass;
+      if (at < runs) round_run(values[i], to + at / 8 * kXBytes, at % 8);
+    }
+  }
+}
+
+// A whole number up to 2^22 in magnitude as float: put below the exponent of 1.5 * 2^23.
+__device__ __forceinline__ float float_of(int x) { return __int_as_float(x + 0x4b400000) - 12582912.0f; }
+// Byte i of a word as float.
+__device__ __forceinline__ float float_of_byte(uint32_t word, int i) {
+  return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u | i)) - 8388608.0f;
+}
+__device__ __forceinline__ int byte_at(uint32_t word, int i) { return static_cast<int>(word >> (8 * i) & 255u); }
+
+// sum + dot of four unsigned bytes and four signed ones.
+__device__ __forceinline__ int dot_unsigned(uint32_t a, uint32_t b, int sum) {
+  int total;
+  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(total) : "r"(a), "r"(b), "r"(sum));
+  return total;
+}
+
+__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Block::add(total, block, x, x_stride): total[m] += the product of a super-block and 256 values of each row of x.
+template <class Block, class T, int M>
+__global__ void __launch_bounds__(kProductWarps * 32) dots_kernel(SkinnyArgs args, DotPlan plan) {
+  extern __shared__ uint4 shared[];
+  constexpr int turn_bytes = 32 * kSlotBytes<Block>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane & (plan.lanes() - 1);
+  uint8_t* ring = reinterpret_cast<uint8_t*>(shared) + warp * kTurns * turn_bytes;
+  uint8_t* x = reinterpret_cast<uint8_t*>(shared) + kProductWarps * kTurns * turn_bytes;
+  const uint32_t ring_address = static_cast<uint32_t>(__cvta_generic_to_shared(ring));
+  const int stride = gridDim.x * kProductWarps;
+  Turn now{static_cast<int>(blockIdx.x) + warp * static_cast<int>(gridDim.x), 0}, next = now;
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    if (next.group < plan.groups) copy_turn<Block>(args, plan, next, ring_address + i * turn_bytes);
+    commit_copies();
+    next.advance(plan, stride);
+  }
+  Turn later = next;
+#pragma unroll 1
+  for (int i = 0; i < kTurnsAhead && later.group < plan.groups; ++i, later.advance(plan, stride)) ask_for_turn<Block>(args, plan, later);
+  let_next_start();
+  wait_for_inputs();
+  const int slots = plan.steps << plan.log_lanes;
+  round_rows<T, M>(args, slots, x);
+  __syncthreads();
+  float total[M] = {};
+  for (int slot = 0; now.group < plan.groups; slot = slot + 1 == kTurns ? 0 : slot + 1) {
+    wait_for_copies<kTurns - 1>();
+    __syncwarp();
+    const int super = (now.step << plan.log_lanes) + place;
+    Block::template add<M>(total, ring + slot * turn_bytes + lane * kSlotBytes<Block>, x + super * kXBytes, slots * kXBytes);
+    __syncwarp();
+    if (next.group < plan.groups) copy_turn<Block>(args, plan, next, ring_address + slot * turn_bytes);
+    commit_copies();
+    next.advance(plan, stride);
+    if (now.step + 1 == plan.steps) {
+      const int row = now.group * plan.rows() + (lane >> plan.log_lanes);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        for (int other = plan.lanes() / 2; other > 0; other /= 2) total[m] += __shfl_xor_sync(0xffffffffu, total[m], other);
+        if (place == m && row < args.n) {
+          float found = total[m];
+          if (args.scale != nullptr) found *= args.scale[row * args.scale_step];
+          if (args.bias != nullptr) found += to_float(static_cast<const T*>(args.bias)[row]);
+          static_cast<T*>(args.out)[m * args.out_stride + row] = from_float<T>(found);
+        }
+        total[m] = 0.0f;
+      }
+    }
+    now.advance(plan, stride);
+  }
+}
+
+// What the current card has.
+struct Card {
+  int processors, shared_bytes;
+};
+inline Card current_card() {
+  int device = 0;
+  Card card{};
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&card.processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&card.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+  return card;
+}
+
+// The number of lanes on a row for which the last warp is done first; of several the greatest.
+inline DotPlan plan_dots(int n, int supers, int warps) {
+  DotPlan best{};
+  int64_t least = INT64_MAX;
+  for (int log_lanes = 5; log_lanes >= 2; --log_lanes) {
+    DotPlan plan{supers, log_lanes, 0, 0};
+    plan.steps = (supers + plan.lanes() - 1) / plan.lanes();
+    plan.groups = (n + plan.rows() - 1) / plan.rows();
+    const int64_t turns = static_cast<int64_t>((plan.groups + warps - 1) / warps) * plan.steps;
+    if (turns >= least) continue;
+    least = turns;
+    best = plan;
+  }
+  return best;
+}
+
+template <class Block, class T, int M>
+bool launch_dots(const SkinnyArgs& args, const Card& card, Stream stream) {
+  const DotPlan plan = plan_dots(args.n, (args.k + kSuperValues - 1) / kSuperValues, card.processors * kProductWarps);
+  const int slots = plan.steps << plan.log_lanes;
+  const size_t shared = static_cast<size_t>(kProductWarps) * kTurns * 32 * kSlotBytes<Block> + static_cast<size_t>(M) * slots * kXBytes;
+  if (shared > static_cast<size_t>(card.shared_bytes)) return false;
+  const auto kernel = dots_kernel<Block, T, M>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "shared memory of block dots");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), "carveout of block dots");
+  launch(kernel, dim3(min(card.processors, plan.groups)), dim3(kProductWarps * 32), shared, stream, args, plan);
+  return true;
+}
+
+// Launches the product of up to kDotRows rows; false, and nothing launched, where x is too long for the card's shared memory.
+template <class Block>
+bool run_dots(const SkinnyArgs& args, Stream stream) {
+  const Card card = current_card();
+  bool is_done = false;
+  with_half_type(args.type, [&](auto zero) {
+    using T = decltype(zero);
+    switch (args.m) {
+      case 1: is_done = launch_dots<Block, T, 1>(args, card, stream); return;
+      case 2: is_done = launch_dots<Block, T, 2>(args, card, stream); return;
+      case 3: is_done = launch_dots<Block, T, 3>(args, card, stream); return;
+      case 4: is_done = launch_dots<Block, T, 4>(args, card, stream); return;
+      default: return;
+    }
+  });
+  return is_done;
+}
+
+// The kernels behind skinny_q4_k for up to kDotRows rows.
+bool dots_q4_k(const SkinnyArgs& args, Stream stream);
+
+}  // namespace trireme::cuda
