@@ -22,6 +22,7 @@ TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 DENSE, FP8, Q4_K = 0, 1, 2  # what the weights of skinny_linear are made of
 Q4_K_VALUES, Q4_K_BYTES = 256, 144  # of one super-block
+Q4_K_INT8_ROWS = 4
 FP8_MAX = 448.0
 JOB = np.dtype(
     [
@@ -291,7 +292,8 @@ def skinny_linear(
 
     `weight` is [N, K] of x's type or of float8 (64 divides K), or uint8 [N, K / 256 * 144]: rows of GGUF's Q4_K super-blocks.
     scale [N] or [1] float32 multiplies the outputs. `ways` says how many warps share a row of blocks (1, 2, 4, 8; 0: chosen); it
-    changes the order of sums.
+    changes the order of sums. Where it is 0, up to Q4_K_INT8_ROWS rows meet Q4_K as int8 with a scale for each run of 32 values:
+    each x moves by its run's largest / 254 at most, an output by the sum of that times |w|.
     """
     kind = {torch.uint8: Q4_K, torch.float8_e4m3fn: FP8}.get(weight.dtype, DENSE)
     load().skinny_linear(

@@ -176,12 +176,21 @@ def skinny_linear_reference(
     scale: Tensor | None = None,
     ways: int = 0,
 ) -> Tensor:
-    """In float64; `ways` changes nothing here."""
+    """In float64, and x as it is; `ways` changes nothing here."""
     dense = q4_k_values(weight) if weight.dtype == torch.uint8 else weight
     found = x.double() @ dense.to(torch.float64).T
     if scale is not None:
         found *= scale
     return out.copy_(found if bias is None else found + bias)
+
+
+def int8_runs(x: Tensor) -> Tensor:
+    """x [M, K] as the few rows are that meet GGUF's blocks: int8 with a scale for each run of 32, the largest magnitude / 127.
+    No value moves by more than its run's largest / 254."""
+    runs = x.float().unflatten(1, (-1, 32))
+    most = runs.abs().amax(-1, keepdim=True)
+    codes = (runs * torch.where(most < 1e-30, 0.0, 127.0 / most)).round()
+    return (codes * torch.where(most < 1e-30, 0.0, most / torch.full_like(most, 127.0))).flatten(1)
 
 
 def q4_k_values(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

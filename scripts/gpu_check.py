@@ -301,6 +301,9 @@ def choose_splits(rows: int, context: int) -> int:
     return max(1, min(int(wanted), context // 64, 32))
 
 
+ROWS_OF = {"linear fp8": (1, 8, 16, 32, 128), "linear q4_k": (1, 2, 4, 5, 8, 16, 32)}
+
+
 def product_cases() -> Iterator[Case]:
     """Products of few rows with bfloat16, float8 and Q4_K weights; the rival is cuBLAS in bfloat16."""
     import torch
@@ -334,7 +337,7 @@ def product_cases() -> Iterator[Case]:
     }
     for n, k in ((WIDTH_QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN), (VOCAB, HIDDEN)):
         for name, (size, make) in kinds.items():
-            for rows in (1, 8, 16, 32, *((128,) if name == "linear fp8" else ())):
+            for rows in ROWS_OF.get(name, (1, 8, 16, 32)):
                 arguments = (rows, n, k)
                 yield Case(
                     name,

@@ -160,10 +160,44 @@ def random_q4_k(n: int, k: int) -> Tensor:
 @pytest.mark.parametrize(("n", "k"), [(16, 256), (100, 512), (4096, 4096), (33, 14336), (1, 2304)])
 def test_skinny_linear_of_q4_k(dtype: torch.dtype, n: int, k: int) -> None:
     weight, bias = random_q4_k(n, k), random(n, dtype=dtype)
-    for rows in (1, 3, 8, 9, 16, 17, 32):
+    for rows in (5, 8, 9, 16, 17, 32):
         x = random(rows, k + 64, dtype=dtype)[:, :k]
         out = ops.skinny_linear(x, weight, poisoned(rows, n, dtype=dtype), bias)
         assert error(out, exact_product(x, weight, bias)) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [(1, 256), (7, 768), (100, 512), (33, 1024), (201, 2304), (512, 14336), (4096, 4096), (28673, 4096), (4099, 14336)],
+)
+def test_few_rows_meet_q4_k_as_int8(dtype: torch.dtype, n: int, k: int) -> None:
+    """As exact as the sums are for x so rounded, and within the bound of that for x itself."""
+    weight, bias, scale = random_q4_k(n, k), random(n, dtype=dtype), torch.rand(n, device="cuda") + 0.5
+    values = reference.q4_k_values(weight).double().abs()
+    for rows in range(1, ops.Q4_K_INT8_ROWS + 1):
+        x = random(rows, k + 64, dtype=dtype)[:, :k]
+        x[0, :256], x[-1, 40] = 0, 300
+        out = ops.skinny_linear(x, weight, poisoned(rows, n, dtype=dtype), bias, scale=scale)
+        rounded = exact_product(reference.int8_runs(x).double(), weight, bias, scale)
+        assert error(out, rounded) < ERROR[dtype] / 2
+        most = x.double().unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1) / 254
+        bound = most @ values.T * scale
+        exact = exact_product(x, weight, bias, scale)
+        assert bool(((out - exact).abs() <= bound * 1.001 + exact.abs() * ERROR[dtype]).all())
+        for row in range(rows):  # the order of sums is one for any number of rows
+            alone = ops.skinny_linear(x[row : row + 1], weight, poisoned(1, n, dtype=dtype), bias, scale=scale)
+            assert torch.equal(alone[0], out[row])
+
+
+def test_what_is_not_finite_stays_so_in_int8() -> None:
+    weight = random_q4_k(40, 1024)
+    for bad in (math.nan, math.inf, -math.inf):
+        x = random(2, 1024, dtype=torch.bfloat16)
+        x[1, 700] = bad
+        out = ops.skinny_linear(x, weight, poisoned(2, 40, dtype=torch.bfloat16))
+        assert out[0].isfinite().all()
+        assert out[1].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", ALL)

@@ -161,6 +161,21 @@ def test_q4_k_values_are_those_of_the_loader() -> None:
     )
 
 
+def test_int8_runs() -> None:
+    x = torch.randn(3, 96)
+    x[0, :32], x[1, 32:64], x[2, 64] = 0.0, 1e-35, 100.0
+    found = reference.int8_runs(x)
+    most = x.unflatten(1, (3, 32)).abs().amax(-1)
+    assert (found[0, :32] == 0).all()
+    assert (found[1, 32:64] == 0).all()
+    assert bool(((found - x).abs().unflatten(1, (3, 32)) <= most[..., None] / 254 * 1.0001 + 1e-34).all())
+    torch.testing.assert_close(found.unflatten(1, (3, 32)).abs().amax(-1), most, rtol=1e-6, atol=1e-34)
+    assert found.isfinite().all()
+    x[0, 3] = float("nan")
+    assert reference.int8_runs(x)[0, :32].isnan().all()
+    assert torch.equal(reference.int8_runs(found)[1:], found[1:])
+
+
 def test_quantize_rows() -> None:
     x = torch.randn(4, 64) * torch.tensor([[1e-3], [1.0], [1e3], [0.0]])
     scale = torch.empty(4)
