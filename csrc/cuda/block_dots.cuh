@@ -62,25 +62,48 @@ struct Source {
   }
 };
 
+// Where a lane's 16-byte parts of a turn lie from its first super-block on.
 template <class Block>
-__device__ __forceinline__ void copy_turn(const SkinnyArgs& args, const DotPlan& plan, Turn turn, uint32_t to) {
-  constexpr int parts = Block::kBytes / 16;
-  const Source<Block> source(args, plan, turn);
-  const int64_t row_bytes = static_cast<int64_t>(plan.supers) * Block::kBytes;
+struct Parts {
+  static constexpr int kCount = Block::kBytes / 16;
+  int offset[kCount];
+  __device__ __forceinline__ explicit Parts(const DotPlan& plan) {
 #pragma unroll
-  for (int i = 0; i < parts; ++i) {
-    const int at = i * 32 + threadIdx.x % 32, super = at / parts, part = at % parts;
-    const int row = min(super >> plan.log_lanes, source.last), place = super & (plan.lanes() - 1);
-    const uint8_t* from = source.from + row * row_bytes + place * Block::kBytes + part * 16;
-    copy_async(to + super * kSlotBytes<Block> + part * 16, from, place < source.left);
+    for (int i = 0; i < kCount; ++i) {
+      const int super = super_of(i), row = super >> plan.log_lanes, place = super & (plan.lanes() - 1);
+      offset[i] = (row * plan.supers + place) * Block::kBytes + at_of(i) % kCount * 16;
+    }
+  }
+  static __device__ __forceinline__ int at_of(int i) { return i * 32 + threadIdx.x % 32; }
+  static __device__ __forceinline__ int super_of(int i) { return at_of(i) / kCount; }
+  static __device__ __forceinline__ int place_of(int i) {  // in shared memory
+    if constexpr (kSlotBytes<Block> == Block::kBytes) return at_of(i) * 16;
+    return at_of(i) * 16 + super_of(i) * 16;
+  }
+};
+
+// What is past the end of a row or of the rows becomes zero.
+template <class Block>
+__device__ __forceinline__ void copy_turn(const SkinnyArgs& args, const DotPlan& plan, Turn turn, const Parts<Block>& parts, uint32_t to) {
+  const Source<Block> source(args, plan, turn);
+  if (source.last >= plan.rows() - 1 && source.left >= plan.lanes()) {
+#pragma unroll
+    for (int i = 0; i < Parts<Block>::kCount; ++i) copy_async(to + parts.place_of(i), source.from + parts.offset[i], true);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < Parts<Block>::kCount; ++i) {
+    const int super = parts.super_of(i);
+    const bool is_inside = super >> plan.log_lanes <= source.last && (super & (plan.lanes() - 1)) < source.left;
+    copy_async(to + parts.place_of(i), is_inside ? source.from + parts.offset[i] : source.from, is_inside);
   }
 }
 
 template <class Block>
 __device__ __forceinline__ void ask_for_turn(const SkinnyArgs& args, const DotPlan& plan, Turn turn) {
   const Source<Block> source(args, plan, turn);
-  const int super = threadIdx.x % 32, row = min(super >> plan.log_lanes, source.last), place = super & (plan.lanes() - 1);
-  if (place >= source.left) return;
+  const int super = threadIdx.x % 32, row = super >> plan.log_lanes, place = super & (plan.lanes() - 1);
+  if (row > source.last || place >= source.left) return;
   const uint8_t* from = source.from + (static_cast<int64_t>(row) * plan.supers + place) * Block::kBytes;
 #pragma unroll
   for (int at = 0; at < Block::kBytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
@@ -102,12 +125,15 @@ __device__ __forceinline__ void round_run(const Pack<T>& values, uint8_t* to, in
   for (int i = 0; i < 8; ++i) most = larger(most, fabsf(to_float(values.v[i])));
   most = larger(most, __shfl_xor_sync(0xffffffffu, most, 1));
   most = larger(most, __shfl_xor_sync(0xffffffffu, most, 2));
-  const float unit = most < 1e-30f ? 0.0f : most / 127.0f, inverse = most < 1e-30f ? 0.0f : 127.0f / most;
-  uint32_t words[2] = {};
+  const bool is_zero = most < 1e-30f;
+  const float unit = is_zero ? 0.0f : most * (1.0f / 127.0f), inverse = is_zero ? 0.0f : 127.0f * __frcp_rn(most);
+  uint32_t words[2];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t code = static_cast<uint32_t>(__float2int_rn(to_float(values.v[i]) * inverse)) & 255u;
-    words[i / 4] |= code << (i % 4 * 8);
+  for (int i = 0; i < 2; ++i) {
+    uint32_t codes[4];  // in the lowest bytes: added to 1.5 * 2^23, which rounds
+#pragma unroll
+    for (int j = 0; j < 4; ++j) codes[j] = __float_as_uint(fmaf(to_float(values.v[i * 4 + j]), inverse, 12582912.0f));
+    words[i] = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
   }
   int sum = __dp4a(static_cast<int>(words[0]), 0x01010101, __dp4a(static_cast<int>(words[1]), 0x01010101, 0));
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -129,8 +155,14 @@ __device__ __forceinline__ void round_rows(const SkinnyArgs& args, int slots, ui
     Pack<T> values[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int super = (first + i * kPerPass) / 8, run = (first + i * kPerPass) % 8, m = super / slots;
-      const int k = (super % slots) * kSuperValues + run * kRunValues + threadIdx.x % 4 * 8;
+      int super = (first + i * kPerPass) / 8, m = 0;
+#pragma unroll
+      for (int other = 1; other <= M; ++other) {
+        if (super < slots) break;
+        super -= slots;
+        m = other;
+      }
+      const int k = super * kSuperValues + (first + i * kPerPass) % 8 * kRunValues + threadIdx.x % 4 * 8;
       values[i] = {};
       if (m < M && k < args.k) values[i] = load_pack(static_cast<const T*>(args.x) + m * args.x_stride + k);
     }
@@ -169,10 +201,11 @@ __global__ void __launch_bounds__(kProductWarps * 32) dots_kernel(SkinnyArgs arg
   uint8_t* x = reinterpret_cast<uint8_t*>(shared) + kProductWarps * kTurns * turn_bytes;
   const uint32_t ring_address = static_cast<uint32_t>(__cvta_generic_to_shared(ring));
   const int stride = gridDim.x * kProductWarps;
+  const Parts<Block> parts(plan);
   Turn now{static_cast<int>(blockIdx.x) + warp * static_cast<int>(gridDim.x), 0}, next = now;
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
-    if (next.group < plan.groups) copy_turn<Block>(args, plan, next, ring_address + i * turn_bytes);
+    if (next.group < plan.groups) copy_turn<Block>(args, plan, next, parts, ring_address + i * turn_bytes);
     commit_copies();
     next.advance(plan, stride);
   }
@@ -191,7 +224,7 @@ __global__ void __launch_bounds__(kProductWarps * 32) dots_kernel(SkinnyArgs arg
     const int super = (now.step << plan.log_lanes) + place;
     Block::template add<M>(total, ring + slot * turn_bytes + lane * kSlotBytes<Block>, x + super * kXBytes, slots * kXBytes);
     __syncwarp();
-    if (next.group < plan.groups) copy_turn<Block>(args, plan, next, ring_address + slot * turn_bytes);
+    if (next.group < plan.groups) copy_turn<Block>(args, plan, next, parts, ring_address + slot * turn_bytes);
     commit_copies();
     next.advance(plan, stride);
     if (now.step + 1 == plan.steps) {
