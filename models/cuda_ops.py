@@ -241,6 +241,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     splits: int = 1,
     scratch: Tensor | None = None,
+    variant: int = 0,
 ) -> Tensor:
     """Attention of row r's one query over the first context_len[r] tokens of its blocks. q [R, >= Hq * D], out [R, Hq * D].
 
@@ -266,6 +267,7 @@ def decode_attention(
         kv.native,
         splits,
         _address(scratch),
+        variant,
         _stream(),
     )
     return out

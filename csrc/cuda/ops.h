@@ -102,7 +102,8 @@ struct DecodeArgs {
   const float* sinks;  // [Hq] or null
   PagedCache cache;
   int splits;         // parts of one context that run side by side
-  float* partial;     // splits > 1: [R, Hq, splits, D + 2]
+  float* partial;     // splits > 1: [R, Hq, splits, D + 4]
+  int variant;        // 0; else bits that decode.cu names
 };
 void decode_attention(const DecodeArgs& args, Stream stream);
 int64_t decode_scratch_floats(int rows, int q_heads, int dim, int splits);
