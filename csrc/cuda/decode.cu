@@ -16,7 +16,7 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kStages = 3;
 constexpr int kHeads = 8;     // query heads of a tile
-constexpr int kRun = 16;      // tokens that lie in a row where blocks hold whole runs of them
+constexpr int kRun = 16;      // tokens that lie in a row where the block size is a power of two from here on
 constexpr int kShort = 512;   // tokens; up to here one warp may do for a head
 constexpr int kCluster = 8;   // blocks of a cluster at most
 constexpr float kLog2e = 1.4426950408889634f;
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint32_t rounded_pair<bf16>(float low, float high) {
 // What a launch has chosen beside its arguments.
 struct Plan {
   int log_joint;   // a block takes 1 << log_joint neighbouring heads of a row whose context is short
-  int block_shift; // log2 of the cache's block size; negative: no power of two
+  int run_shift;   // log2 of the cache's block size where blocks hold whole runs; else negative
   bool is_cluster; // the parts of a context are a cluster
   bool is_early;   // what the kernel before does not write is fetched while it ends
 };
@@ -113,12 +113,12 @@ struct Part {
 };
 
 // Four dims of `count` records, in their order.
-template <int D, class At>
+template <int D, int Unroll, class At>
 __device__ __forceinline__ Part fold(int count, int dim, At at) {
   Part part;
-#pragma unroll 4
+#pragma unroll Unroll
   for (int i = 0; i < count; ++i) part.top = fmaxf(part.top, at(i)[D]);
-#pragma unroll 4
+#pragma unroll Unroll
   for (int i = 0; i < count; ++i) {
     const float* record = at(i);
     const float factor = record[D] == -INFINITY ? 0.0f : power_of_2(record[D] - part.top);
@@ -166,25 +166,22 @@ struct Reader {
   const int32_t* table;
   const char *keys, *values;  // of the head in block 0
   int64_t block_bytes;
-  int context, block_size, block_shift;
-  bool has_runs;
+  int context, block_size, run_shift;
   int32_t blocks[runs];
 
   __device__ __forceinline__ Reader(const DecodeArgs& args, const Plan& plan, int row, int kv_head, int context)
       : table(args.block_table + static_cast<int64_t>(row) * args.table_stride), context(context), block_size(args.cache.block_size),
-        block_shift(plan.block_shift), has_runs(args.cache.block_size % kRun == 0) {
+        run_shift(plan.run_shift) {
     const int64_t head_bytes = static_cast<int64_t>(block_size) * token_bytes;
     block_bytes = head_bytes * args.cache.heads;
     keys = static_cast<const char*>(args.cache.k) + kv_head * head_bytes;
     values = static_cast<const char*>(args.cache.v) + kv_head * head_bytes;
   }
 
-  __device__ __forceinline__ int block_of(int position) const { return block_shift >= 0 ? position >> block_shift : position / block_size; }
-
   __device__ __forceinline__ void find(int piece) {
-    if (!has_runs) return;
+    if (run_shift < 0) return;
 #pragma unroll
-    for (int r = 0; r < runs; ++r) blocks[r] = table[block_of(min(piece * Tokens + r * kRun, context - 1))];
+    for (int r = 0; r < runs; ++r) blocks[r] = table[min(piece * Tokens + r * kRun, context - 1) >> run_shift];
   }
 
   template <bool IsWhole>
@@ -193,7 +190,7 @@ struct Reader {
 #pragma unroll
     for (int r = 0; r < runs; ++r) {
       const int start = piece * Tokens + r * kRun;
-      const int64_t place = blocks[r] * block_bytes + (start - block_of(start) * block_size) * token_bytes + lane * 16;
+      const int64_t place = blocks[r] * block_bytes + (start & (block_size - 1)) * token_bytes + lane * 16;
 #pragma unroll
       for (int i = 0; i < L::copies; ++i) {
         const bool is_valid = start + (lane + 32 * i) / L::chunks < context;
@@ -209,7 +206,7 @@ struct Reader {
 #pragma unroll 1
     for (int i = 0; i < runs * L::copies; ++i) {
       const int index = threadIdx.x % 32 + 32 * i, token = index / L::chunks, chunk = index % L::chunks, position = piece * Tokens + token;
-      const int near = min(position, context - 1), block = block_of(near);
+      const int near = min(position, context - 1), block = near / block_size;
       const int64_t place = table[block] * block_bytes + (near - block * block_size) * token_bytes + chunk * 16;
       const uint32_t to = stage + token * L::row_bytes + (chunk ^ (token & 7)) * 16;
       copy_async<false>(to, keys + place, position < context);
@@ -218,7 +215,7 @@ struct Reader {
   }
 
   __device__ __forceinline__ void fetch(int piece, uint32_t stage) const {
-    if (!has_runs) {
+    if (run_shift < 0) {
       fetch_tokens(piece, stage);
     } else if ((piece + 1) * Tokens <= context) {
       fetch_runs<true>(piece, stage);
@@ -235,6 +232,7 @@ struct Tiles {
   using Element = C;
   using L = Layout<C, D, Tokens>;
   static constexpr int steps = 1;  // of one ldmatrix
+  static constexpr bool has_neighbours = true;  // among the query's dims, in a pair
 
   static __device__ __forceinline__ float unit() { return 1.0f; }
   static __device__ __forceinline__ int query_dim(int step, int i, int t, int which) { return step * 16 + i * 8 + t * 2 + which; }
@@ -262,6 +260,7 @@ struct Tiles<fp8, D, Tokens, Bits> {
 #else
   static constexpr bool converts = false;
 #endif
+  static constexpr bool has_neighbours = converts;
 
   static __device__ __forceinline__ float unit() { return converts ? 1.0f : kFp8Unit<f16>; }
   static __device__ __forceinline__ int query_dim(int step, int i, int t, int which) {
@@ -444,10 +443,19 @@ __device__ __forceinline__ void attend_piece(const Scores& how, const uint32_t (
   }
 }
 
+template <class T>
+struct alignas(2 * sizeof(T)) Neighbours {
+  T v[2];
+};
+
 // A pair of one head's query values, as the tiles take them.
 template <class F, class T, class C>
 __device__ __forceinline__ uint32_t query_pair(const T* query, int step, int i, int t) {
   if constexpr (sizeof(C) == sizeof(T)) return *reinterpret_cast<const uint32_t*>(query + F::query_dim(step, i, t, 0));
+  if constexpr (F::has_neighbours) {
+    const Neighbours<T> pair = *reinterpret_cast<const Neighbours<T>*>(query + F::query_dim(step, i, t, 0));
+    return rounded_pair<typename F::Element>(to_float(pair.v[0]), to_float(pair.v[1]));
+  }
   return rounded_pair<typename F::Element>(to_float(query[F::query_dim(step, i, t, 0)]), to_float(query[F::query_dim(step, i, t, 1)]));
 }
 
@@ -472,24 +480,21 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
   const uint32_t stages = shared_address(own);
   // Only the last piece has what the kernel before us writes, the newest token.
   const int num_early = plan.is_early ? (context - 1) / Tokens : 0;
-  int ahead = span.first + turn;
 #pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i) {
-    const int piece = ahead + i * ways;
-    if (piece >= min(span.last, num_early)) break;
-    reader.find(piece);
-    reader.fetch(piece, stages + i * L::stage_bytes);
-  }
-  wait_for_inputs();
-  let_next_start();
-#pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i, ahead += ways) {
-    if (ahead >= num_early && ahead < span.last) {
-      reader.find(ahead);
-      reader.fetch(ahead, stages + i * L::stage_bytes);
+  for (int i = 0; i < 2 * (kStages - 1); ++i) {
+    const bool is_late = i >= kStages - 1;
+    const int to = is_late ? i - (kStages - 1) : i, piece = span.first + turn + to * ways;
+    if (i == kStages - 1) {
+      wait_for_inputs();
+      let_next_start();
     }
-    commit();  // the first one has all that was fetched early
+    if (piece < span.last && (piece >= num_early) == is_late) {
+      reader.find(piece);
+      reader.fetch(piece, stages + to * L::stage_bytes);
+    }
+    if (is_late) commit();  // the first one has all that was fetched early
   }
+  int ahead = span.first + turn + (kStages - 1) * ways;
   if (ahead < span.last) reader.find(ahead);
 
   uint32_t q[NT][D / 16][2];
@@ -561,7 +566,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
   float* block_result = reinterpret_cast<float*>(shared + L::bytes) - most * record_floats;  // behind the last warp's
   for (int i = turn * 32 + lane; i < items; i += ways * 32) {
     const int head = i / (D / 4), dim = i % (D / 4) * 4, q_head = first_head + head;
-    const Part part = fold<D>(ways, dim, [&](int w) {
+    const Part part = fold<D, kWarps>(ways, dim, [&](int w) {
       return reinterpret_cast<const float*>(first_of_unit + w * L::warp_bytes) + head * record_floats;
     });
     if (args.splits == 1) {
@@ -578,7 +583,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
     cluster.sync();
     for (int i = threadIdx.x * args.splits + split; i < items; i += kWarps * 32 * args.splits) {
       const int head = i / (D / 4), dim = i % (D / 4) * 4;
-      const Part part = fold<D>(args.splits, dim, [&](int rank) {
+      const Part part = fold<D, kCluster>(args.splits, dim, [&](int rank) {
         return static_cast<const float*>(cluster.map_shared_rank(block_result + head * record_floats, rank));
       });
       store_output<T, D>(args, row, first_head + head, dim, part);
@@ -595,7 +600,7 @@ __global__ void fold_kernel(DecodeArgs args) {
   let_next_start();
   const float* records = args.partial + (static_cast<int64_t>(row) * args.q_heads + head) * args.splits * kRecord<D>;
   const int dim = threadIdx.x * 4;
-  store_output<T, D>(args, row, head, dim, fold<D>(args.splits, dim, [&](int i) { return records + i * kRecord<D>; }));
+  store_output<T, D>(args, row, head, dim, fold<D, 16>(args.splits, dim, [&](int i) { return records + i * kRecord<D>; }));
 }
 
 // Bits of DecodeArgs::variant, for comparisons.
@@ -643,7 +648,7 @@ void run_tiles(const DecodeArgs& args, Stream stream) {
     while (plan.log_joint < 2 && units % (2 << plan.log_joint) == 0 && args.rows * units >> plan.log_joint >= kManyBlocks) ++plan.log_joint;
   }
   for (int shift = 0; shift < 31; ++shift) {
-    if (args.cache.block_size == 1 << shift) plan.block_shift = shift;
+    if (args.cache.block_size == 1 << shift && args.cache.block_size >= kRun) plan.run_shift = shift;
   }
   launch_parts(kernel, dim3(units, args.rows, args.splits), shared, stream, args, plan);
   if (args.splits > 1 && !plan.is_cluster) launch(fold_kernel<T, D>, dim3(args.rows, args.q_heads), dim3(D / 4), 0, stream, args);
