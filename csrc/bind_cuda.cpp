@@ -23,6 +23,7 @@ Scales scales_at(const Addresses& pair) { return {floats(pair.first), floats(pai
 }  // namespace
 
 void bind_peers(py::module_& m);
+void bind_grouped(py::module_& m);
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "Native CUDA kernels of Trireme.";
@@ -96,4 +97,5 @@ PYBIND11_MODULE(_cuda, m) {
                  ints(positions), reinterpret_cast<int32_t*>(tokens)}, at(stream));
   });
   bind_peers(m);
+  bind_grouped(m);
 }

@@ -330,6 +330,48 @@ def expand_q4_k(blocks: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+def skinny_w4(x: Tensor, codes: Tensor, groups: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """out [M, N] = x [M, K] W^T + bias for M up to skinny_max_rows(), W of 4-bit codes: uint8 [N, K / 2] in the order that
+    models.cuda_rounding.w4_layout gives them; groups [K / 32, 64 or 128, N] int32 are a float16 scale and a zero in 16 bits each.
+    128 divides K."""
+    return _grouped(load().skinny_w4, x, codes, groups, out, bias, codes.shape[1] * 2)
+
+
+def expand_w4(codes: Tensor, groups: Tensor, out: Tensor) -> Tensor:
+    """The values of such a weight: out [N, K] of 16 bits, contiguous; columns of `groups` may be those of a larger one."""
+    return _grouped(load().expand_w4, None, codes, groups, out, None, codes.shape[1] * 2)
+
+
+def skinny_fp8_blocks(x: Tensor, weight: Tensor, groups: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """out [M, N] = x [M, K] W^T + bias for M up to skinny_max_rows(), weight [N, K] float8 times groups [K / 128, N] float32."""
+    return _grouped(load().skinny_fp8_blocks, x, weight, groups, out, bias, weight.shape[1])
+
+
+def expand_fp8_blocks(weight: Tensor, groups: Tensor, out: Tensor) -> Tensor:
+    """The values of such a weight, as expand_w4 gives them."""
+    return _grouped(load().expand_fp8_blocks, None, weight, groups, out, None, weight.shape[1])
+
+
+def _grouped(op: Any, x: Tensor | None, w: Tensor, groups: Tensor, out: Tensor, bias: Tensor | None, k: int) -> Tensor:
+    op(
+        _address(x),
+        0 if x is None else x.stride(0),
+        w.data_ptr(),
+        groups.data_ptr(),
+        groups.stride(0),
+        k // groups.shape[0],
+        out.data_ptr(),
+        out.stride(0),
+        _address(bias),
+        0 if x is None else x.shape[0],
+        w.shape[0],
+        k,
+        TYPE_CODES[out.dtype],
+        _stream(),
+    )
+    return out
+
+
 def gated_activation(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None) -> Tensor:
     """act(gate) * up, where gate_up [T, 2 F] holds the gate columns, then the up columns; `gate` is a key of GATES. `scales` are
     those of gate_up."""

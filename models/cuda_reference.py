@@ -211,6 +211,49 @@ def expand_q4_k_reference(blocks: Tensor, out: Tensor) -> Tensor:
     return out.copy_(q4_k_values(blocks))
 
 
+def w4_values(codes: Tensor, groups: Tensor) -> Tensor:
+    """Weights of 4-bit codes, uint8 [N, K / 2], groups [K / group, N] int32, as float32 [N, K]. Layout: csrc/cuda/grouped.h."""
+    n, k = codes.shape[0], codes.shape[1] * 2
+    words = codes.view(n, k // 128, 4, 4, 4)  # [outputs, turns, lanes, words of a lane, bytes]
+    in_turn = words.transpose(2, 3).reshape(n, k // 8, 4)
+    places = torch.stack((in_turn & 15, in_turn >> 4), -1).view(
+        n, k // 8, 2, 4
+    )  # the even inputs of 8, then the odd ones
+    steps = places.transpose(2, 3).reshape(n, groups.shape[0], -1).float()
+    scale = groups.T.contiguous().view(torch.float16).view(n, -1, 2)[..., :1].float()
+    zero = (groups.T >> 16).unsqueeze(-1)
+    return ((steps - zero) * scale).view(n, k)
+
+
+def skinny_w4_reference(x: Tensor, codes: Tensor, groups: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """In float64."""
+    found = x.double() @ w4_values(codes, groups).double().T
+    return out.copy_(found if bias is None else found + bias)
+
+
+def expand_w4_reference(codes: Tensor, groups: Tensor, out: Tensor) -> Tensor:
+    """In float32, rounded once."""
+    return out.copy_(w4_values(codes, groups))
+
+
+def fp8_blocks_values(weight: Tensor, groups: Tensor) -> Tensor:
+    """float8 [N, K] times groups [K / 128, N], float32."""
+    return weight.float() * groups.T.repeat_interleave(128, 1)
+
+
+def skinny_fp8_blocks_reference(
+    x: Tensor, weight: Tensor, groups: Tensor, out: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """In float64."""
+    found = x.double() @ (weight.double() * groups.double().T.repeat_interleave(128, 1)).T
+    return out.copy_(found if bias is None else found + bias)
+
+
+def expand_fp8_blocks_reference(weight: Tensor, groups: Tensor, out: Tensor) -> Tensor:
+    """In float32, rounded once."""
+    return out.copy_(fp8_blocks_values(weight, groups))
+
+
 def gather_rows_reference(
     table: Tensor, ids: Tensor, out: Tensor, *, first: int = 0, count: int | None = None, scale: float = 1.0
 ) -> Tensor:

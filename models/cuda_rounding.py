@@ -13,6 +13,7 @@ from torch import Tensor
 from models.cuda_ops import FP8_MAX, Q4_K_BYTES, Q4_K_VALUES
 
 _AT_ONCE = 1 << 25  # values, which take some times four bytes
+FP8_GROUP = 128  # inputs that share a scale, in blocks of float8
 _RUN = 32  # values of a super-block that share scale and minimum
 
 
@@ -73,3 +74,50 @@ def _packed(scales: Tensor, minima: Tensor) -> Tensor:
     second = m[:, :4] | (m[:, 4:] >> 4) << 6
     third = (s[:, 4:] & 15) | (m[:, 4:] & 15) << 4
     return torch.cat((first, second, third), 1)
+
+
+# ---------------------------------------------------------------- weights with grouped scales
+
+HEAD = 4  # bytes of a block of models/quant/grouped before its codes
+
+
+def w4_layout(raw: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Rows of W4 blocks (models/quant/grouped), uint8 [n, row bytes], as (codes uint8 [n, k / 2] in the order of the kernels,
+    csrc/cuda/grouped.h, groups int32 [n, k / size]). 128 divides k."""
+    n = raw.shape[0]
+    blocks = raw.view(n, -1, HEAD + size // 2)
+    groups = blocks[:, :, :HEAD].contiguous().view(torch.int32).view(n, -1)
+    pairs = blocks[:, :, HEAD:].reshape(n, -1, 4)  # the bytes of 8 codes
+    places = torch.cat((pairs & 15, pairs >> 4), -1)
+    words = places[:, :, 0::2] | places[:, :, 1::2] << 4
+    by_lane = words.view(n, -1, 4, 4, 4).transpose(2, 3)
+    return by_lane.reshape(n, -1), groups
+
+
+def w4_from(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """A dense [n, k] rounded to codes of 4 bits whose range each `size` inputs share, in w4_layout."""
+    return w4_layout(_by_rows(weight, lambda part: _w4_rows(part, size)), size)
+
+
+def _w4_rows(weight: Tensor, size: int) -> Tensor:
+    runs = weight.view(weight.shape[0], -1, size)
+    low = runs.amin(-1, keepdim=True).clamp(max=0.0)
+    scale = ((runs.amax(-1, keepdim=True).clamp(min=0.0) - low) / 15).clamp(min=1e-6).half()
+    zero = (-low / scale.float()).round().clamp(0, 15)
+    codes = ((runs / scale.float()).round() + zero).clamp(0, 15).to(torch.uint8)
+    head = torch.cat((scale.view(torch.uint8), zero.to(torch.uint8), torch.zeros_like(zero, dtype=torch.uint8)), -1)
+    return torch.cat((head, codes[:, :, 0::2] | codes[:, :, 1::2] << 4), -1).view(weight.shape[0], -1)
+
+
+def fp8_blocks_from(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A dense [n, k] as (float8 [n, k], scale [n, k / 128] float32): the largest of each 128 inputs becomes 448."""
+    n, k = weight.shape
+    values, scale = fp8_from(weight.reshape(-1, FP8_GROUP))
+    return values.view(n, k), scale.view(n, -1)
+
+
+def fp8_blocks_layout(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of FP8_BLOCKS blocks (models/quant/packed) as (float8 [n, k], scale [n, k / 128] float32)."""
+    blocks = raw.view(raw.shape[0], -1, HEAD + FP8_GROUP)
+    scale = blocks[:, :, :HEAD].contiguous().view(torch.float32).view(raw.shape[0], -1)
+    return blocks[:, :, HEAD:].reshape(raw.shape[0], -1).view(torch.float8_e4m3fn), scale

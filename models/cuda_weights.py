@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.cuda_rounding import fp8_from, q4_k_from
+from models.cuda_rounding import fp8_blocks_from, fp8_blocks_layout, fp8_from, q4_k_from, w4_from, w4_layout
 from models.cuda_staging import THREADS, Staging
 from models.dummy import DEVIATION, DummySource
 from models.layers.cuda_linear import DeviceMatrix
-from models.quant.packed import Floats
+from models.quant.packed import GROUPED, Floats
 from models.weights import DENSE_KINDS, RawMatrix, WeightSource
 from trireme.gpu_formats import format_of
 from trireme.mesh import Span
@@ -29,6 +29,10 @@ ROUNDED: dict[str, Callable[[Tensor], DeviceMatrix]] = {
     "half": lambda dense: DeviceMatrix("half", dense),
     "fp8": lambda dense: DeviceMatrix("fp8", *fp8_from(dense)),
     "q4_k": lambda dense: DeviceMatrix("q4_k", q4_k_from(dense)),
+    "w4_32": lambda dense: DeviceMatrix("w4_32", *w4_from(dense, 32)),
+    "w4_64": lambda dense: DeviceMatrix("w4_64", *w4_from(dense, 64)),
+    "w4_128": lambda dense: DeviceMatrix("w4_128", *w4_from(dense, 128)),
+    "fp8_blocks": lambda dense: DeviceMatrix("fp8_blocks", *fp8_blocks_from(dense)),
 }
 """A dense matrix in each format."""
 _EXPANDED = 1 << 22  # values of a part
@@ -115,6 +119,10 @@ class StoredWeights:
     def _as_it_lies(self, form: str, raw: RawMatrix) -> DeviceMatrix:
         """Raw rows on the device; those of FP8 begin with their scale."""
         sent = self._staging.send(raw.raw)
+        if raw.kind in GROUPED:
+            return DeviceMatrix(form, *w4_layout(sent, GROUPED[raw.kind]))
+        if raw.kind == "FP8_BLOCKS":
+            return DeviceMatrix(form, *fp8_blocks_layout(sent))
         if raw.kind != "FP8":
             return DeviceMatrix(form, sent)
         scale = sent[:, :4].contiguous().view(torch.float32).view(-1)

@@ -107,6 +107,8 @@ class ShardSource:
 def columns_of(matrix: RawMatrix, span: Span) -> RawMatrix:
     """A part of every row. Raises ConfigError where the span cuts a block of values in two."""
     values, nbytes = BLOCKS[matrix.kind]
+    if matrix.kind == "FP8_BLOCKS" and (span.start % values or span.stop % values):
+        return columns_of(matrix.as_kind("BF16"), span)
     if matrix.kind in GROUPED and (span.start % values or span.stop % values):
         fitting = [size for size in BLOCK_SIZES if size < values and not (span.start % size or span.stop % size)]
         if fitting:

@@ -23,6 +23,7 @@ from models.quant.packed import (
     Bytes,
     Floats,
     bytes_of,
+    fp8_block_rows,
     quantize_rows,
     row_bytes,
     scaled_rows,
@@ -70,8 +71,8 @@ class RawMatrix(NamedTuple):
     def computable(self, dense: str | None) -> RawMatrix:
         """As a kind that has a kernel: other types become what LOADED_AS says; dense ones become `dense`, a kind or a rounding
         scheme, when that is given. Rows that are no whole blocks stay dense."""
-        if self.kind == "FP8":
-            return self.as_kind("F16").computable(dense)
+        if self.kind in ("FP8", "FP8_BLOCKS"):
+            return self.as_kind("F16" if self.kind == "FP8" else "BF16").computable(dense)
         if self.kind in GROUPED:
             return RawMatrix(*cpu_rows(self.kind, self.raw), self.n, self.k)
         if self.kind not in PACKED_KINDS:
@@ -195,6 +196,8 @@ class SafetensorsSource:
         if kind != "FP8" or shape != blocks:
             raise ModelError(f"{scale_name} in {file.path} has shape {list(shape)}; {name} is {n} x {k}")
         scales = self.vector(scale_name, math.prod(shape)).reshape(shape)
+        if k % FP8_BLOCK == 0:
+            return RawMatrix("FP8_BLOCKS", fp8_block_rows(codes, scales.repeat(FP8_BLOCK, 0)[:n]), n, k)
         wide = scales.repeat(FP8_BLOCK, 0)[:n].repeat(FP8_BLOCK, 1)[:, :k]
         return raw_from_floats(E4M3_VALUES[codes] * wide, "BF16")
 

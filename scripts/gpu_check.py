@@ -305,7 +305,7 @@ ROWS_OF = {"linear fp8": (1, 8, 16, 32, 128), "linear q4_k": (1, 2, 4, 5, 8, 16,
 
 
 def product_cases() -> Iterator[Case]:
-    """Products of few rows with bfloat16, float8 and Q4_K weights; the rival is cuBLAS in bfloat16."""
+    """Products of few rows with bfloat16, float8, Q4_K and grouped weights; the rival is cuBLAS in bfloat16."""
     import torch
 
     from models import cuda_ops as ops
@@ -330,10 +330,25 @@ def product_cases() -> Iterator[Case]:
         x, out = random(rows, k), random(rows, n)
         return lambda: ops.skinny_linear(x, weight, out)
 
+    def codes(rows: int, n: int, k: int) -> Callable[[], object]:
+        weight = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
+        groups = torch.full(
+            (k // 128, n), 8 << 16 | 0x2400, device="cuda", dtype=torch.int32
+        )  # zeros of 8, scales of 1/64
+        x, out = random(rows, k), random(rows, n)
+        return lambda: ops.skinny_w4(x, weight, groups, out)
+
+    def float8_blocks(rows: int, n: int, k: int) -> Callable[[], object]:
+        weight, groups = random(n, k).to(torch.float8_e4m3fn), torch.ones(k // 128, n, device="cuda")
+        x, out = random(rows, k), random(rows, n)
+        return lambda: ops.skinny_fp8_blocks(x, weight, groups, out)
+
     kinds: dict[str, tuple[float, Callable[[int, int, int], Callable[[], object]]]] = {
         "linear bf16": (2.0, dense),
         "linear fp8": (1.0, narrow),
         "linear q4_k": (ops.Q4_K_BYTES / ops.Q4_K_VALUES, blocks),
+        "linear w4_128": (1 / 2 + 4 / 128, codes),
+        "linear fp8 blocks": (1 + 4 / 128, float8_blocks),
     }
     for n, k in ((WIDTH_QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN), (VOCAB, HIDDEN)):
         for name, (size, make) in kinds.items():

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from trireme.arch_packed import BLOCK_SIZES
 from trireme.arch_spec import ArchSpec
 from trireme.budget import num_params
 from trireme.config import Decision, ModelConfig
@@ -28,11 +29,21 @@ FORMATS = {
     "half": WeightFormat(2.0),  # bfloat16 or float16
     "fp8": WeightFormat(1.0, 64),  # e4m3 with a float32 scale for each output
     "q4_k": WeightFormat(144 / 256, 256),  # GGUF's super-blocks
+    "w4_32": WeightFormat(
+        1 / 2 + 4 / 32, 128
+    ),  # codes of 4 bits with a scale and a zero for so many inputs of an output
+    "w4_64": WeightFormat(1 / 2 + 4 / 64, 128),
+    "w4_128": WeightFormat(1 / 2 + 4 / 128, 128),
+    "fp8_blocks": WeightFormat(1 + 4 / 128, 128),  # e4m3 with a float32 scale for 128 inputs of an output
 }
 LEAST_CAPABILITY = {"fp8": (8, 9)}  # of a card, for the products of a format
 SCHEMES = ("fp8", "q4_k")  # of --quantize, by their format
 OF_BLOCKS = {"Q4_K": "q4_k"}  # GGUF types that are computed with as they lie
-OF_CHECKPOINTS = {"FP8": "fp8"}  # kinds of models.weights.RawMatrix, likewise
+OF_CHECKPOINTS = {
+    "FP8": "fp8",
+    "FP8_BLOCKS": "fp8_blocks",
+    **{f"W4_{size}": f"w4_{size}" for size in BLOCK_SIZES},
+}  # kinds of models.weights.RawMatrix, likewise
 _DENSE = ("F32", "F16", "BF16")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from models import cuda_ops as ops
 from models.cuda_ops import Scales
 from models.cuda_rounding import fp8_from
+from models.layers.cuda_grouped import Fp8BlocksLinear, W4Linear
 
 _REPEATS = 6
 _TRIED = (8, 16, 32)  # rows; between them the answer of the next greater one holds
@@ -32,7 +33,8 @@ _crossovers: dict[tuple[str, int, int, torch.dtype], int] = {}
 
 class DeviceMatrix(NamedTuple):
     """A matrix [n, k] on the device in a format of trireme.gpu_formats: `values` are 16-bit or float8 [n, k], or bytes of blocks
-    [n, row bytes]; `scale` [n] float32 is that of each output, where the format has one."""
+    [n, row bytes]; `scale` [n] float32 is that of each output, where the format has one, or [n, groups] what groups of its inputs
+    share (models/cuda_rounding)."""
 
     format: str
     values: Tensor
@@ -220,10 +222,20 @@ def _fp8(matrix: DeviceMatrix, bias: Tensor | None) -> Linear:
     return Fp8Linear(matrix.values, matrix.scale, bias)
 
 
+def _grouped(kind: type[W4Linear | Fp8BlocksLinear]) -> Callable[[DeviceMatrix, Tensor | None], Linear]:
+    def make(matrix: DeviceMatrix, bias: Tensor | None) -> Linear:
+        assert matrix.scale is not None
+        return kind(matrix.values, matrix.scale, bias)
+
+    return make
+
+
 LINEARS: dict[str, Callable[[DeviceMatrix, Tensor | None], Linear]] = {
     "half": lambda matrix, bias: CudaLinear(matrix.values, bias),
     "fp8": _fp8,
     "q4_k": lambda matrix, bias: Q4Linear(matrix.values, bias),
+    **dict.fromkeys(("w4_32", "w4_64", "w4_128"), _grouped(W4Linear)),
+    "fp8_blocks": _grouped(Fp8BlocksLinear),
 }
 
 

@@ -11,7 +11,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models.quant.packed import BLOCKS, GROUPED, ROW_SCALE_BYTES, Bytes, Floats, bytes_of, expand_scaled, row_bytes
+from models.quant.packed import (
+    BLOCKS,
+    E4M3_VALUES,
+    GROUPED,
+    ROW_SCALE_BYTES,
+    Bytes,
+    Floats,
+    bytes_of,
+    expand_scaled,
+    row_bytes,
+)
 from trireme.errors import ModelError
 
 # Blocks expanded at a time: bounds the temporaries to some tens of MiB.
@@ -148,6 +158,10 @@ def expand_w4(b: Bytes) -> Floats:
     return halfs(b, 0) * (codes.astype(np.float32) - b[:, 2:3])
 
 
+def expand_fp8_blocks(b: Bytes) -> Floats:
+    return np.ascontiguousarray(b[:, :4]).view(np.float32) * E4M3_VALUES[b[:, 4:]]
+
+
 def with_code_book(kind: str) -> Callable[[Bytes], Floats]:
     """Expansion of a type by the gguf package, which is imported when such a model is loaded."""
 
@@ -205,11 +219,17 @@ EXPANDABLE: dict[str, Callable[[Bytes], Floats]] = {
 }
 
 
+OF_CHECKPOINTS: dict[str, Callable[[Bytes], Floats]] = {
+    **dict.fromkeys(GROUPED, expand_w4),
+    "FP8_BLOCKS": expand_fp8_blocks,
+}
+
+
 def dequantize(kind: str, raw: Bytes, n: int, k: int) -> Floats:
     """float32 [n, k], the exact values of the file. Raises ModelError for a type that is not in EXPANDABLE."""
     if kind in ROW_SCALE_BYTES:
         return expand_scaled(kind, bytes_of(raw).reshape(n, row_bytes(kind, k)))
-    expand = expand_w4 if kind in GROUPED else EXPANDABLE.get(kind)
+    expand = OF_CHECKPOINTS.get(kind) or EXPANDABLE.get(kind)
     if expand is None:
         raise ModelError(
             f"weights of type {kind} cannot be read; readable types: {', '.join(EXPANDABLE)}",

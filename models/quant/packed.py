@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from models.native import load_native
 from trireme.arch_packed import BLOCK_SIZES
+from trireme.arch_quantized import FP8_BLOCK
 from trireme.errors import ModelError
 from trireme.gguf import TENSOR_TYPES
 
@@ -28,11 +29,11 @@ PACKED_KINDS = {
     **{"Q4_K": 10, "Q5_K": 11, "Q6_K": 12, "IQ4_NL": 13, "IQ4_XS": 14, "MXFP4": 15, "INT8": 16},
 }
 # Values and bytes of a block. INT8 and FP8 are no types of GGUF: a row is its float32 scale, then k signed bytes or e4m3 values.
-# Those of GROUPED are models/quant/grouped's.
+# A block of FP8_BLOCKS is such a row of its own; those of GROUPED are models/quant/grouped's.
 GROUPED = {f"W4_{size}": size for size in BLOCK_SIZES}
 BLOCKS = {
     **{name: (size, nbytes) for name, size, nbytes in TENSOR_TYPES.values()},
-    **{"INT8": (1, 1), "FP8": (1, 1)},
+    **{"INT8": (1, 1), "FP8": (1, 1), "FP8_BLOCKS": (FP8_BLOCK, 4 + FP8_BLOCK)},
     **{kind: (size, 4 + size // 2) for kind, size in GROUPED.items()},
 }
 ROW_SCALE_BYTES = {"INT8": 4, "FP8": 4}
@@ -123,6 +124,15 @@ def scaled_rows(kind: str, codes: Bytes, scales: Floats) -> Bytes:
     raw[:, :4] = np.ascontiguousarray(scales, np.float32).reshape(n, 1).view(np.uint8)
     raw[:, 4:] = codes
     return raw
+
+
+def fp8_block_rows(codes: Bytes, scales: Floats) -> Bytes:
+    """Raw rows of FP8_BLOCKS from e4m3 values [n, k] and the scale of each block of a row [n, k / 128]."""
+    n, blocks = scales.shape
+    raw = np.empty((n, blocks, 4 + FP8_BLOCK), np.uint8)
+    raw[:, :, :4] = np.ascontiguousarray(scales, np.float32).view(np.uint8).reshape(n, blocks, 4)
+    raw[:, :, 4:] = codes.reshape(n, blocks, FP8_BLOCK)
+    return raw.reshape(n, -1)
 
 
 def expand_scaled(kind: str, raw: Bytes) -> Floats:

@@ -20,19 +20,25 @@ from models.dummy import DummySource
 from models.layers.cuda_linear import CudaLinear, DeviceMatrix, Fp8Linear, Q4Linear, SideBySide, make_linear
 from models.load import open_weights
 from models.quant.gguf_expand import dequantize
+from models.shards import columns_of
 from tests.models.drive import load
 from tests.models.test_int8_model import compressed
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
+from tests.models.tiny_packed import awq_config, compressed_config, gptq_config, make_packed
 from trireme.arch import read_arch
 from trireme.config import ModelConfig
 from trireme.errors import ModelError
 from trireme.gpu_formats import FORMATS, gpu_weight_bytes
 from trireme.loaded import stored_of
+from trireme.mesh import Span
 from trireme.packaged import find_model
 
 CPU = torch.device("cpu")
-TWINS = ("skinny_linear", "quantize_rows", "expand_q4_k")
+TWINS = (
+    *("skinny_linear", "quantize_rows", "expand_q4_k"),
+    *("skinny_w4", "expand_w4", "skinny_fp8_blocks", "expand_fp8_blocks"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +58,10 @@ def dense_of(matrix: DeviceMatrix) -> Tensor:
     """The values that a matrix stands for."""
     if matrix.format == "q4_k":
         return cuda_reference.q4_k_values(matrix.values)
+    if matrix.format.startswith("w4") and matrix.scale is not None:
+        return cuda_reference.w4_values(matrix.values, matrix.scale.T)
+    if matrix.format == "fp8_blocks" and matrix.scale is not None:
+        return cuda_reference.fp8_blocks_values(matrix.values, matrix.scale.T)
     return matrix.values.float() * (1.0 if matrix.scale is None else matrix.scale[:, None])
 
 
@@ -80,7 +90,8 @@ def test_rounding_goes_by_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("rows", [3, 40, 150])
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_format_multiplies(form: str, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.layers.cuda_linear._EXPANDED", 512 * 20)  # expanded in several parts
+    for module in ("cuda_linear", "cuda_grouped"):
+        monkeypatch.setattr(f"models.layers.{module}._EXPANDED", 512 * 20)  # expanded in several parts
     parts = [ROUNDED[form](torch.randn(n, 512).bfloat16()) for n in (32, 16, 16)]
     bias = torch.randn(64).bfloat16() if biased else None
     linear = make_linear(parts, bias)
@@ -179,14 +190,28 @@ def test_float8_checkpoints(
     source = open_weights(files, arch)
     assert not [name for name in source.names() if "scale" in name]
     name = "model.layers.1.mlp.down_proj.weight"
-    matrix = device_weights(source, torch.bfloat16, CPU).factor(name, 256, 320)
+    on_device = device_weights(source, torch.bfloat16, CPU)
+    matrix = on_device.factor(name, 256, 320)
     assert matrix.format == form
+    whole_blocks = on_device.factor("model.layers.1.mlp.up_proj.weight", 320, 256)
+    assert whole_blocks.format == ("fp8_blocks" if strategy == "block" else "fp8")
     stored = load_file(path / "model.safetensors")
     values, scale = stored[name].float(), stored[name + suffix]
     if strategy == "block":
         scale = scale.repeat_interleave(128, 0)[:256].repeat_interleave(128, 1)[:, :320]
     expected = values * scale
     torch.testing.assert_close(dense_of(matrix).float(), expected, rtol=0.004 if form == "half" else 1e-6, atol=1e-7)
+    if strategy == "block":
+        stored_up, name_up = stored["model.layers.1.mlp.up_proj.weight"].double(), "model.layers.1.mlp.up_proj.weight"
+        blocks = stored[name_up + suffix].double().repeat_interleave(128, 0)[:320].repeat_interleave(128, 1)
+        np.testing.assert_array_equal(source.matrix(name_up, 320, 256).as_float32(), (stored_up * blocks).float())
+        torch.testing.assert_close(
+            dense_of(whole_blocks).double(), (stored_up * blocks).float().double(), rtol=0, atol=0
+        )
+        part = columns_of(source.matrix(name_up, 320, 256), Span(64, 192))  # not at the borders of blocks
+        torch.testing.assert_close(
+            torch.from_numpy(part.as_float32()), (stored_up * blocks)[:, 64:192].float(), rtol=0.004, atol=0
+        )
     # and on the CPU, where every kernel takes the values as 16 bits
     assert source.matrix(name, 256, 320).computable(None).kind in ("F16", "BF16")
     torch.testing.assert_close(
@@ -225,6 +250,29 @@ def bytes_of_layers(path: Path, scheme: str | None) -> tuple[int, int]:
     return total, gpu_weight_bytes(ModelConfig(model=str(path), quantize=scheme), arch, stored_of(files))
 
 
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (gptq_config(group=128, sym=True), "w4_128"),
+        (gptq_config(group=64), "w4_64"),
+        (awq_config(32), "w4_32"),
+        (compressed_config(group=128), "w4_128"),
+        (gptq_config(group=128, desc_act=True), "half"),
+    ],
+    ids=str,
+)
+def test_packed_checkpoints(config: dict[str, Any], form: str, tmp_path: Path) -> None:
+    """What lies on the device has the very values of the file; widths that no group divides are expanded."""
+    path, dense = make_packed(tmp_path, config, hidden_size=256)
+    files, twin = find_model(path), load_file(dense / "model.safetensors")
+    source = open_weights(files, read_arch(files))
+    for name, (n, k) in {"up_proj": (320, 256), "down_proj": (256, 320)}.items():
+        whole = f"model.layers.1.mlp.{name}.weight"
+        matrix = device_weights(source, torch.float32, CPU).factor(whole, n, k)
+        assert matrix.format == (form if k == 256 else "half")
+        torch.testing.assert_close(dense_of(matrix), twin[whole], rtol=0, atol=0)
+
+
 BLOCKS = {**WIDE, "intermediate_size": 512}
 
 
@@ -234,6 +282,19 @@ def test_the_plan_counts_what_a_load_takes(tmp_path: Path, scheme: Any, tied: bo
     path = make_tiny(tmp_path, dtype="bfloat16", tie_word_embeddings=tied, **BLOCKS)
     taken, planned = bytes_of_layers(path, scheme)
     assert planned <= taken < planned * 1.02, "scales are not counted"
+
+
+@pytest.mark.parametrize("config", [gptq_config(group=128), awq_config(64), gptq_config(desc_act=True)], ids=str)
+def test_the_plan_counts_packed_checkpoints(config: dict[str, Any], tmp_path: Path) -> None:
+    path, _ = make_packed(tmp_path, config, **BLOCKS)
+    taken, planned = bytes_of_layers(path, None)
+    assert taken == planned
+
+
+def test_the_plan_counts_blocks_of_float8(tmp_path: Path) -> None:
+    path = float8(make_tiny(tmp_path, dtype="bfloat16", **BLOCKS), "block", suffix="_scale_inv", config=HF_BLOCKS)
+    taken, planned = bytes_of_layers(path, None)
+    assert planned <= taken < planned * 1.02
 
 
 @pytest.mark.parametrize("scheme", [None, "fp8"])

@@ -35,6 +35,12 @@ CARD = GpuFacts("H100", 79 * GIB, 80 * GIB)
         ("Q6_K", 4096, "fp8", "fp8"),
         ("FP8", 4096, None, "fp8"),
         ("FP8", 72, None, "half"),
+        ("FP8_BLOCKS", 4096, None, "fp8_blocks"),
+        ("FP8_BLOCKS", 192, None, "half"),
+        ("W4_128", 4096, None, "w4_128"),
+        ("W4_64", 4096, "fp8", "w4_64"),  # never rounded twice
+        ("W4_32", 96, None, "half"),
+        ("W4_32", 192, "fp8", "fp8"),
         ("INT8", 4096, None, "half"),
     ],
 )
