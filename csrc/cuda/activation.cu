@@ -13,8 +13,8 @@ __device__ __forceinline__ float activate(float x) {
 
 template <class T, Gate gate>
 __global__ void gated_kernel(GatedArgs args, int first) {
-  wait_for_inputs();
   let_next_start();
+  wait_for_inputs();
   const int at = (blockIdx.x * blockDim.x + threadIdx.x) * Pack<T>::size;
   if (at >= args.width) return;
   const int64_t token = first + blockIdx.y;

@@ -14,6 +14,7 @@
 namespace trireme::cuda {
 
 constexpr int kDotRows = 4;  // of x, at most
+constexpr int kBestRows = 1;  // up to which they are faster than tensor cores
 constexpr int kSuperValues = 256, kRunValues = 32;
 constexpr int kTurns = 2;       // of a warp that lie or arrive in shared memory
 constexpr int kTurnsAhead = 2;  // after those that are asked into the L2 cache before there is an x

@@ -13,7 +13,7 @@ struct Q4K {
   template <int M>
   static __device__ __forceinline__ void add(float (&total)[M], const uint8_t* block, const uint8_t* x, int x_stride) {
     const uint4* words = reinterpret_cast<const uint4*>(block);
-    const Scales scales = unpack_scales(words[0]);
+    const RunScales scales = unpack_scales(words[0]);
     float products[M] = {}, minima[M] = {};
 #pragma unroll
     for (int chunk = 0; chunk < 4; ++chunk) {  // of 32 bytes: low nibbles are one run, high nibbles the next

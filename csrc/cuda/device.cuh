@@ -93,7 +93,8 @@ __device__ __forceinline__ float block_sum(float x, float* shared) {
 }
 
 // Programmatic dependent launch: `wait_for_inputs` returns when the kernels before have ended, `let_next_start` allows the next
-// one to begin with what does not depend on us (its weights).
+// one to begin with what does not depend on us (its weights). Small kernels allow it before they wait: the next but one may then call
+// for its weights while the one before still reads its own, and nobody writes before all before have ended.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(NormArgs args) {
   T* residual = static_cast<T*>(args.residual);
   if (residual != nullptr) residual += token * args.residual_stride;
   const T* weight = static_cast<const T*>(args.weight);
-  wait_for_inputs();
   let_next_start();
+  wait_for_inputs();
   const float row = row_scale(args.x_scales, token);
   Pack<T> kept[kMaxPacks];
   float squares = 0.0f;
@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(1024) quantize_kernel(NormArgs args) {
   constexpr int size = Pack<T>::size;
   const int packs = args.hidden / size;
   const int64_t token = blockIdx.x;
-  wait_for_inputs();
   let_next_start();
+  wait_for_inputs();
   Pack<T> kept[kMaxPacks];
 #pragma unroll
   for (int i = 0; i < kMaxPacks; ++i) {

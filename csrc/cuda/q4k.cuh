@@ -6,14 +6,14 @@
 namespace trireme::cuda {
 
 // Eight 6-bit scales and eight 6-bit minima as bytes, and the factors of both.
-struct Scales {
+struct RunScales {
   uint32_t scales[2], minima[2];
   float d, dmin;
 };
 
-__device__ __forceinline__ Scales unpack_scales(uint4 head) {
+__device__ __forceinline__ RunScales unpack_scales(uint4 head) {
   const uint32_t a = head.y, b = head.z, c = head.w;
-  Scales s;
+  RunScales s;
   s.scales[0] = a & 0x3f3f3f3fu;
   s.minima[0] = b & 0x3f3f3f3fu;
   s.scales[1] = (c & 0x0f0f0f0fu) | (a >> 2 & 0x30303030u);

@@ -69,7 +69,7 @@ struct Factors {
   float d, zero, dmin, zero_min;
 };
 
-__device__ __forceinline__ Factors factors_of(const Scales& s) { return {s.d, -8388608.0f * s.d, -s.dmin, 8388608.0f * s.dmin}; }
+__device__ __forceinline__ Factors factors_of(const RunScales& s) { return {s.d, -8388608.0f * s.d, -s.dmin, 8388608.0f * s.dmin}; }
 
 // A byte of a word (by its __byte_perm selector) times `factor`, as a pair of T.
 template <class T>
@@ -82,7 +82,7 @@ __device__ __forceinline__ uint32_t scaled_byte(uint32_t word, uint32_t selector
 // `columns` are rows of x from the thread's first value on: k's of its chunk, 16 of each run.
 template <class T, int MT>
 __device__ __forceinline__ void add_super(float (&total)[MT][4], const Super& super, const T* const (&columns)[MT], int64_t k, uint32_t pick) {
-  const Scales scales[2] = {unpack_scales(super.head[0]), unpack_scales(super.head[1])};
+  const RunScales scales[2] = {unpack_scales(super.head[0]), unpack_scales(super.head[1])};
   const Factors factors[2] = {factors_of(scales[0]), factors_of(scales[1])};
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kProductWarps * 32) expand_kernel(const uint8_
   let_next_start();
   if (index >= count) return;
   const uint8_t* p = blocks + index * kBytes;
-  const Scales scales = unpack_scales(*reinterpret_cast<const uint4*>(p));
+  const RunScales scales = unpack_scales(*reinterpret_cast<const uint4*>(p));
   const uint32_t word = *reinterpret_cast<const uint32_t*>(p + 16 + lane * 4);
   T* to = out + index * kValues + chunk * 64 + lane % 8 * 4;
 #pragma unroll
@@ -204,7 +204,7 @@ void expand_q4_k(const void* blocks, void* out, int64_t count, Type type, Stream
 }
 
 void skinny_q4_k(const SkinnyArgs& args, Stream stream) {
-  if (args.ways == 0 && args.m <= kDotRows && dots_q4_k(args, stream)) return;
+  if (args.ways == 0 && args.m <= kBestRows && dots_q4_k(args, stream)) return;
   with_half_type(args.type, [&](auto zero) {
     using T = decltype(zero);
     if (args.m <= 8) return run_q4_k<T, 1>(args, stream);
