@@ -22,7 +22,7 @@ TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 DENSE, FP8, Q4_K = 0, 1, 2  # what the weights of skinny_linear are made of
 Q4_K_VALUES, Q4_K_BYTES = 256, 144  # of one super-block
-Q4_K_INT8_ROWS = 4
+Q4_K_INT8_ROWS = 1
 FP8_MAX = 448.0
 JOB = np.dtype(
     [

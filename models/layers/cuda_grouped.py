@@ -40,6 +40,9 @@ class _GroupedLinear:
     def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def unscaled_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> ops.Scales | None:
+        raise NotImplementedError
+
     def _expanded(self, x: Tensor, out: Tensor) -> Tensor:
         n, k = self.weight.shape[0], x.shape[1]
         step = min(n, max(1, _EXPANDED // k))
