@@ -26,7 +26,7 @@ KINDS = (  # kind, what its kernels' names contain, colour; the first that fits 
     ("norm", ("rms_norm", "quantize"), "#66a182"),
     ("gate", ("gated",), "#8d6a9f"),
     ("sampling", ("sample",), "#2e4057"),
-    ("products", ("nvjet", "gemm", "skinny", "fp8_kernel", "q4_k", "cublas", "splitK"), "#00798c"),
+    ("products", ("nvjet", "gemm", "skinny", "fp8_", "q4_k", "dots_kernel", "w4_", "cublas", "splitK"), "#00798c"),
     ("other", ("",), "#999999"),
 )
 
