@@ -83,6 +83,26 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("expand_q4_k", [](Address blocks, Address out, int64_t count, int type, Address stream) {
     expand_q4_k(at(blocks), at(out), count, static_cast<Type>(type), at(stream));
   });
+  m.def("block_linear", [](Address x, int64_t x_stride, Address w, int blocks, Address out, int64_t out_stride, Address bias, int rows, int n, int k,
+                           int type, Address stream) {
+    SkinnyArgs args{};
+    args.x = at(x);
+    args.x_stride = x_stride;
+    args.w = at(w);
+    args.out = at(out);
+    args.out_stride = out_stride;
+    args.bias = at(bias);
+    args.m = rows;
+    args.n = n;
+    args.k = k;
+    args.type = static_cast<Type>(type);
+    block_linear(args, static_cast<Blocks>(blocks), at(stream));
+  });
+  m.def("block_linear_rows", [](int blocks, int n, int k) { return block_linear_rows(static_cast<Blocks>(blocks), n, k); });
+  m.def("expand_blocks", [](Address blocks, Address out, int64_t count, int kind, int type, Address stream) {
+    expand_blocks(at(blocks), at(out), count, static_cast<Blocks>(kind), static_cast<Type>(type), at(stream));
+  });
+  m.def("block_bytes", [](int blocks) { return block_bytes(static_cast<Blocks>(blocks)); });
   m.def("gather_rows",
         [](Address table, Address ids, Address out, int tokens, int hidden, int first, int count, float scale, int type, Address stream) {
           gather_rows(at(table), ints(ids), at(out), tokens, hidden, first, count, scale, static_cast<Type>(type), at(stream));

@@ -9,17 +9,13 @@
 // sum over the runs of max |x| / 254 * sum |w|, besides the order of sums.
 #pragma once
 
-#include "cuda/products.cuh"
+#include "cuda/block_types.cuh"
 
 namespace trireme::cuda {
 
 constexpr int kDotRows = 4;  // of x, at most
-constexpr int kBestRows = 1;  // up to which they are faster than tensor cores
-constexpr int kSuperValues = 256, kRunValues = 32;
 constexpr int kTurns = 2;       // of a warp that lie or arrive in shared memory
 constexpr int kTurnsAhead = 2;  // after those that are asked into the L2 cache before there is an x
-// Of 256 values of x in shared memory: int8, 8 scales, 8 scaled sums, and 16 bytes by which neighbours begin in other banks.
-constexpr int kXScales = 256, kXSums = 288, kXBytes = 336;
 
 struct DotPlan {
   int supers, log_lanes, steps, groups;  // of a row; lanes on a row; turns of a group of rows; groups
@@ -165,7 +161,7 @@ __device__ __forceinline__ void round_rows(const SkinnyArgs& args, int slots, ui
       }
       const int k = super * kSuperValues + (first + i * kPerPass) % 8 * kRunValues + threadIdx.x % 4 * 8;
       values[i] = {};
-      if (m < M && k < args.k) values[i] = load_pack(static_cast<const T*>(args.x) + m * args.x_stride + k);
+      if (m < args.m && k < args.k) values[i] = load_pack(static_cast<const T*>(args.x) + m * args.x_stride + k);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -175,24 +171,7 @@ __device__ __forceinline__ void round_rows(const SkinnyArgs& args, int slots, ui
   }
 }
 
-// A whole number up to 2^22 in magnitude as float: put below the exponent of 1.5 * 2^23.
-__device__ __forceinline__ float float_of(int x) { return __int_as_float(x + 0x4b400000) - 12582912.0f; }
-// Byte i of a word as float.
-__device__ __forceinline__ float float_of_byte(uint32_t word, int i) {
-  return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u | i)) - 8388608.0f;
-}
-__device__ __forceinline__ int byte_at(uint32_t word, int i) { return static_cast<int>(word >> (8 * i) & 255u); }
-
-// sum + dot of four unsigned bytes and four signed ones.
-__device__ __forceinline__ int dot_unsigned(uint32_t a, uint32_t b, int sum) {
-  int total;
-  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(total) : "r"(a), "r"(b), "r"(sum));
-  return total;
-}
-
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-// Block::add(total, block, x, x_stride): total[m] += the product of a super-block and 256 values of each row of x.
+// Block is one of block_types.cuh.
 template <class Block, class T, int M>
 __global__ void __launch_bounds__(kProductWarps * 32) dots_kernel(SkinnyArgs args, DotPlan plan) {
   extern __shared__ uint4 shared[];
@@ -233,7 +212,7 @@ __global__ void __launch_bounds__(kProductWarps * 32) dots_kernel(SkinnyArgs arg
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         for (int other = plan.lanes() / 2; other > 0; other /= 2) total[m] += __shfl_xor_sync(0xffffffffu, total[m], other);
-        if (place == m && row < args.n) {
+        if (place == m && m < args.m && row < args.n) {
           float found = total[m];
           if (args.scale != nullptr) found *= args.scale[row * args.scale_step];
           if (args.bias != nullptr) found += to_float(static_cast<const T*>(args.bias)[row]);
@@ -244,19 +223,6 @@ __global__ void __launch_bounds__(kProductWarps * 32) dots_kernel(SkinnyArgs arg
     }
     now.advance(plan, stride);
   }
-}
-
-// What the current card has.
-struct Card {
-  int processors, shared_bytes;
-};
-inline Card current_card() {
-  int device = 0;
-  Card card{};
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&card.processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&card.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
-  return card;
 }
 
 // The number of lanes on a row for which the last warp is done first; of several the greatest.
@@ -275,38 +241,102 @@ inline DotPlan plan_dots(int n, int supers, int warps) {
   return best;
 }
 
+// What the current card has.
+struct Card {
+  int processors, shared_bytes;
+};
+inline Card current_card() {
+  int device = 0;
+  Card card{};
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&card.processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&card.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+  return card;
+}
+
+inline DotPlan plan_dots(int n, int k, const Card& card) { return plan_dots(n, k / kSuperValues, card.processors * kProductWarps); }
+
+template <class Block>
+int64_t shared_of_dots(const DotPlan& plan, int rows) {
+  return static_cast<int64_t>(kProductWarps) * kTurns * 32 * kSlotBytes<Block> + static_cast<int64_t>(rows) * (plan.steps << plan.log_lanes) * kXBytes;
+}
+
+// Rows of x, 4, 2 or 1, that the current card's shared memory has room for; 0 where it has for none.
+template <class Block>
+int rows_of_dots(int n, int k) {
+  const Card card = current_card();
+  int rows = kDotRows;
+  while (rows > 0 && shared_of_dots<Block>(plan_dots(n, k, card), rows) > card.shared_bytes) rows /= 2;
+  return rows;
+}
+
 template <class Block, class T, int M>
-bool launch_dots(const SkinnyArgs& args, const Card& card, Stream stream) {
-  const DotPlan plan = plan_dots(args.n, (args.k + kSuperValues - 1) / kSuperValues, card.processors * kProductWarps);
-  const int slots = plan.steps << plan.log_lanes;
-  const size_t shared = static_cast<size_t>(kProductWarps) * kTurns * 32 * kSlotBytes<Block> + static_cast<size_t>(M) * slots * kXBytes;
-  if (shared > static_cast<size_t>(card.shared_bytes)) return false;
+void launch_dots(const SkinnyArgs& args, Stream stream) {
+  const Card card = current_card();
+  const DotPlan plan = plan_dots(args.n, args.k, card);
+  const int shared = static_cast<int>(shared_of_dots<Block>(plan, M));
   const auto kernel = dots_kernel<Block, T, M>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "shared memory of block dots");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "shared memory of block dots");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), "carveout of block dots");
   launch(kernel, dim3(min(card.processors, plan.groups)), dim3(kProductWarps * 32), shared, stream, args, plan);
-  return true;
 }
 
-// Launches the product of up to kDotRows rows; false, and nothing launched, where x is too long for the card's shared memory.
+// The product of rows_of_dots rows at most, whose k 256 divides.
 template <class Block>
-bool run_dots(const SkinnyArgs& args, Stream stream) {
-  const Card card = current_card();
-  bool is_done = false;
+void run_dots(const SkinnyArgs& args, Stream stream) {
   with_half_type(args.type, [&](auto zero) {
     using T = decltype(zero);
-    switch (args.m) {
-      case 1: is_done = launch_dots<Block, T, 1>(args, card, stream); return;
-      case 2: is_done = launch_dots<Block, T, 2>(args, card, stream); return;
-      case 3: is_done = launch_dots<Block, T, 3>(args, card, stream); return;
-      case 4: is_done = launch_dots<Block, T, 4>(args, card, stream); return;
-      default: return;
-    }
+    if (args.m == 1) return launch_dots<Block, T, 1>(args, stream);
+    if (args.m == 2) return launch_dots<Block, T, 2>(args, stream);
+    launch_dots<Block, T, kDotRows>(args, stream);
   });
-  return is_done;
 }
 
-// The kernels behind skinny_q4_k for up to kDotRows rows.
-bool dots_q4_k(const SkinnyArgs& args, Stream stream);
+// A warp writes a super-block's values: a lane those of a word of each of two neighbouring runs.
+template <class Block, class T>
+__global__ void __launch_bounds__(kProductWarps * 32) expand_blocks_kernel(const uint8_t* blocks, T* out, int64_t count) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kProductWarps + threadIdx.x / 32;
+  const int chunk = threadIdx.x % 32 / 8, word = threadIdx.x % 8;
+  wait_for_inputs();
+  let_next_start();
+  if (index >= count) return;
+  const uint8_t* block = blocks + index * Block::kBytes;
+  const Pair codes = Block::codes(block, chunk, word);
+#pragma unroll
+  for (int second = 0; second < 2; ++second) {
+    const Line line = Block::line(block, chunk * 2 + second, word);
+    alignas(8) T values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int code = static_cast<int8_t>((second == 0 ? codes.first : codes.second) >> (8 * i) & 255u);
+      values[i] = from_float<T>(line.scale * static_cast<float>(code) - line.minimum);
+    }
+    *reinterpret_cast<uint2*>(out + index * kSuperValues + chunk * 64 + second * 32 + word * 4) = *reinterpret_cast<const uint2*>(values);
+  }
+}
+
+template <class Block>
+void run_expansion(const void* blocks, void* out, int64_t count, Type type, Stream stream) {
+  if (count < 1) return;
+  with_half_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    const dim3 grid(static_cast<unsigned>((count + kProductWarps - 1) / kProductWarps));
+    launch(expand_blocks_kernel<Block, T>, grid, dim3(kProductWarps * 32), 0, stream, static_cast<const uint8_t*>(blocks), static_cast<T*>(out), count);
+  });
+}
+
+// Compiled in block_dots_*.cu.
+#define TRIREME_BLOCK_KERNELS(PREFIX, BLOCK)                               \
+  PREFIX template void run_dots<BLOCK>(const SkinnyArgs&, Stream);          \
+  PREFIX template void run_expansion<BLOCK>(const void*, void*, int64_t, Type, Stream);
+TRIREME_BLOCK_KERNELS(extern, Q4K)
+TRIREME_BLOCK_KERNELS(extern, Q5K)
+TRIREME_BLOCK_KERNELS(extern, Q6K)
+TRIREME_BLOCK_KERNELS(extern, Q8_0)
+TRIREME_BLOCK_KERNELS(extern, Q4_0)
+TRIREME_BLOCK_KERNELS(extern, Q4_1)
+TRIREME_BLOCK_KERNELS(extern, Q5_0)
+TRIREME_BLOCK_KERNELS(extern, Q5_1)
+TRIREME_BLOCK_KERNELS(extern, IQ4NL)
 
 }  // namespace trireme::cuda

@@ -135,6 +135,16 @@ int skinny_max_rows();
 // The values of `count` Q4_K super-blocks, 256 each, as f16 or bf16.
 void expand_q4_k(const void* blocks, void* out, int64_t count, Type type, Stream stream);
 
+// ---- blocks.cu, block_dots*: the same for every type of blocks; w is rows of K / 256 super-blocks, as block_types.cuh has them
+
+enum class Blocks { q4_k = 0, q5_k = 1, q6_k = 2, q8_0 = 3, q4_0 = 4, q4_1 = 5, q5_0 = 6, q5_1 = 7, iq4_nl = 8 };
+
+// Up to block_linear_rows, x rounded to int8 with a scale for each 32 values. `weight`, `ways` and `x_scale` of args do not count.
+void block_linear(const SkinnyArgs& args, Blocks blocks, Stream stream);
+int block_linear_rows(Blocks blocks, int n, int k);
+void expand_blocks(const void* blocks, void* out, int64_t count, Blocks kind, Type type, Stream stream);
+int block_bytes(Blocks blocks);  // of a super-block
+
 // ---- embedding.cu
 
 // out [T, H] = table[ids], rows outside [first, first + count) become zero (vocabulary-parallel ranks)

@@ -3,11 +3,14 @@
 // A warp owns 16 outputs, or a part of their super-blocks, which it reads one ahead. Nibbles become 16-bit fragments in registers:
 // scale * q - minimum, where scale and minimum of each run of 32 values are rounded to 16 bits, as are the results. The fewest rows
 // go to block_dots.cuh.
+#include <algorithm>
+
 #include "cuda/block_dots.cuh"
-#include "cuda/q4k.cuh"
 
 namespace trireme::cuda {
 namespace {
+
+constexpr int kBestRows = 1;  // of x, up to which integer dot products are faster than tensor cores
 
 constexpr int kValues = 256, kBytes = 144;  // of a super-block
 
@@ -169,42 +172,12 @@ void run_q4_k(const SkinnyArgs& args, Stream stream) {
   }
 }
 
-// A warp expands a super-block: a lane's word has four values of one run in its low nibbles and four of the next in its high ones.
-template <class T>
-__global__ void __launch_bounds__(kProductWarps * 32) expand_kernel(const uint8_t* blocks, T* out, int64_t count) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kProductWarps + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32, chunk = lane / 8;
-  wait_for_inputs();
-  let_next_start();
-  if (index >= count) return;
-  const uint8_t* p = blocks + index * kBytes;
-  const RunScales scales = unpack_scales(*reinterpret_cast<const uint4*>(p));
-  const uint32_t word = *reinterpret_cast<const uint32_t*>(p + 16 + lane * 4);
-  T* to = out + index * kValues + chunk * 64 + lane % 8 * 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int run = chunk * 2 + half;
-    const float scale = scales.d * float_of_byte(scales.scales[chunk / 2], run % 4), minimum = scales.dmin * float_of_byte(scales.minima[chunk / 2], run % 4);
-    alignas(8) T values[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] = from_float<T>(scale * static_cast<float>(word >> (8 * i + 4 * half) & 15u) - minimum);
-    *reinterpret_cast<uint2*>(to + half * 32) = *reinterpret_cast<const uint2*>(values);
-  }
-}
-
 }  // namespace
 
-void expand_q4_k(const void* blocks, void* out, int64_t count, Type type, Stream stream) {
-  if (count < 1) return;
-  with_half_type(type, [&](auto zero) {
-    using T = decltype(zero);
-    const dim3 grid(static_cast<unsigned>((count + kProductWarps - 1) / kProductWarps));
-    launch(expand_kernel<T>, grid, dim3(kProductWarps * 32), 0, stream, static_cast<const uint8_t*>(blocks), static_cast<T*>(out), count);
-  });
-}
+void expand_q4_k(const void* blocks, void* out, int64_t count, Type type, Stream stream) { run_expansion<Q4K>(blocks, out, count, type, stream); }
 
 void skinny_q4_k(const SkinnyArgs& args, Stream stream) {
-  if (args.ways == 0 && args.m <= kBestRows && dots_q4_k(args, stream)) return;
+  if (args.ways == 0 && args.m <= std::min(kBestRows, rows_of_dots<Q4K>(args.n, args.k))) return run_dots<Q4K>(args, stream);
   with_half_type(args.type, [&](auto zero) {
     using T = decltype(zero);
     if (args.m <= 8) return run_q4_k<T, 1>(args, stream);
