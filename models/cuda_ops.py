@@ -23,6 +23,9 @@ GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 DENSE, FP8, Q4_K = 0, 1, 2  # what the weights of skinny_linear are made of
 Q4_K_VALUES, Q4_K_BYTES = 256, 144  # of one super-block
 Q4_K_INT8_ROWS = 1
+BLOCKS = {"q4_k": 0, "q5_k": 1, "q6_k": 2, "q8_0": 3, "q4_0": 4, "q4_1": 5, "q5_0": 6, "q5_1": 7, "iq4_nl": 8}
+BLOCK_VALUES = 256
+BLOCK_BYTES = dict(zip(BLOCKS, (144, 176, 224, 272, 144, 160, 176, 192, 144), strict=True))  # of so many values
 FP8_MAX = 448.0
 JOB = np.dtype(
     [
@@ -327,6 +330,42 @@ def expand_q4_k(blocks: Tensor, out: Tensor) -> Tensor:
     """Rows of Q4_K super-blocks, uint8 [N, K / 256 * 144], as values: out [N, K] of 16 bits, contiguous as both are."""
     count = blocks.numel() // Q4_K_BYTES
     load().expand_q4_k(blocks.data_ptr(), out.data_ptr(), count, TYPE_CODES[out.dtype], _stream())
+    return out
+
+
+def block_linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, form: str) -> Tensor:
+    """out [M, N] = x [M, K] W^T + bias for M up to block_linear_rows. `weight` is uint8 [N, K / 256 * BLOCK_BYTES[form]], rows of
+    super-blocks of one of BLOCKS as models/cuda_blocks lays them out.
+
+    x is rounded to int8 with a scale for each run of 32 values: each x moves by its run's largest / 254 at most, an output by the
+    sum of that times |w|.
+    """
+    load().block_linear(
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        BLOCKS[form],
+        out.data_ptr(),
+        out.stride(0),
+        _address(bias),
+        x.shape[0],
+        weight.shape[0],
+        weight.shape[1] // BLOCK_BYTES[form] * BLOCK_VALUES,
+        TYPE_CODES[out.dtype],
+        _stream(),
+    )
+    return out
+
+
+def block_linear_rows(form: str, n: int, k: int) -> int:
+    """Rows of x that block_linear takes at a time on the current card, 4 if not for very long ones; 0 for none."""
+    return int(load().block_linear_rows(BLOCKS[form], n, k))
+
+
+def expand_blocks(blocks: Tensor, out: Tensor, *, form: str) -> Tensor:
+    """Rows of super-blocks, uint8 [N, K / 256 * BLOCK_BYTES[form]], as values: out [N, K] of 16 bits, contiguous as both are."""
+    count = blocks.numel() // BLOCK_BYTES[form]
+    load().expand_blocks(blocks.data_ptr(), out.data_ptr(), count, BLOCKS[form], TYPE_CODES[out.dtype], _stream())
     return out
 
 

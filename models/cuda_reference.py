@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from models.attention.cuda_prompt import Prompts
-from models.cuda_ops import FP8_MAX, Q4_K_BYTES, PagedKV, Scales
+from models.cuda_ops import BLOCK_BYTES, FP8_MAX, Q4_K_BYTES, PagedKV, Scales
+from models.quant.gguf_expand import IQ4_VALUES
 
 
 def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -193,16 +194,83 @@ def int8_runs(x: Tensor) -> Tensor:
     return (codes * torch.where(most < 1e-30, 0.0, most / torch.full_like(most, 127.0))).flatten(1)
 
 
-def q4_k_values(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of Q4_K super-blocks, uint8 [N, K / 256 * 144], as values [N, K]. Layout: block_q4_K of ggml-common.h."""
-    supers = blocks.reshape(-1, Q4_K_BYTES)
+def block_linear_reference(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, form: str) -> Tensor:
+    """In float64, x rounded as the kernel does."""
+    found = int8_runs(x).double() @ block_values(weight, form).double().T
+    return out.copy_(found if bias is None else found + bias)
+
+
+def block_linear_rows_reference(form: str, n: int, k: int) -> int:
+    """As on a card with much shared memory."""
+    return 4
+
+
+def block_values(blocks: Tensor, form: str) -> Tensor:
+    """Rows of super-blocks of any of cuda_ops.BLOCKS as float32 values [N, K]; layouts: csrc/cuda/block_types.cuh."""
+    if form == "q4_k":
+        return q4_k_values(blocks)
+    supers = blocks.reshape(-1, BLOCK_BYTES[form])
+    values = _q6_k_values(supers) if form == "q6_k" else _run_values(supers, form)
+    return values.view(blocks.shape[0], -1)
+
+
+def _run_values(supers: Tensor, form: str) -> Tensor:
+    """[B, 8, 32] of types whose runs of 32 values have a scale of their own."""
+    if form == "q5_k":
+        scales, minima = (x[:, :, None] for x in _six_bit_scales(supers))
+        return _five_bits(supers[:, 16:]) * scales - minima
+    scales = _halves(supers[:, :16])
+    if form == "q8_0":
+        return supers[:, 16:].contiguous().view(torch.int8).view(-1, 8, 32) * scales
+    if form in ("q4_1", "q5_1"):
+        codes = (_four_bits if form == "q4_1" else _five_bits)(supers[:, 32:])
+        return codes * scales + _halves(supers[:, 16:32])
+    if form == "iq4_nl":
+        return torch.from_numpy(IQ4_VALUES).to(supers.device)[_four_bits(supers[:, 16:]).long()] * scales
+    codes = _four_bits(supers[:, 16:]) - 8 if form == "q4_0" else _five_bits(supers[:, 16:]) - 16
+    return codes * scales
+
+
+def _q6_k_values(supers: Tensor) -> Tensor:
+    """[B, 16, 16]."""
+    scales = supers[:, :16].contiguous().view(torch.int8) * supers[:, 16:18].contiguous().view(torch.float16).float()
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=supers.device)
+    high = supers[:, 32:96].view(-1, 2, 1, 32) >> shifts[:, None] & 3
+    codes = _four_bits(supers[:, 96:]) + high.reshape(-1, 8, 32) * 16.0
+    return (codes.view(-1, 16, 16) - 32) * scales[:, :, None]
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """Eight float16 [B, 16] as [B, 8, 1]."""
+    return packed.contiguous().view(torch.float16).float()[:, :, None]
+
+
+def _four_bits(packed: Tensor) -> Tensor:
+    """[B, 128] as [B, 8, 32]."""
+    chunks = packed.reshape(-1, 4, 32)
+    return torch.stack((chunks & 15, chunks >> 4), 2).view(-1, 8, 32).float()
+
+
+def _five_bits(packed: Tensor) -> Tensor:
+    """[B, 32 + 128] as [B, 8, 32]."""
+    runs = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return _four_bits(packed[:, 32:]) + (packed[:, None, :32] >> runs[:, None] & 1) * 16.0
+
+
+def _six_bit_scales(supers: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima [B, 8] of Q4_K and Q5_K."""
     d, dmin = supers[:, :4].contiguous().view(torch.float16).float().split(1, dim=1)
     a, b, c = supers[:, 4:16].split(4, dim=1)
     scales = torch.cat((a & 63, (c & 15) | ((a >> 6) << 4)), 1).float()
     minima = torch.cat((b & 63, (c >> 4) | ((b >> 6) << 4)), 1).float()
-    packed = supers[:, 16:].view(-1, 4, 32)
-    nibbles = torch.stack((packed & 15, packed >> 4), 2).view(-1, 8, 32).float()
-    values = nibbles * (d * scales)[:, :, None] - (dmin * minima)[:, :, None]
+    return d * scales, dmin * minima
+
+
+def q4_k_values(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of Q4_K super-blocks, uint8 [N, K / 256 * 144], as values [N, K]. Layout: block_q4_K of ggml-common.h."""
+    supers = blocks.reshape(-1, Q4_K_BYTES)
+    scales, minima = _six_bit_scales(supers)
+    values = _four_bits(supers[:, 16:]) * scales[:, :, None] - minima[:, :, None]
     return values.to(dtype).view(blocks.shape[0], -1)
 
 
@@ -252,6 +320,11 @@ def skinny_fp8_blocks_reference(
 def expand_fp8_blocks_reference(weight: Tensor, groups: Tensor, out: Tensor) -> Tensor:
     """In float32, rounded once."""
     return out.copy_(fp8_blocks_values(weight, groups))
+
+
+def expand_blocks_reference(blocks: Tensor, out: Tensor, *, form: str) -> Tensor:
+    """In float32, rounded once."""
+    return out.copy_(block_values(blocks, form))
 
 
 def gather_rows_reference(

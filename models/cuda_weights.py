@@ -1,7 +1,7 @@
 """Weights on their way to a GPU: from a model's files, or noise made there. Called by models/arch/cuda while it is built.
 
-Matrices travel as they lie in the file (models/cuda_staging) and are rounded on the device; blocks of GGUF files that no kernel
-computes with are expanded on the way. Which format a matrix gets is said by trireme.gpu_formats.
+Matrices travel as they lie in the file (models/cuda_staging) and are rounded or laid out anew on the device; blocks of GGUF files
+that no kernel computes with are expanded on the way. Which format a matrix gets is said by trireme.gpu_formats.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.cuda_blocks import laid_out
 from models.cuda_rounding import fp8_blocks_from, fp8_blocks_layout, fp8_from, q4_k_from, w4_from, w4_layout
 from models.cuda_staging import THREADS, Staging
 from models.dummy import DEVIATION, DummySource
@@ -124,7 +125,7 @@ class StoredWeights:
         if raw.kind == "FP8_BLOCKS":
             return DeviceMatrix(form, *fp8_blocks_layout(sent))
         if raw.kind != "FP8":
-            return DeviceMatrix(form, sent)
+            return DeviceMatrix(form, laid_out(raw.kind, sent, raw.k))
         scale = sent[:, :4].contiguous().view(torch.float32).view(-1)
         return DeviceMatrix(form, sent[:, 4:].contiguous().view(torch.float8_e4m3fn), scale)
 

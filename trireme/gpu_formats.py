@@ -28,7 +28,16 @@ class WeightFormat(NamedTuple):
 FORMATS = {
     "half": WeightFormat(2.0),  # bfloat16 or float16
     "fp8": WeightFormat(1.0, 64),  # e4m3 with a float32 scale for each output
-    "q4_k": WeightFormat(144 / 256, 256),  # GGUF's super-blocks
+    # GGUF's types by 256 values, all but q4_k and q5_k laid out anew (models/cuda_blocks), for which q6_k takes 14 bytes more
+    "q4_k": WeightFormat(144 / 256, 256),
+    "q5_k": WeightFormat(176 / 256, 256),
+    "q6_k": WeightFormat(224 / 256, 256),
+    "q8_0": WeightFormat(272 / 256, 256),
+    "q4_0": WeightFormat(144 / 256, 256),
+    "q4_1": WeightFormat(160 / 256, 256),
+    "q5_0": WeightFormat(176 / 256, 256),
+    "q5_1": WeightFormat(192 / 256, 256),
+    "iq4_nl": WeightFormat(144 / 256, 256),
     "w4_32": WeightFormat(
         1 / 2 + 4 / 32, 128
     ),  # codes of 4 bits with a scale and a zero for so many inputs of an output
@@ -38,7 +47,8 @@ FORMATS = {
 }
 LEAST_CAPABILITY = {"fp8": (8, 9)}  # of a card, for the products of a format
 SCHEMES = ("fp8", "q4_k")  # of --quantize, by their format
-OF_BLOCKS = {"Q4_K": "q4_k"}  # GGUF types that are computed with as they lie
+_BLOCKS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
+OF_BLOCKS = {kind: kind.lower() for kind in _BLOCKS}  # GGUF types that are computed with, every value as it is
 OF_CHECKPOINTS = {
     "FP8": "fp8",
     "FP8_BLOCKS": "fp8_blocks",
@@ -68,7 +78,7 @@ def stored_in(tensors: Mapping[str, GgufTensor]) -> Stored:
 
 
 def format_of(kind: str, k: int, scheme: str | None) -> str:
-    """The format of a stored matrix with k inputs: as it lies where a kernel computes with that, else what `scheme` says where
+    """The format of a stored matrix with k inputs: that of its own where a kernel computes with that, else what `scheme` says where
     its blocks fit, else 16 bits."""
     as_it_lies = OF_BLOCKS.get(kind) or OF_CHECKPOINTS.get(kind)
     if as_it_lies is not None and k % FORMATS[as_it_lies].unit == 0:

@@ -188,17 +188,45 @@ class Q4Linear(_OfHalves):
             for start in range(0, x.shape[0], most):
                 ops.skinny_linear(x[start : start + most], self.weight, out[start : start + most], self._bias)
             return out
-        return self._expanded(x, out)
+        return _of_expanded(x, self.weight, self._bias, out, ops.expand_q4_k)
 
-    def _expanded(self, x: Tensor, out: Tensor) -> Tensor:
-        n, k = self.weight.shape[0], x.shape[1]
-        step = min(n, max(1, _EXPANDED // k))
-        values = torch.empty(step, k, dtype=x.dtype, device=x.device)
-        for start in range(0, n, step):
-            part = self.weight[start : start + step]
-            dense = ops.expand_q4_k(part, values[: part.shape[0]]).T
-            torch.mm(x, dense, out=out[:, start : start + step])
-        return out if self._bias is None else out.add_(self._bias)
+
+class BlockLinear(_OfHalves):
+    """y = x W^T + b, weight uint8: rows of super-blocks of one of cuda_ops.BLOCKS. Few rows meet them as int8, some at a time; many
+    meet the values, expanded, as soon as that moves fewer bytes."""
+
+    __slots__ = ("_at_once", "_bias", "_expand", "_form", "_most", "weight")
+
+    def __init__(self, form: str, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self._bias = bias
+        self._form = form
+        size = ops.BLOCK_BYTES[form] / ops.BLOCK_VALUES
+        k = weight.shape[1] // ops.BLOCK_BYTES[form] * ops.BLOCK_VALUES
+        self._at_once = ops.block_linear_rows(form, weight.shape[0], k)
+        self._most = self._at_once * int((size + 4) / size)  # values of 16 bits are written and read
+        self._expand = partial(ops.expand_blocks, form=form)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        if x.shape[0] > self._most:
+            return _of_expanded(x, self.weight, self._bias, out, self._expand)
+        for start in range(0, x.shape[0], self._at_once):
+            rows = slice(start, start + self._at_once)
+            ops.block_linear(x[rows], self.weight, out[rows], self._bias, form=self._form)
+        return out
+
+
+def _of_expanded(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, expand: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """The product with blocks that `expand` makes values of, a bounded number at a time."""
+    n, k = weight.shape[0], x.shape[1]
+    step = min(n, max(1, _EXPANDED // k))
+    values = torch.empty(step, k, dtype=x.dtype, device=x.device)
+    for start in range(0, n, step):
+        part = weight[start : start + step]
+        torch.mm(x, expand(part, values[: part.shape[0]]).T, out=out[:, start : start + step])
+    return out if bias is None else out.add_(bias)
 
 
 class SideBySide(_OfHalves):
@@ -230,12 +258,17 @@ def _grouped(kind: type[W4Linear | Fp8BlocksLinear]) -> Callable[[DeviceMatrix, 
     return make
 
 
+def _blocks(form: str, matrix: DeviceMatrix, bias: Tensor | None) -> Linear:
+    return BlockLinear(form, matrix.values, bias)
+
+
 LINEARS: dict[str, Callable[[DeviceMatrix, Tensor | None], Linear]] = {
     "half": lambda matrix, bias: CudaLinear(matrix.values, bias),
     "fp8": _fp8,
     "q4_k": lambda matrix, bias: Q4Linear(matrix.values, bias),
     **dict.fromkeys(("w4_32", "w4_64", "w4_128"), _grouped(W4Linear)),
     "fp8_blocks": _grouped(Fp8BlocksLinear),
+    **{form: partial(_blocks, form) for form in ops.BLOCKS if form != "q4_k"},
 }
 
 

@@ -29,7 +29,7 @@ from tests.models.tiny_packed import awq_config, compressed_config, gptq_config,
 from trireme.arch import read_arch
 from trireme.config import ModelConfig
 from trireme.errors import ModelError
-from trireme.gpu_formats import FORMATS, gpu_weight_bytes
+from trireme.gpu_formats import gpu_weight_bytes
 from trireme.loaded import stored_of
 from trireme.mesh import Span
 from trireme.packaged import find_model
@@ -38,6 +38,7 @@ CPU = torch.device("cpu")
 TWINS = (
     *("skinny_linear", "quantize_rows", "expand_q4_k"),
     *("skinny_w4", "expand_w4", "skinny_fp8_blocks", "expand_fp8_blocks"),
+    *("block_linear", "block_linear_rows", "expand_blocks"),
 )
 
 
@@ -56,8 +57,8 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def dense_of(matrix: DeviceMatrix) -> Tensor:
     """The values that a matrix stands for."""
-    if matrix.format == "q4_k":
-        return cuda_reference.q4_k_values(matrix.values)
+    if matrix.format in cuda_ops.BLOCKS:
+        return cuda_reference.block_values(matrix.values, matrix.format)
     if matrix.format.startswith("w4") and matrix.scale is not None:
         return cuda_reference.w4_values(matrix.values, matrix.scale.T)
     if matrix.format == "fp8_blocks" and matrix.scale is not None:
@@ -86,7 +87,7 @@ def test_rounding_goes_by_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(fp8_from(weight)[0].view(torch.uint8), whole[0][0].view(torch.uint8))
 
 
-@pytest.mark.parametrize("form", list(FORMATS))
+@pytest.mark.parametrize("form", list(ROUNDED))
 @pytest.mark.parametrize("rows", [3, 40, 150])
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_format_multiplies(form: str, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,12 @@ CARD = GpuFacts("H100", 79 * GIB, 80 * GIB)
         ("BF16", 72, "fp8", "half"),
         ("Q4_K", 4096, None, "q4_k"),
         ("Q4_K", 4096, "fp8", "q4_k"),  # never rounded twice
-        ("Q6_K", 4096, None, "half"),
-        ("Q6_K", 4096, "fp8", "fp8"),
+        ("Q6_K", 4096, None, "q6_k"),
+        ("Q8_0", 4096, "fp8", "q8_0"),
+        ("IQ4_NL", 4096, None, "iq4_nl"),
+        ("Q8_0", 576, None, "half"),  # rows that are not laid out in super-blocks
+        ("Q3_K", 4096, None, "half"),
+        ("Q3_K", 4096, "fp8", "fp8"),
         ("FP8", 4096, None, "fp8"),
         ("FP8", 72, None, "half"),
         ("FP8_BLOCKS", 4096, None, "fp8_blocks"),
@@ -54,24 +58,25 @@ def tensors(**kinds: str) -> dict[str, GgufTensor]:
 
 
 def test_blocks_that_no_kernel_knows_are_told_of() -> None:
-    stored = stored_in(tensors(token_embd__weight="Q8_0", blk__0__a__weight="Q4_K", blk__0__b__weight="Q6_K"))
+    stored = stored_in(tensors(token_embd__weight="Q8_0", blk__0__a__weight="Q4_K", blk__0__b__weight="Q3_K"))
     arch = changed(source="gguf", weights_dtype="gguf", hidden=512)
     facts = ModelFacts(arch, "m", 98 << 20, stored=stored)
     for flags, becomes in (({}, "16 bits"), ({"quantize": "fp8"}, "fp8")):
         _, decisions = resolve(load(flags, environ={}).config, facts, BOX)
-        assert reasons(decisions)["weights"][0] == f"1 Q6_K as {becomes}"
+        assert reasons(decisions)["weights"][0] == f"1 Q3_K as {becomes}"
     assert "weights" not in reasons(resolve(load({}, environ={}).config, facts, LAPTOP)[1])
 
 
 def test_weights_of_a_file_are_counted_by_type() -> None:
     arch = changed(source="gguf", vocab_size=64, hidden=256)
     found = tensors(
-        token_embd__weight="Q8_0", blk__0__a__weight="Q4_K", blk__0__b__weight="Q6_K", output__weight="Q4_K"
+        token_embd__weight="Q8_0", blk__0__a__weight="Q6_K", blk__0__b__weight="Q3_K", output__weight="Q4_K"
     )
     size = 256 * 64
-    assert gpu_weight_bytes(ModelConfig(), arch, stored_in(found)) == size * 2 + 2 * size * 144 / 256 + size * 2
+    assert gpu_weight_bytes(ModelConfig(), arch, stored_in(found)) == size * 2 + size * (144 + 224) / 256 + size * 2
     assert (
-        gpu_weight_bytes(ModelConfig(quantize="fp8"), arch, stored_in(found)) == size * 2 + 2 * size * 144 / 256 + size
+        gpu_weight_bytes(ModelConfig(quantize="fp8"), arch, stored_in(found))
+        == size * 2 + size * (144 + 224) / 256 + size
     )
 
 
