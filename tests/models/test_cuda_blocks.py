@@ -1,4 +1,4 @@
-"""GGUF's blocks as a GPU has them: no value changes where they are laid out anew, and plan, kernels and layouts agree on the bytes."""
+"""GGUF's blocks as a GPU has them: values that do not change where they are laid out anew, and bytes that plan and kernels agree on."""
 
 from __future__ import annotations
 
