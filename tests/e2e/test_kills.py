@@ -74,6 +74,17 @@ def undisturbed(deployment: Deployment, max_tokens: int) -> str:
     return stream.text
 
 
+def differences(streams: list[Stream], whole: str) -> list[tuple[int, str, str]]:
+    """Of those whose text is another: where it begins to differ, what they say there and what they should."""
+    found = []
+    for stream in streams:
+        pairs = zip(stream.text, whole, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(stream.text), len(whole)))
+        if stream.text != whole:
+            found.append((at, stream.text[at : at + 40], whole[at : at + 40]))
+    return found
+
+
 def test_a_killed_engines_streams_go_on(tiny: Path) -> None:
     with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192") as deployment:
         whole = undisturbed(deployment, 5000)
@@ -85,7 +96,7 @@ def test_a_killed_engines_streams_go_on(tiny: Path) -> None:
         assert one_answer(deployment)
         wait_for(lambda: all(s.end for s in moved + kept), 60, "ends of all streams")
         assert [s.end for s in moved + kept] == ["done"] * 4
-        assert [s.text == whole for s in moved + kept] == [True] * 4
+        assert differences(moved + kept, whole) == []
         assert deployment.metric("trireme_moves_total") == 2
         wait_for(lambda: len(deployment.pids("engine_core.main")) == 2, 30, "the engine restarted")
         deployment.wait_ready(30)
@@ -106,7 +117,7 @@ def test_a_killed_workers_streams_wait_for_the_next_life(tiny: Path) -> None:
         late = running_streams(deployment, 1, max_tokens=1000)  # accepted while no engine is up
         wait_for(lambda: all(s.end for s in streams + late), 60, "ends of all streams")
         assert [s.end for s in streams + late] == ["done"] * 3
-        assert [s.text == whole for s in streams + late] == [True] * 3
+        assert differences(streams + late, whole) == []
         assert len(deployment.pids("workers.main")) == 2
 
 

@@ -46,7 +46,8 @@ def test_memory_is_given_back_and_answers_stay(level: int, quantize: str | None,
         tmp_path, dtype="bfloat16", vocab_size=512, num_hidden_layers=8, max_position_embeddings=1024, **SHAPE
     )
     weights = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) // (2 if quantize else 1)
-    with LLM(model, device="cuda", max_len=1024, max_num_seqs=8, kv_memory="2GiB", quantize=quantize) as llm:
+    # A row at a time: logits of a random model are close, and which rows share a step depends on when they come.
+    with LLM(model, device="cuda", max_len=1024, max_num_seqs=1, kv_memory="2GiB", quantize=quantize) as llm:
         before = tokens(llm.generate(PROMPTS, GREEDY))
         busy = free_elsewhere()
         llm.sleep(level)

@@ -29,6 +29,7 @@ class Scripted:
     def __init__(self, script=echo, **facts):
         self.script, self.facts = script, facts
         self.num_closed = 0
+        self.lives = {}  # nothing is launched
 
     def start(self):
         pass
