@@ -1,4 +1,4 @@
-"""GGUF's blocks as a GPU has them: values that do not change where they are laid out anew, and bytes that plan and kernels agree on."""
+"""GGUF's blocks as a GPU has them: no value changes in the new layout, and plan and kernels agree on the bytes."""
 
 from __future__ import annotations
 
