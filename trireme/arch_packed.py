@@ -85,6 +85,12 @@ def _awq(config: Mapping[str, object], where: Path) -> Packing:
 
 
 def _compressed(config: Mapping[str, object], where: Path) -> Packing:
+    for key in ("kv_cache_scheme", "transform_config"):
+        if config.get(key):
+            raise _refusal(where, key, config[key], "none")
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, Mapping):
+        _one_of(sparsity, "format", ("dense",), where, default="dense")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise _refusal(where, "config_groups", groups, "one group")

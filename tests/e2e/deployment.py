@@ -122,7 +122,8 @@ class Deployment:
     def stream(
         self, body: dict[str, Any], *, rank: int | None = None, timeout_s: float = 60, path: str = "/v1/completions"
     ) -> Iterator[dict[str, Any]]:
-        """Parsed SSE events; stops after [DONE]. `rank` pins an engine. Closing the generator closes the connection."""
+        """Parsed SSE events; stops after [DONE] or an error. `rank` pins an engine. Closing the generator closes the connection.
+        Raises ConnectionError for a stream that breaks off without either."""
         headers = {"Content-Type": "application/json"} | ({} if rank is None else {"X-data-parallel-rank": str(rank)})
         request = urllib.request.Request(self.url + path, json.dumps({**body, "stream": True}).encode(), headers)
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
@@ -131,7 +132,11 @@ class Deployment:
                     data = line[6:].strip()
                     if data == b"[DONE]":
                         return
-                    yield json.loads(data)
+                    event = json.loads(data)
+                    yield event
+                    if "error" in event:
+                        return
+        raise ConnectionError("the stream broke off")
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of all samples of one metric whose labels match."""

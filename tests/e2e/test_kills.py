@@ -15,6 +15,7 @@ from tests.e2e.deployment import Deployment, is_alive, wait_for
 from tests.models.tiny import make_tiny_llama
 
 pytestmark = pytest.mark.timeout(180)
+PATIENT = ("--stream-buffer", str(64 << 20))  # a reader that gets no processor is not cut off
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def differences(streams: list[Stream], whole: str) -> list[tuple[int, str, str]]
 
 
 def test_a_killed_engines_streams_go_on(tiny: Path) -> None:
-    with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192") as deployment:
+    with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192", *PATIENT) as deployment:
         whole = undisturbed(deployment, 5000)
         moved = running_streams(deployment, 2, max_tokens=5000, rank=0)
         kept = running_streams(deployment, 2, max_tokens=5000, rank=1)
@@ -97,7 +98,10 @@ def test_a_killed_engines_streams_go_on(tiny: Path) -> None:
         wait_for(lambda: all(s.end for s in moved + kept), 60, "ends of all streams")
         assert [s.end for s in moved + kept] == ["done"] * 4
         assert differences(moved + kept, whole) == []
-        assert deployment.metric("trireme_moves_total") == 2
+        assert deployment.metric("trireme_moves_total") in (
+            2,
+            3,
+        )  # the answer in between may have begun on the killed engine
         wait_for(lambda: len(deployment.pids("engine_core.main")) == 2, 30, "the engine restarted")
         deployment.wait_ready(30)
         again = Stream(deployment, max_tokens=20, rank=0)
@@ -122,7 +126,7 @@ def test_a_killed_workers_streams_wait_for_the_next_life(tiny: Path) -> None:
 
 
 def test_a_killed_coordinator_is_not_noticed_and_soon_back(tiny: Path) -> None:
-    with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192") as deployment:
+    with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192", *PATIENT) as deployment:
         before = one_answer(deployment)
         streams = running_streams(deployment, 4, max_tokens=6000)
         for _ in range(3):

@@ -204,6 +204,9 @@ def test_scales_that_float16_lacks_are_kept() -> None:
         (compressed_config(strategy="tensor"), "strategy 'tensor'"),
         (compressed_config(num_bits=2), "num_bits 2"),
         ({**compressed_config(), "config_groups": {}}, "config_groups {}"),
+        ({**compressed_config(), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme {'num_bits': 8}"),
+        ({**compressed_config(), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+        ({**compressed_config(), "sparsity_config": {"format": "sparse-24"}}, "format 'sparse-24'"),
     ],
 )
 def test_other_packings_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
