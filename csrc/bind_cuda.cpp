@@ -68,9 +68,9 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("decode_attention",
         [](Address q, int64_t q_stride, Address out, int64_t out_stride, int type, Address block_table, int table_stride, Address context_len,
            int rows, int q_heads, float scale, int window, float softcap, Address sinks, const PagedCache& cache, int splits, Address partial,
-           int variant, Address stream) {
+           Address stream) {
           decode_attention({at(q), q_stride, at(out), out_stride, static_cast<Type>(type), ints(block_table), table_stride, ints(context_len),
-                            rows, q_heads, scale, window, softcap, floats(sinks), cache, splits, reinterpret_cast<float*>(partial), variant}, at(stream));
+                            rows, q_heads, scale, window, softcap, floats(sinks), cache, splits, reinterpret_cast<float*>(partial)}, at(stream));
         });
   m.def("decode_scratch_floats", &decode_scratch_floats);
   m.def("skinny_linear",

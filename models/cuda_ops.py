@@ -244,13 +244,13 @@ def decode_attention(
     sinks: Tensor | None = None,
     splits: int = 1,
     scratch: Tensor | None = None,
-    variant: int = 0,
 ) -> Tensor:
     """Attention of row r's one query over the first context_len[r] tokens of its blocks. q [R, >= Hq * D], out [R, Hq * D].
 
     The cache is of q's type or float8; head dims are 64, 96, 128, 256, and 80 in q's type. context_len 0 marks padding: its
-    output is zero. `splits` parts of a context run side by side; more than one needs
-    `scratch`, float32 of decode_scratch(...) values. sinks [Hq] float32 are logits that take weight and give nothing.
+    output is zero. `splits` parts of a context run side by side; more than one needs `scratch`, float32 of decode_scratch(...)
+    values. sinks [Hq] float32 are logits that take weight and give nothing. The table, the lengths and all tokens but the newest
+    are read before the kernel ahead has ended: since they were written, one of torch's or gather_rows must have been launched.
     """
     load().decode_attention(
         q.data_ptr(),
@@ -270,7 +270,6 @@ def decode_attention(
         kv.native,
         splits,
         _address(scratch),
-        variant,
         _stream(),
     )
     return out

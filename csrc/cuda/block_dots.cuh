@@ -9,6 +9,7 @@
 // sum over the runs of max |x| / 254 * sum |w|, besides the order of sums.
 #pragma once
 
+#include "cuda/async_copy.cuh"
 #include "cuda/block_types.cuh"
 
 namespace trireme::cuda {
@@ -36,15 +37,6 @@ struct Turn {
     group += stride;
   }
 };
-
-// 16 bytes to shared memory, or as many zeros; not waited for.
-__device__ __forceinline__ void copy_async(uint32_t to, const uint8_t* from, bool is_inside) {
-  const int size = is_inside ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
 // Of a turn: its first super-block in the weight, the row after it that is the last, and how many super-blocks a row has left.
 template <class Block>
@@ -85,14 +77,14 @@ __device__ __forceinline__ void copy_turn(const SkinnyArgs& args, const DotPlan&
   const Source<Block> source(args, plan, turn);
   if (source.last >= plan.rows() - 1 && source.left >= plan.lanes()) {
 #pragma unroll
-    for (int i = 0; i < Parts<Block>::kCount; ++i) copy_async(to + parts.place_of(i), source.from + parts.offset[i], true);
+    for (int i = 0; i < Parts<Block>::kCount; ++i) copy_async<true>(to + parts.place_of(i), source.from + parts.offset[i], true);
     return;
   }
 #pragma unroll
   for (int i = 0; i < Parts<Block>::kCount; ++i) {
     const int super = parts.super_of(i);
     const bool is_inside = super >> plan.log_lanes <= source.last && (super & (plan.lanes() - 1)) < source.left;
-    copy_async(to + parts.place_of(i), is_inside ? source.from + parts.offset[i] : source.from, is_inside);
+    copy_async<false>(to + parts.place_of(i), is_inside ? source.from + parts.offset[i] : source.from, is_inside);
   }
 }
 
@@ -179,7 +171,7 @@ __global__ void __launch_bounds__(kProductWarps * 32) dots_kernel(SkinnyArgs arg
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane & (plan.lanes() - 1);
   uint8_t* ring = reinterpret_cast<uint8_t*>(shared) + warp * kTurns * turn_bytes;
   uint8_t* x = reinterpret_cast<uint8_t*>(shared) + kProductWarps * kTurns * turn_bytes;
-  const uint32_t ring_address = static_cast<uint32_t>(__cvta_generic_to_shared(ring));
+  const uint32_t ring_address = shared_address(ring);
   const int stride = gridDim.x * kProductWarps;
   const Parts<Block> parts(plan);
   Turn now{static_cast<int>(blockIdx.x) + warp * static_cast<int>(gridDim.x), 0}, next = now;
@@ -241,20 +233,7 @@ inline DotPlan plan_dots(int n, int supers, int warps) {
   return best;
 }
 
-// What the current card has.
-struct Card {
-  int processors, shared_bytes;
-};
-inline Card current_card() {
-  int device = 0;
-  Card card{};
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&card.processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&card.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
-  return card;
-}
-
-inline DotPlan plan_dots(int n, int k, const Card& card) { return plan_dots(n, k / kSuperValues, card.processors * kProductWarps); }
+inline DotPlan plan_dots(int n, int k, const Card& card) { return plan_dots(n, k / kSuperValues, card.multiprocessors * kProductWarps); }
 
 template <class Block>
 int64_t shared_of_dots(const DotPlan& plan, int rows) {
@@ -278,7 +257,7 @@ void launch_dots(const SkinnyArgs& args, Stream stream) {
   const auto kernel = dots_kernel<Block, T, M>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "shared memory of block dots");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), "carveout of block dots");
-  launch(kernel, dim3(min(card.processors, plan.groups)), dim3(kProductWarps * 32), shared, stream, args, plan);
+  launch(kernel, dim3(min(card.multiprocessors, plan.groups)), dim3(kProductWarps * 32), shared, stream, args, plan);
 }
 
 // The product of rows_of_dots rows at most, whose k 256 divides.

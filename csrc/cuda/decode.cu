@@ -8,6 +8,7 @@
 // run beside each other: their pieces are neighbours in memory.
 #include <cooperative_groups.h>
 
+#include "cuda/async_copy.cuh"
 #include "cuda/products.cuh"
 
 namespace trireme::cuda {
@@ -21,21 +22,6 @@ constexpr int kShort = 512;   // tokens; up to here one warp may do for a head
 constexpr int kCluster = 8;   // blocks of a cluster at most
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kSlack = 8.0f;  // how far, in powers of two, scores may rise above what weights are relative to
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-template <bool IsWhole>
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool is_valid) {
-  if constexpr (IsWhole) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  } else {
-    const int bytes = is_valid ? 16 : 0;  // the rest becomes zero
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-  }
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
@@ -76,7 +62,6 @@ struct Plan {
   int log_joint;   // a block takes 1 << log_joint neighbouring heads of a row whose context is short
   int run_shift;   // log2 of the cache's block size where blocks hold whole runs; else negative
   bool is_cluster; // the parts of a context are a cluster
-  bool is_early;   // what the kernel before does not write is fetched while it ends
 };
 
 // Rows of 16-byte chunks in shared memory, permuted so that eight rows of one column lie in different banks.
@@ -227,7 +212,7 @@ struct Reader {
 
 // How a piece of the cache becomes tensor-core fragments of `Element`, unit() times the values stored: a[0..3] of a step of 16 dims
 // of keys, or of a tile of 16 dims of values. Queries take the dims of a step in the same order, and outputs land where out_dim says.
-template <class C, int D, int Tokens, bool Bits>
+template <class C, int D, int Tokens>
 struct Tiles {
   using Element = C;
   using L = Layout<C, D, Tokens>;
@@ -248,15 +233,15 @@ struct Tiles {
 
 // float8: a 16-byte chunk holds the 16 dims of a step, four to a thread. Of values, a transposed word has two neighbouring dims of two
 // tokens, so even and odd dims become the halves of a tile.
-template <int D, int Tokens, bool Bits>
-struct Tiles<fp8, D, Tokens, Bits> {
+template <int D, int Tokens>
+struct Tiles<fp8, D, Tokens> {
   using Element = f16;
   using L = Layout<fp8, D, Tokens>;
   static constexpr int steps = 2;
   static_assert(D % 32 == 0, "chunks come in pairs");
 
 #if __CUDA_ARCH__ >= 890
-  static constexpr bool converts = !Bits;
+  static constexpr bool converts = true;  // in hardware
 #else
   static constexpr bool converts = false;
 #endif
@@ -336,9 +321,9 @@ struct Scores {
   int context, first_seen;
 };
 
-template <class C, int D, int NT, int Tokens, bool Bits>
+template <class C, int D, int NT, int Tokens>
 __device__ __forceinline__ void attend_piece(const Scores& how, const uint32_t (&q)[NT][D / 16][2], uint32_t stage, int piece, State<D, NT>& s) {
-  using F = Tiles<C, D, Tokens, Bits>;
+  using F = Tiles<C, D, Tokens>;
   using L = Layout<C, D, Tokens>;
   using Element = typename F::Element;
   constexpr int tiles = Tokens / 16, loads = D / 16 / F::steps;
@@ -459,9 +444,9 @@ __device__ __forceinline__ uint32_t query_pair(const T* query, int step, int i, 
   return rounded_pair<typename F::Element>(to_float(query[F::query_dim(step, i, t, 0)]), to_float(query[F::query_dim(step, i, t, 1)]));
 }
 
-template <class T, class C, int D, int NT, int Tokens, bool Bits>
+template <class T, class C, int D, int NT, int Tokens>
 __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Plan plan) {
-  using F = Tiles<C, D, Tokens, Bits>;
+  using F = Tiles<C, D, Tokens>;
   using L = Layout<C, D, Tokens>;
   constexpr int most = NT * kHeads, record_floats = kRecord<D>;
   static_assert(2 * most * record_floats * 4 <= L::warp_bytes, "a warp's stages have room for its results and the block's");
@@ -479,7 +464,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
   char* own = shared + warp * L::warp_bytes;
   const uint32_t stages = shared_address(own);
   // Only the last piece has what the kernel before us writes, the newest token.
-  const int num_early = plan.is_early ? (context - 1) / Tokens : 0;
+  const int num_early = (context - 1) / Tokens;
 #pragma unroll 1
   for (int i = 0; i < 2 * (kStages - 1); ++i) {
     const bool is_late = i >= kStages - 1;
@@ -492,7 +477,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
       reader.find(piece);
       reader.fetch(piece, stages + to * L::stage_bytes);
     }
-    if (is_late) commit();  // the first one has all that was fetched early
+    if (is_late) commit_copies();  // the first one has all that was fetched early
   }
   int ahead = span.first + turn + (kStages - 1) * ways;
   if (ahead < span.last) reader.find(ahead);
@@ -532,10 +517,10 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
       ahead += ways;
       if (ahead < span.last) reader.find(ahead);
     }
-    commit();
+    commit_copies();
     wait_for_copies<kStages - 1>();
     __syncwarp();
-    attend_piece<C, D, NT, Tokens, Bits>(how, q, stages + stage * L::stage_bytes, piece, s);
+    attend_piece<C, D, NT, Tokens>(how, q, stages + stage * L::stage_bytes, piece, s);
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
   wait_for_copies<0>();
@@ -603,68 +588,32 @@ __global__ void fold_kernel(DecodeArgs args) {
   store_output<T, D>(args, row, head, dim, fold<D, 16>(args.splits, dim, [&](int i) { return records + i * kRecord<D>; }));
 }
 
-// Bits of DecodeArgs::variant, for comparisons.
-constexpr int kShortPieces = 1, kByBits = 2, kNoJoint = 4, kNoCluster = 8, kNoEarly = 16;
-
-bool has_clusters() {
-  static const bool found = [] {
-    int device = 0, major = 0;
-    check(cudaGetDevice(&device), "the device of decode_attention");
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "the device of decode_attention");
-    return major >= 9;
-  }();
-  return found;
-}
-
-// As launch, the blocks of z a cluster where asked for.
-void launch_parts(void (*kernel)(DecodeArgs, Plan), dim3 grid, int shared, Stream stream, const DecodeArgs& args, const Plan& plan) {
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = grid.z;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kWarps * 32);
-  config.dynamicSmemBytes = shared;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = plan.is_cluster ? 2 : 1;
-  check(cudaLaunchKernelEx(&config, kernel, args, plan), "decode_attention");
-}
-
 constexpr int kManyBlocks = 1024;  // of four warps; from here on a card has enough of them with fewer warps for a head
 
-template <class T, class C, int D, int NT, int Tokens, bool Bits>
+template <class T, class C, int D, int NT, int Tokens>
 void run_tiles(const DecodeArgs& args, Stream stream) {
   constexpr int shared = Layout<C, D, Tokens>::bytes;
-  constexpr auto kernel = decode_kernel<T, C, D, NT, Tokens, Bits>;
+  constexpr auto kernel = decode_kernel<T, C, D, NT, Tokens>;
   static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   check(allowed, "shared memory of decode_attention");
   const int group = args.q_heads / args.cache.heads, units = args.cache.heads * ((group + NT * kHeads - 1) / (NT * kHeads));
-  Plan plan{0, -1, args.splits > 1 && args.splits <= kCluster && !(args.variant & kNoCluster) && has_clusters(), !(args.variant & kNoEarly)};
-  if (args.splits == 1 && !(args.variant & kNoJoint)) {
+  Plan plan{0, -1, args.splits > 1 && args.splits <= kCluster && current_card().has_clusters()};
+  if (args.splits == 1) {
     while (plan.log_joint < 2 && units % (2 << plan.log_joint) == 0 && args.rows * units >> plan.log_joint >= kManyBlocks) ++plan.log_joint;
   }
   for (int shift = 0; shift < 31; ++shift) {
     if (args.cache.block_size == 1 << shift && args.cache.block_size >= kRun) plan.run_shift = shift;
   }
-  launch_parts(kernel, dim3(units, args.rows, args.splits), shared, stream, args, plan);
+  const dim3 grid(units, args.rows, args.splits), cluster(1, 1, plan.is_cluster ? args.splits : 1);
+  launch_clusters(kernel, grid, cluster, dim3(kWarps * 32), shared, stream, args, plan);
   if (args.splits > 1 && !plan.is_cluster) launch(fold_kernel<T, D>, dim3(args.rows, args.q_heads), dim3(D / 4), 0, stream, args);
 }
 
 template <class T, class C, int D>
 void run(const DecodeArgs& args, Stream stream) {
   constexpr int tokens = sizeof(C) == 1 ? 32 : 16;
-  const bool is_narrow = args.q_heads / args.cache.heads <= kHeads;
-  if constexpr (sizeof(C) == 1 && D == 128) {
-    if (is_narrow && args.variant & kShortPieces && args.variant & kByBits) return run_tiles<T, C, D, 1, 16, true>(args, stream);
-    if (is_narrow && args.variant & kShortPieces) return run_tiles<T, C, D, 1, 16, false>(args, stream);
-    if (is_narrow && args.variant & kByBits) return run_tiles<T, C, D, 1, tokens, true>(args, stream);
-  }
-  if (is_narrow) return run_tiles<T, C, D, 1, tokens, false>(args, stream);
-  return run_tiles<T, C, D, 2, tokens, false>(args, stream);
+  if (args.q_heads / args.cache.heads <= kHeads) return run_tiles<T, C, D, 1, tokens>(args, stream);
+  run_tiles<T, C, D, 2, tokens>(args, stream);
 }
 
 }  // namespace

@@ -110,20 +110,46 @@ inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
-// Launches with leave to overlap the end of the kernel before it in the stream.
+// What the current card has.
+struct Card {
+  int multiprocessors, shared_bytes, major;
+  bool has_clusters() const { return major >= 9; }
+};
+
+inline Card current_card() {
+  int device = 0;
+  Card card{};
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  auto get = [&](int& value, cudaDeviceAttr attribute) { check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute"); };
+  get(card.multiprocessors, cudaDevAttrMultiProcessorCount);
+  get(card.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  get(card.major, cudaDevAttrComputeCapabilityMajor);
+  return card;
+}
+
+// Launches with leave to overlap the end of the kernel before it in the stream, the blocks in clusters.
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared, Stream stream, Args... args) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 cluster, dim3 block, size_t shared, Stream stream, Args... args) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster.x;
+  attributes[1].val.clusterDim.y = cluster.y;
+  attributes[1].val.clusterDim.z = cluster.z;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster.x * cluster.y * cluster.z > 1 ? 2 : 1;
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), "kernel launch");
+}
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared, Stream stream, Args... args) {
+  launch_clusters(kernel, grid, dim3(1), block, shared, stream, args...);
 }
 
 // Refuses rows that are no whole number of 16-byte packs.

@@ -103,7 +103,8 @@ struct DecodeArgs {
   PagedCache cache;
   int splits;         // parts of one context that run side by side
   float* partial;     // splits > 1: [R, Hq, splits, D + 4]
-  int variant;        // 0; else bits that decode.cu names
+  // The table, the lengths and all tokens but the newest are read before wait_for_inputs: between whoever writes them and this there
+  // must be a kernel that waits for its inputs before it lets the next one start, or that has no leave to overlap.
 };
 void decode_attention(const DecodeArgs& args, Stream stream);
 int64_t decode_scratch_floats(int rows, int q_heads, int dim, int splits);
