@@ -58,16 +58,16 @@ def endpoint(url: str, key: str = "") -> Endpoint:
 
 async def get_json(to: Endpoint, path: str) -> Any:
     """The parsed answer of a GET. Raises ServerError."""
-    answer = await _Answer.open(to, "GET", path, b"")
-    try:
-        return parsed(await answer.body())
-    finally:
-        answer.close()
+    return await _answered(to, "GET", path)
 
 
 async def post_json(to: Endpoint, path: str) -> Any:
     """The parsed answer of a POST whose arguments are in `path`. Raises ServerError."""
-    answer = await _Answer.open(to, "POST", path, b"")
+    return await _answered(to, "POST", path)
+
+
+async def _answered(to: Endpoint, method: str, path: str) -> Any:
+    answer = await _Answer.open(to, method, path, b"")
     try:
         return parsed(await answer.body())
     finally:

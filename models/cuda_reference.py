@@ -284,9 +284,7 @@ def w4_values(codes: Tensor, groups: Tensor) -> Tensor:
     n, k = codes.shape[0], codes.shape[1] * 2
     words = codes.view(n, k // 128, 4, 4, 4)  # [outputs, turns, lanes, words of a lane, bytes]
     in_turn = words.transpose(2, 3).reshape(n, k // 8, 4)
-    places = torch.stack((in_turn & 15, in_turn >> 4), -1).view(
-        n, k // 8, 2, 4
-    )  # the even inputs of 8, then the odd ones
+    places = torch.stack((in_turn & 15, in_turn >> 4), -1).view(n, k // 8, 2, 4)  # even inputs of 8, then odd ones
     steps = places.transpose(2, 3).reshape(n, groups.shape[0], -1).float()
     scale = groups.T.contiguous().view(torch.float16).view(n, -1, 2)[..., :1].float()
     zero = (groups.T >> 16).unsqueeze(-1)

@@ -38,9 +38,8 @@ FORMATS = {
     "q5_0": WeightFormat(176 / 256, 256),
     "q5_1": WeightFormat(192 / 256, 256),
     "iq4_nl": WeightFormat(144 / 256, 256),
-    "w4_32": WeightFormat(
-        1 / 2 + 4 / 32, 128
-    ),  # codes of 4 bits with a scale and a zero for so many inputs of an output
+    # codes of 4 bits with a scale and a zero for so many inputs of an output
+    "w4_32": WeightFormat(1 / 2 + 4 / 32, 128),
     "w4_64": WeightFormat(1 / 2 + 4 / 64, 128),
     "w4_128": WeightFormat(1 / 2 + 4 / 128, 128),
     "fp8_blocks": WeightFormat(1 + 4 / 128, 128),  # e4m3 with a float32 scale for 128 inputs of an output
@@ -49,11 +48,8 @@ LEAST_CAPABILITY = {"fp8": (8, 9)}  # of a card, for the products of a format
 SCHEMES = ("fp8", "q4_k")  # of --quantize, by their format
 _BLOCKS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 OF_BLOCKS = {kind: kind.lower() for kind in _BLOCKS}  # GGUF types that are computed with, every value as it is
-OF_CHECKPOINTS = {
-    "FP8": "fp8",
-    "FP8_BLOCKS": "fp8_blocks",
-    **{f"W4_{size}": f"w4_{size}" for size in BLOCK_SIZES},
-}  # kinds of models.weights.RawMatrix, likewise
+# Kinds of models.weights.RawMatrix, likewise.
+OF_CHECKPOINTS = {"FP8": "fp8", "FP8_BLOCKS": "fp8_blocks", **{f"W4_{size}": f"w4_{size}" for size in BLOCK_SIZES}}
 _DENSE = ("F32", "F16", "BF16")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 

@@ -25,7 +25,8 @@ from models.attention.cuda_registry import Need, choose_on_card
 from models.cuda_ops import PagedKV
 from models.cuda_weights import DeviceWeights
 from models.forward import Group, SoloGroup
-from models.layers.cuda_linear import CudaLinear, Linear, float8_like, make_linear
+from models.layers.cuda_contract import Linear
+from models.layers.cuda_linear import CudaLinear, float8_like, make_linear
 from models.layers.rope import cos_sin_table
 from models.shards import Shares
 from trireme.arch import ArchSpec

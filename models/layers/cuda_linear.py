@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +17,15 @@ from torch import Tensor
 from models import cuda_ops as ops
 from models.cuda_ops import Scales
 from models.cuda_rounding import fp8_from
-from models.layers.cuda_grouped import Fp8BlocksLinear, W4Linear
+from models.layers.cuda_contract import Linear, OfHalves
+from models.layers.cuda_narrow import BlockLinear, Fp8BlocksLinear, Q4Linear, W4Linear
 
 _REPEATS = 6
 _TRIED = (8, 16, 32)  # rows; between them the answer of the next greater one holds
-_MOST_SLICES = 4  # of 32 rows, each reading all blocks, before it is cheaper to expand them once
-_EXPANDED = 1 << 25  # values expanded at a time
 _EXACT_ROWS = 8  # whose inputs keep 16 bits where the weight is float8
 _UNSCALED_ROWS = 64  # of float8, up to which a product is the faster for leaving its scales to others
-_CACHE_BYTES = (
-    128 << 20
-)  # more than a card's last-level cache: weights come from memory in a step, so they must when it is timed
+# More than a card's last-level cache: weights come from memory in a step, so they must when it is timed.
+_CACHE_BYTES = 128 << 20
 _crossovers: dict[tuple[str, int, int, torch.dtype], int] = {}
 
 
@@ -45,42 +43,7 @@ class DeviceMatrix(NamedTuple):
         return int(self.values.nbytes) + (0 if self.scale is None else int(self.scale.nbytes))
 
 
-class Linear(Protocol):
-    """y = x W^T + b for x [T, k]; never changes."""
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """Writes the product into `out` [T, n], whose rows may be strided, and returns it."""
-        ...
-
-    def takes_fp8(self, num_rows: int) -> bool:
-        """Whether so many rows are best given as float8, to one of the next two."""
-        ...
-
-    def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        """The product of x [T, k] float8 times scale [T]."""
-        ...
-
-    def unscaled_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
-        """As of_fp8, but for the scales, which are returned: whoever reads `out` applies them. None where they are applied."""
-        ...
-
-
-class _OfHalves:
-    """A linear layer that wants its inputs in 16 bits."""
-
-    __slots__ = ()
-
-    def takes_fp8(self, num_rows: int) -> bool:
-        return False
-
-    def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def unscaled_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
-        raise NotImplementedError
-
-
-class CudaLinear(_OfHalves):
+class CudaLinear(OfHalves):
     """y = x W^T + b. `weight` [n, k] and `bias` [n] lie on the device."""
 
     __slots__ = ("_bias", "_few", "_transposed", "weight")
@@ -171,65 +134,7 @@ def float8_like(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-class Q4Linear(_OfHalves):
-    """y = x W^T + b, weight uint8 [n, k / 256 * 144]: rows of GGUF's Q4_K super-blocks. Many rows meet the values, expanded."""
-
-    __slots__ = ("_bias", "weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self._bias = bias
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        most = ops.skinny_max_rows()
-        if x.shape[0] <= most:
-            return ops.skinny_linear(x, self.weight, out, self._bias)
-        if x.shape[0] <= _MOST_SLICES * most:
-            for start in range(0, x.shape[0], most):
-                ops.skinny_linear(x[start : start + most], self.weight, out[start : start + most], self._bias)
-            return out
-        return _of_expanded(x, self.weight, self._bias, out, ops.expand_q4_k)
-
-
-class BlockLinear(_OfHalves):
-    """y = x W^T + b, weight uint8: rows of super-blocks of one of cuda_ops.BLOCKS. Few rows meet them as int8, some at a time; many
-    meet the values, expanded, as soon as that moves fewer bytes."""
-
-    __slots__ = ("_at_once", "_bias", "_expand", "_form", "_most", "weight")
-
-    def __init__(self, form: str, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self._bias = bias
-        self._form = form
-        size = ops.BLOCK_BYTES[form] / ops.BLOCK_VALUES
-        k = weight.shape[1] // ops.BLOCK_BYTES[form] * ops.BLOCK_VALUES
-        self._at_once = ops.block_linear_rows(form, weight.shape[0], k)
-        self._most = self._at_once * int((size + 4) / size)  # values of 16 bits are written and read
-        self._expand = partial(ops.expand_blocks, form=form)
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        if x.shape[0] > self._most:
-            return _of_expanded(x, self.weight, self._bias, out, self._expand)
-        for start in range(0, x.shape[0], self._at_once):
-            rows = slice(start, start + self._at_once)
-            ops.block_linear(x[rows], self.weight, out[rows], self._bias, form=self._form)
-        return out
-
-
-def _of_expanded(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, expand: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """The product with blocks that `expand` makes values of, a bounded number at a time."""
-    n, k = weight.shape[0], x.shape[1]
-    step = min(n, max(1, _EXPANDED // k))
-    values = torch.empty(step, k, dtype=x.dtype, device=x.device)
-    for start in range(0, n, step):
-        part = weight[start : start + step]
-        torch.mm(x, expand(part, values[: part.shape[0]]).T, out=out[:, start : start + step])
-    return out if bias is None else out.add_(bias)
-
-
-class SideBySide(_OfHalves):
+class SideBySide(OfHalves):
     """Products of matrices in several formats that share their input, each in its columns of the output."""
 
     __slots__ = ("_pieces",)

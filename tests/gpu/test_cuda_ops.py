@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -235,33 +236,52 @@ CONTEXTS = [1, 17, 300, 1000, 63, 0]
 
 
 class Paged:
-    """Random keys and values of some rows in scattered blocks."""
+    """Random keys and values of some rows in scattered blocks; what no context reaches is NaN."""
 
-    def __init__(self, heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
-        self.width = -(-1024 // block_size)
-        num_blocks = len(CONTEXTS) * self.width
-        values = (random(num_blocks, heads, block_size, dim).to(dtype) for _ in range(2))
+    def __init__(
+        self, heads: int, dim: int, block_size: int, dtype: torch.dtype, contexts: Sequence[int] = CONTEXTS
+    ) -> None:
+        rows, self.width = len(contexts), -(-max(contexts) // block_size)
+        num_blocks = rows * self.width
+        values = (random(num_blocks + 1, heads, block_size, dim).to(dtype) for _ in range(2))
         scales = (0.5, 0.25) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
         self.kv = ops.PagedKV(*values, *scales)
-        self.table = torch.randperm(num_blocks, device="cuda").view(len(CONTEXTS), self.width).int()
-        self.context = torch.tensor(CONTEXTS, device="cuda", dtype=torch.int32)
+        self.context = torch.tensor(contexts, device="cuda", dtype=torch.int32)
+        self.table = torch.randperm(num_blocks, device="cuda").view(rows, self.width).int()
+        self.table[torch.arange(self.width, device="cuda") * block_size >= self.context[:, None]] = num_blocks
+        unseen = [
+            (num_blocks, 0),
+            *((self.table[row, n // block_size], n % block_size) for row, n in enumerate(contexts) if n % block_size),
+        ]
+        code, nan = (torch.uint8, 0x7F) if dtype == torch.float8_e4m3fn else (torch.int16, 0x7FFF)
+        for bits in (self.kv.k.view(code), self.kv.v.view(code)):
+            for block, first in unseen:
+                bits[int(block), :, first:] = nan
 
 
-def check_decode(paged: Paged, q_heads: int, dim: int, dtype: torch.dtype, splits: int) -> None:
-    rows = len(CONTEXTS)
+def check_decode(
+    paged: Paged, q_heads: int, dim: int, dtype: torch.dtype, splits: int, *, sharpness: float = 1.0
+) -> None:
+    rows, contexts = paged.table.shape[0], paged.context.tolist()
     q = random(rows, q_heads * dim + 32, dtype=dtype)
     scratch = poisoned(max(1, ops.decode_scratch(rows, q_heads, dim, splits)), dtype=torch.float32)
     sinks = random(q_heads)
     for more in ({}, {"window": 40}, {"softcap": 20.0}, {"window": 100, "softcap": 30.0, "sinks": sinks}):
-        arguments: tuple[Any, ...] = (q, q_heads, paged.kv, paged.table, paged.context, dim**-0.5)
+        arguments: tuple[Any, ...] = (q, q_heads, paged.kv, paged.table, paged.context, sharpness * dim**-0.5)
         out = ops.decode_attention(
-            *arguments, poisoned(rows, q_heads * dim, dtype=dtype), splits=splits, scratch=scratch, **more
+            *arguments,
+            poisoned(rows, q_heads * dim, dtype=dtype),
+            splits=splits,
+            scratch=scratch,
+            **more,
         )
         exact = torch.empty(rows, q_heads * dim, device="cuda")
         expected = reference.decode_attention_reference(*arguments, exact, **more)
-        for row in range(rows - 1):
-            assert error(out[row], expected[row]) < ERROR[dtype], (row, more)
-        assert (out[-1] == 0).all()
+        for row, context in enumerate(contexts):
+            if context:
+                assert error(out[row], expected[row]) < ERROR[dtype], (row, context, more)
+            else:
+                assert (out[row] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -281,6 +301,69 @@ def test_decode_attention_over_fp8(
 ) -> None:
     """The values stored are the same on both sides, so the bounds are those of 16 bits."""
     check_decode(Paged(kv_heads, dim, block_size, torch.float8_e4m3fn), q_heads, dim, dtype, splits)
+
+
+EDGES = [*range(1, 19), 31, 32, 33, 47, 48, 49, 63, 64, 65, 127, 128, 129, 191, 193, 0]
+CACHES = [torch.bfloat16, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_decode_attention_ends_where_contexts_do(cache: torch.dtype, dim: int, splits: int) -> None:
+    check_decode(Paged(2, dim, 16, cache, EDGES), 8, dim, torch.bfloat16, splits)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("group", [1, 2, 5, 7, 8, 9, 15, 16, 17, 33])
+def test_decode_attention_of_all_group_sizes(cache: torch.dtype, group: int) -> None:
+    check_decode(Paged(2, 128, 16, cache, [33, 300, 1, 0]), 2 * group, 128, torch.bfloat16, 1)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("splits", [2, 4, 5, 8, 16, 32])
+def test_decode_attention_in_many_parts(cache: torch.dtype, splits: int) -> None:
+    """Up to eight are folded by the blocks themselves; some parts are empty."""
+    check_decode(Paged(2, 128, 16, cache, [1000, 17, 1, 0, 555]), 8, 128, torch.bfloat16, splits)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("rows", "q_heads", "kv_heads"), [(140, 8, 8), (300, 16, 8), (350, 9, 3), (180, 12, 6)])
+def test_decode_attention_of_many_rows(cache: torch.dtype, rows: int, q_heads: int, kv_heads: int) -> None:
+    """Heads of a short context share a block, those of a long one do not."""
+    contexts = [(0, 512, 513, 20, 700, 100, 1)[row % 7] for row in range(rows)]
+    check_decode(Paged(kv_heads, 64, 16, cache, contexts), q_heads, 64, torch.bfloat16, 1)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_decode_attention_of_rising_scores(cache: torch.dtype, dim: int) -> None:
+    """The largest score grows by orders of magnitude along a context, and sinks below what is far."""
+    paged = Paged(2, dim, 16, cache, [1000, 640, 129])
+    check_decode(paged, 8, dim, torch.bfloat16, 1, sharpness=12.0)
+    check_decode(paged, 8, dim, torch.bfloat16, 4, sharpness=12.0)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("context", [1, 16, 17, 33, 256, 1000])
+def test_decode_attention_sees_the_token_just_written(cache: torch.dtype, context: int) -> None:
+    """Right behind the kernel that writes it, where what is older is fetched before that one has ended."""
+    rows, heads, dim, block_size = 16, 8, 128, 16
+    paged = Paged(heads, dim, block_size, cache, [context] * rows)
+    kv, last = paged.kv, context - 1
+    slots = paged.table[:, last // block_size] * block_size + last % block_size
+    positions = torch.full_like(slots, last)
+    table, splits = random(context, dim), 4 if context > 64 else 1
+    scratch = torch.empty(max(1, ops.decode_scratch(rows, 32, dim, splits)), device="cuda")
+    out = torch.empty(rows, 32 * dim, device="cuda", dtype=torch.bfloat16)
+    for _ in range(20):
+        qkv = random(rows, (32 + 2 * heads) * dim, dtype=torch.bfloat16)
+        expected = torch.empty_like(out, dtype=torch.float32)
+        torch.cuda.synchronize()
+        ops.rotary_and_cache(qkv, 32, kv, table, positions, slots)
+        ops.decode_attention(qkv, 32, kv, paged.table, paged.context, dim**-0.5, out, splits=splits, scratch=scratch)
+        reference.decode_attention_reference(qkv, 32, kv, paged.table, paged.context, dim**-0.5, expected)
+        assert error(out, expected) < ERROR[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", ALL)

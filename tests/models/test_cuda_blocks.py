@@ -11,7 +11,8 @@ import torch
 from models import cuda_ops, cuda_reference
 from models.cuda_blocks import laid_out
 from models.cuda_weights import device_weights
-from models.layers.cuda_linear import LINEARS, BlockLinear, DeviceMatrix, make_linear
+from models.layers.cuda_linear import LINEARS, DeviceMatrix, make_linear
+from models.layers.cuda_narrow import BlockLinear
 from models.load import open_weights
 from models.quant.gguf_expand import dequantize
 from tests.models.block_rows import FACTORS, block_rows
@@ -58,7 +59,7 @@ def test_no_value_changes(kind: str, at_once: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("biased", [False, True])
 def test_products(kind: str, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of one type become one matrix; few rows are rounded, many meet the values."""
-    monkeypatch.setattr("models.layers.cuda_linear._EXPANDED", 512 * 20)
+    monkeypatch.setattr("models.layers.cuda_narrow._EXPANDED", 512 * 20)
     form = OF_BLOCKS[kind]
     raw = [block_rows(kind, n, 512, seed) for seed, n in enumerate((30, 15))]
     values = torch.cat([torch.from_numpy(dequantize(kind, part, len(part), 512)) for part in raw])
@@ -68,7 +69,7 @@ def test_products(kind: str, rows: int, biased: bool, monkeypatch: pytest.Monkey
     assert isinstance(linear, BlockLinear)
     x, out = torch.randn(rows, 512).bfloat16(), torch.full((rows, 60), float("nan")).bfloat16()
     linear(x, out[:, 8:53])
-    rounded = x.float() if rows > linear._most else cuda_reference.int8_runs(x)
+    rounded = x.float() if rows > linear._limits()[1] else cuda_reference.int8_runs(x)
     exact, expected = (part @ values.T + (0 if bias is None else bias.float()) for part in (x.float(), rounded))
     assert error(out[:, 8:53], expected) < 0.005
     assert error(out[:, 8:53], exact) < 0.02
@@ -80,7 +81,7 @@ def test_where_expansion_begins() -> None:
     """Q8_0 read 4 times is 4.25 bytes a weight; once, with 16 bits written and read, 5.06; read 5 times it would be 5.3."""
     for form, most in (("q8_0", 16), ("q6_k", 20), ("q5_k", 24), ("q4_0", 32)):
         linear = BlockLinear(form, torch.zeros(4, cuda_ops.BLOCK_BYTES[form], dtype=torch.uint8), None)
-        assert linear._most == most
+        assert linear._limits()[1] == most
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_1"])

@@ -17,7 +17,8 @@ from models.cuda_rounding import fp8_from, q4_k_from
 from models.cuda_staging import Staging
 from models.cuda_weights import ROUNDED, device_weights
 from models.dummy import DummySource
-from models.layers.cuda_linear import CudaLinear, DeviceMatrix, Fp8Linear, Q4Linear, SideBySide, make_linear
+from models.layers.cuda_linear import CudaLinear, DeviceMatrix, Fp8Linear, SideBySide, make_linear
+from models.layers.cuda_narrow import Q4Linear
 from models.load import open_weights
 from models.quant.gguf_expand import dequantize
 from models.shards import columns_of
@@ -91,8 +92,7 @@ def test_rounding_goes_by_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("rows", [3, 40, 150])
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_format_multiplies(form: str, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("cuda_linear", "cuda_grouped"):
-        monkeypatch.setattr(f"models.layers.{module}._EXPANDED", 512 * 20)  # expanded in several parts
+    monkeypatch.setattr("models.layers.cuda_narrow._EXPANDED", 512 * 20)  # expanded in several parts
     parts = [ROUNDED[form](torch.randn(n, 512).bfloat16()) for n in (32, 16, 16)]
     bias = torch.randn(64).bfloat16() if biased else None
     linear = make_linear(parts, bias)
