@@ -19,7 +19,7 @@ serve: setup
 chat: setup
 	@exec $(BIN)/trireme chat $(MODEL) $(FLAGS)
 
-test: setup-dev lint types arch
+test: setup-dev lint types arch cuda-compile
 	$(BIN)/python -m pytest -m "not slow" $(FLAGS)
 
 # kill -9 of engines, workers and coordinators at random moments under mixed streams, against the undisturbed answers
