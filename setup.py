@@ -1,7 +1,7 @@
 """Builds csrc into the extensions models._native (kernels), serving._native (csrc/text) and, where nvcc and a CUDA torch are,
 models._cuda (csrc/cuda); `cuda_compile` only compiles the last. The rest is in pyproject.toml. Each object is compiled only
 when its source, a header in its depfile or its command changed; a file lock keeps two builds apart. Kernel variants get their
-instruction set from the file name: *_avx2.cpp, *_avxvnni.cpp, *_avx512.cpp, *_amx.cpp. No torch headers are used.
+instruction set from the file name: *_avx2.cpp, *_avxvnni.cpp, *_avx512.cpp, *_amx.cpp, *_hopper.cu. No torch headers are used.
 """
 
 from __future__ import annotations
@@ -91,9 +91,12 @@ def find_cuda_archs() -> list[str]:
     return list(CUDA_ARCHS)
 
 
-def arch_flags() -> list[str]:
-    """Machine code for each capability, and portable code of the newest for cards that come later."""
+def arch_flags(source: Path) -> list[str]:
+    """Machine code for each capability, and portable code of the newest for cards that come later; for *_hopper.cu all that the one
+    kind of card has that it is for."""
     archs = find_cuda_archs()
+    if source.stem.endswith("_hopper") and any(arch.startswith("90") for arch in archs):
+        return ["-gencode=arch=compute_90a,code=sm_90a", "-DTRIREME_HOPPER"]
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     return flags if archs[-1].endswith("a") else [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
 
@@ -135,7 +138,7 @@ class NativeBuild:
         self.target = target
         self.compiler = compiler
         self.nvcc = find_nvcc() if extension == "models._cuda" else None
-        self.cuda_flags = [*CUDA_FLAGS, *arch_flags(), f"-ccbin={compiler}"] if self.nvcc else []
+        self.cuda_flags = [*CUDA_FLAGS, f"-ccbin={compiler}"] if self.nvcc else []
         self.includes = [f"-I{CSRC}", f"-I{find_pybind11_include()}", f"-I{sysconfig.get_path('include')}"]
 
     def run(self) -> None:
@@ -175,7 +178,17 @@ class NativeBuild:
         dep = ["-MMD", "-MF", f"{out}.d"]
         if source.suffix == ".cu":
             assert self.nvcc is not None
-            return [self.nvcc, *self.cuda_flags, *self.includes, *dep, "-c", str(source), "-o", str(out)]
+            return [
+                self.nvcc,
+                *self.cuda_flags,
+                *arch_flags(source),
+                *self.includes,
+                *dep,
+                "-c",
+                str(source),
+                "-o",
+                str(out),
+            ]
         flags = [*COMMON_FLAGS, *WARNING_FLAGS, *isa_flags(source)]
         return [self.compiler, *flags, *self.includes, *dep, "-c", str(source), "-o", str(out)]
 

@@ -80,6 +80,11 @@ PYBIND11_MODULE(_cuda, m) {
                          static_cast<Type>(type), static_cast<Weight>(weight), ways}, at(stream));
         });
   m.def("skinny_max_rows", &skinny_max_rows);
+  m.def("fp8_linear", [](Address x, int64_t x_stride, Address w, Address scale, Address bias, Address out, int64_t out_stride, int rows, int n,
+                         int k, int type, Address stream) {
+    fp8_linear({at(x), x_stride, at(w), floats(scale), at(bias), at(out), out_stride, rows, n, k, static_cast<Type>(type)}, at(stream));
+  });
+  m.def("fp8_linear_rows", &fp8_linear_rows);
   m.def("expand_q4_k", [](Address blocks, Address out, int64_t count, int type, Address stream) {
     expand_q4_k(at(blocks), at(out), count, static_cast<Type>(type), at(stream));
   });

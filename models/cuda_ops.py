@@ -325,6 +325,33 @@ def skinny_max_rows() -> int:
     return int(load().skinny_max_rows())
 
 
+def fp8_linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, scale: Tensor) -> Tensor:
+    """out [M, N] = x [M, K] (weight [N, K] * scale [N])^T + bias, M up to fp8_linear_rows(K), the weight of float8, x of 16 bits.
+
+    Each row of x, which begins at a multiple of 16 bytes, keeps 8 bits of all values within 2^-13 of its largest.
+    """
+    load().fp8_linear(
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        scale.data_ptr(),
+        _address(bias),
+        out.data_ptr(),
+        out.stride(0),
+        x.shape[0],
+        weight.shape[0],
+        weight.shape[1],
+        TYPE_CODES[out.dtype],
+        _stream(),
+    )
+    return out
+
+
+def fp8_linear_rows(k: int) -> int:
+    """Rows of k values up to which fp8_linear exists; 0 on a card that is no Hopper."""
+    return int(load().fp8_linear_rows(k))
+
+
 def expand_q4_k(blocks: Tensor, out: Tensor) -> Tensor:
     """Rows of Q4_K super-blocks, uint8 [N, K / 256 * 144], as values: out [N, K] of 16 bits, contiguous as both are."""
     count = blocks.numel() // Q4_K_BYTES

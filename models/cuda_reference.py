@@ -185,6 +185,23 @@ def skinny_linear_reference(
     return out.copy_(found if bias is None else found + bias)
 
 
+def two_planes(x: Tensor) -> Tensor:
+    """x [M, K] as fp8_linear has it: float8 values and 16 times what they miss, a row's largest lifted to 2^7 .. 2^8."""
+    scale = torch.exp2(7 - torch.frexp(x.float().abs().amax(-1, keepdim=True)).exponent + 1)
+    lifted = x.float() * scale
+    whole = lifted.to(torch.float8_e4m3fn).float()
+    rest = ((lifted - whole) * 16).to(torch.float8_e4m3fn).float()
+    return (whole.double() + rest.double() / 16) / scale
+
+
+def fp8_linear_reference(
+    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, scale: Tensor
+) -> Tensor:
+    """In float64, x rounded as the kernel does."""
+    found = two_planes(x) @ weight.to(torch.float64).T * scale
+    return out.copy_(found if bias is None else found + bias)
+
+
 def int8_runs(x: Tensor) -> Tensor:
     """x [M, K] as the few rows are that meet GGUF's blocks: int8 with a scale for each run of 32, the largest magnitude / 127.
     No value moves by more than its run's largest / 254."""

@@ -136,6 +136,22 @@ int skinny_max_rows();
 // The values of `count` Q4_K super-blocks, 256 each, as f16 or bf16.
 void expand_q4_k(const void* blocks, void* out, int64_t count, Type type, Stream stream);
 
+// ---- skinny_fp8_hopper.cu: out [M, N] = x [M, K] (w [N, K] * scale)^T + bias, w of e4m3; each row of x keeps 8 bits of its values
+
+struct Fp8Args {
+  const void* x;  // of `type`, rows at multiples of 16 bytes
+  int64_t x_stride;
+  const void* w;       // row-major, 16-byte aligned; K a multiple of 128
+  const float* scale;  // [N] or null
+  const void* bias;    // [N] or null
+  void* out;
+  int64_t out_stride;
+  int m, n, k;  // m up to fp8_linear_rows(k)
+  Type type;    // f16 or bf16
+};
+void fp8_linear(const Fp8Args& args, Stream stream);
+int fp8_linear_rows(int k);  // 0 on a card that is no Hopper
+
 // ---- blocks.cu, block_dots*: the same for every type of blocks; w is rows of K / 256 super-blocks, as block_types.cuh has them
 
 enum class Blocks { q4_k = 0, q5_k = 1, q6_k = 2, q8_0 = 3, q4_0 = 4, q4_1 = 5, q5_0 = 6, q5_1 = 7, iq4_nl = 8 };

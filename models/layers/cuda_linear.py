@@ -22,7 +22,7 @@ from models.layers.cuda_narrow import BlockLinear, Fp8BlocksLinear, Q4Linear, W4
 
 _REPEATS = 6
 _TRIED = (8, 16, 32)  # rows; between them the answer of the next greater one holds
-_EXACT_ROWS = 8  # whose inputs keep 16 bits where the weight is float8
+_EXACT_ROWS = 8  # whose inputs keep 16 bits where the weight is float8, unless fp8_linear says otherwise
 _UNSCALED_ROWS = 64  # of float8, up to which a product is the faster for leaving its scales to others
 # More than a card's last-level cache: weights come from memory in a step, so they must when it is timed.
 _CACHE_BYTES = 128 << 20
@@ -67,15 +67,17 @@ class CudaLinear(OfHalves):
 class Fp8Linear:
     """y = x W^T * scale + b, weight [n, k] float8, scale [n] float32. 64 divides k, 16 divides n.
 
-    Few rows keep their 16 bits; more are rounded to float8, each with its own scale, for torch._scaled_mm. cuBLAS
-    multiplies few of them up to twice as fast where it has no scales to apply.
+    Few rows keep their 16 bits, or 8 of each value's on Hopper; more are rounded to float8, each with its own scale, for
+    torch._scaled_mm. cuBLAS multiplies few of them up to twice as fast where it has no scales to apply.
     """
 
-    __slots__ = ("_bias", "_scale", "_scale_row", "_transposed", "weight")
+    __slots__ = ("_bias", "_exact_rows", "_hopper_rows", "_scale", "_scale_row", "_transposed", "weight")
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self._transposed = weight.T
+        self._hopper_rows = ops.fp8_linear_rows(weight.shape[1])
+        self._exact_rows = self._hopper_rows or _EXACT_ROWS
         self._scale = scale.expand(weight.shape[0]).contiguous()
         self._scale_row = self._scale.unsqueeze(0)
         self._bias = bias
@@ -86,13 +88,15 @@ class Fp8Linear:
         return fp8_from(weight)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        if x.shape[0] <= _EXACT_ROWS:
+        if x.shape[0] <= self._hopper_rows:
+            return ops.fp8_linear(x, self.weight, out, self._bias, scale=self._scale)
+        if x.shape[0] <= self._exact_rows:
             return ops.skinny_linear(x, self.weight, out, self._bias, scale=self._scale)
         narrow, scale = float8_like(x)
         return self.of_fp8(ops.quantize_rows(x, narrow, scale), scale, out)
 
     def takes_fp8(self, num_rows: int) -> bool:
-        return num_rows > _EXACT_ROWS
+        return num_rows > self._exact_rows
 
     def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         is_direct = out.dtype == torch.bfloat16 and out.is_contiguous()

@@ -150,6 +150,45 @@ def test_skinny_linear_of_fp8(dtype: torch.dtype, n: int, k: int) -> None:
             assert error(out, exact_product(x, weight, bias, scale)) < ERROR[dtype]
 
 
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("n", "k"), [(16, 128), (100, 640), (4096, 4096), (33, 14336), (1, 1152), (3000, 2048)])
+def test_fp8_linear(dtype: torch.dtype, n: int, k: int) -> None:
+    weight, bias, scale = (
+        random(n, k).to(torch.float8_e4m3fn),
+        random(n, dtype=dtype),
+        torch.rand(n, device="cuda") + 0.5,
+    )
+    assert ops.fp8_linear_rows(k) == 4
+    for rows in (1, 2, 3, 4):
+        x = random(rows, k + 64, dtype=dtype)[:, :k] * torch.tensor([1.0, 1e-3, 30.0, 0.1], device="cuda")[:rows, None]
+        x = torch.cat([x, x[:, :64]], 1).to(dtype)[:, :k]  # strided
+        for given in (bias, None):
+            out, expected = (poisoned(rows, n, dtype=dtype) for _ in range(2))
+            ops.fp8_linear(x, weight, out, given, scale=scale)
+            reference.fp8_linear_reference(x, weight, expected, given, scale=scale)
+            assert error(out, expected.double()) < ERROR[dtype]
+
+
+@on_hopper
+def test_fp8_linear_of_extreme_rows() -> None:
+    weight, one = torch.ones(32, 256, device="cuda").to(torch.float8_e4m3fn), torch.ones(32, device="cuda")
+    x = torch.zeros(4, 256, device="cuda", dtype=torch.bfloat16)
+    x[1, 5], x[2, 7], x[3, 9] = 1e-30, float("inf"), float("nan")
+    out = ops.fp8_linear(x, weight, poisoned(4, 32, dtype=torch.bfloat16), scale=one)
+    assert (out[0] == 0).all()
+    assert torch.equal(out[1], x[1, 5].expand(32))
+    assert not out[2:].isfinite().any()
+    with pytest.raises(ValueError, match="up to 4 rows of 256 values here; got 5"):
+        ops.fp8_linear(random(5, 256, dtype=torch.bfloat16), weight, random(5, 32, dtype=torch.bfloat16), scale=one)
+    assert ops.fp8_linear_rows(64) == 0
+
+
 def random_q4_k(n: int, k: int) -> Tensor:
     """Rows of super-blocks with every nibble, scale and minimum, and sound factors."""
     blocks = torch.randint(0, 256, (n * k // ops.Q4_K_VALUES, ops.Q4_K_BYTES), device="cuda", dtype=torch.uint8)

@@ -151,6 +151,17 @@ def test_skinny_linear() -> None:
     torch.testing.assert_close(found, torch.nn.functional.linear(x, weight.to(FP8).float() * scale[:, None], bias))
 
 
+def test_two_planes_of_float8_have_all_bits_of_bfloat16() -> None:
+    x = torch.randn(6, 512) * torch.tensor([1e-20, 1e-3, 1.0, 3e4, 1e30, 0.0])[:, None]
+    x[2, :8] = torch.tensor([255.0, -256.0, 257.0, 448.0, -480.0, 511.0, 3.9e-3, -1.0])
+    x = x.bfloat16()
+    kept, peak = reference.two_planes(x), x.double().abs().amax(-1, keepdim=True)
+    near = x.double().abs() > peak * 2.0**-13
+    assert torch.equal(kept[near], x.double()[near])
+    assert ((kept - x.double()).abs() <= peak * 2.0**-20).all()
+    assert (reference.two_planes(x.half()) - x.half().double())[:3].abs().max() < 511 * 2.0**-8
+
+
 def test_q4_k_values_are_those_of_the_loader() -> None:
     generator = np.random.default_rng(0)
     blocks = generator.integers(0, 256, (4 * 3, 144), dtype=np.uint8)
