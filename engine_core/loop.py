@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from engine_core.captures import Captures
 from engine_core.core import EngineCore
 from engine_core.executor.base import Executor
 from engine_core.pace import Alone, Pace
@@ -68,7 +69,8 @@ class FrontServer(Source, Protocol):
 
 class EngineLoop:
     """Turns of one engine. `on_load` gets reports for the coordinator and says whether they went out; `on_turn` is called on
-    every turn (heartbeat). With `tells_blocks` the reports tell what is in the prefix cache."""
+    every turn (heartbeat). With `tells_blocks` the reports tell what is in the prefix cache; with `has_captures` workers have steps
+    that are captured, and are told when to change which."""
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class EngineLoop:
         on_load: Callable[[Load | KVEvents], bool] | None = None,
         on_turn: Callable[[int], None] | None = None,
         tells_blocks: bool = False,
+        has_captures: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -104,6 +107,7 @@ class EngineLoop:
         self._was_idle = True
         self._drain_from = self._drain_until = float("inf")
         self._rest = Rest(self._order)
+        self._captures = Captures(self._order_captures) if has_captures else None
         poller.add(server, self._on_messages)
 
     def run(self) -> None:
@@ -129,6 +133,8 @@ class EngineLoop:
         self.pace.settle()
         self._server.progress = self.core.counters.steps
         self._check_health(now)
+        if self._captures is not None and self._rest.is_awake:
+            self._captures.look(now, self.core.counters.steps, is_idle=self.core.is_idle and self.pace.may_leave)
         self._report(now)
         if self._on_turn is not None:
             self._on_turn(self.core.counters.steps)
@@ -229,6 +235,10 @@ class EngineLoop:
         log.info("%s %s", method, facts(**args))
         self._executor.call(method, args, lambda found, error: self._rest.done(error))
 
+    def _order_captures(self, args: dict[str, Any]) -> None:
+        assert self._captures is not None
+        self._executor.call("adapt", args, self._captures.answered)
+
     def _reply(self, peer: Peer, call_id: int, found: list[Any], error: str) -> None:
         self._server.send(peer, CallReply(call_id, not error, found, error))
 
@@ -254,6 +264,7 @@ class EngineLoop:
             "pause": self.pace.mode,
             "core_s": time.thread_time(),
             "core_step_s": list(self._step_s),
+            **(self._captures.counts if self._captures is not None else {}),
             "socket": self._server.counts(),
         }
 
@@ -330,6 +341,8 @@ class EngineLoop:
         due = self.core.next_deadline() or float("inf")
         if self.core.requests:
             due = min(due, self._clock() + WATCH_S)
+        if self._captures is not None and self._rest.is_awake:
+            due = min(due, self._captures.next_due(self.core.counters.steps))
         if self._on_load is not None:
             due = min(due, self._next_load if self._changed else self._latest_load)
         if self._drain_from != float("inf"):

@@ -76,6 +76,7 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
         on_load=coordinator.send if coordinator is not None else None,
         on_turn=channel.beat,
         tells_blocks=config.routes_by_prefix,
+        has_captures=config.parallel.worker_kind == "cuda",
     )
     if coordinator is not None:
         poller.add(coordinator, lambda: _on_coordinator(coordinator, loop))

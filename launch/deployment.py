@@ -95,7 +95,14 @@ class InProcess:
         try:
             started = start_core(config, executor, self._forward, phases=phases)
             self._server.set_facts(started.core.facts())
-            loop = EngineLoop(started.core, executor, self._server, poller, step_timeout=config.launch.step_timeout)
+            loop = EngineLoop(
+                started.core,
+                executor,
+                self._server,
+                poller,
+                step_timeout=config.launch.step_timeout,
+                has_captures=config.parallel.worker_kind == "cuda",
+            )
             phases.end("links")
             self.lives["engine-0"] = Life(phases.began, phases.began, phases.seconds)
             self._settled.set()

@@ -76,6 +76,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     share_gpus: Annotated[bool, _text("let workers share GPUs where there are fewer of them (tests, small models)")] = (
         False
     )
+    graph_sizes: Annotated[
+        str,
+        _text(
+            "rows of the steps that a GPU captures as CUDA graphs (1,8,32), none, or auto: a few, and what turns out to be needed"
+        ),
+    ] = "auto"
     threads: Annotated[int, _count("CPU threads per worker; default: cores / workers", 1)] | None = None
     pin_cores: Annotated[
         Literal["auto", "on", "off"], _text("keep each CPU thread on a core of its own; auto: when a few are left over")

@@ -101,6 +101,12 @@ def refuse_on_cpu(config: EngineConfig, choice: Decision) -> None:
     for flag, value, has_it, cure in (
         ("--quantize", config.model.quantize, config.model.quantize in SCHEMES, "--quantize q8_0"),
         ("--kv-dtype", config.cache.kv_dtype, config.cache.kv_dtype == "fp8", "--kv-dtype int8"),
+        (
+            "--graph-sizes",
+            config.parallel.graph_sizes,
+            config.parallel.graph_sizes != "auto",
+            "leave --graph-sizes out",
+        ),
     ):
         if has_it and config.parallel.worker != "fake":
             raise ConfigError(f"{flag} {value} is for a GPU; this runs on the CPU: {choice.because}", hint=cure)

@@ -61,6 +61,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("trireme_prefix_hits", "counter", "prompt tokens found in the prefix cache", ("engine",)),
     Metric("trireme_preemptions", "counter", "rows that gave their blocks away and were recomputed", ("engine",)),
     Metric("trireme_rows_given_back", "counter", "waiting rows that left for an engine with room", ("engine",)),
+    Metric("trireme_graphs_captured", "counter", "CUDA graphs captured, by size of step", ("engine",)),
+    Metric("trireme_graphs_dropped", "counter", "CUDA graphs dropped for others", ("engine",)),
+    Metric("trireme_graph_replays", "counter", "steps that replayed a CUDA graph", ("engine",)),
+    Metric("trireme_graph_padded_rows", "counter", "rows computed for nobody, to fill a graph", ("engine",)),
+    Metric("trireme_graph_bytes", "gauge", "memory of a GPU that CUDA graphs hold", ("engine",)),
     # front ends and the wire
     Metric("trireme_streams_open", "gauge", "HTTP requests being answered"),
     Metric("trireme_slow_readers", "counter", "streams ended because their reader lagged too far behind"),

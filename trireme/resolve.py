@@ -19,6 +19,7 @@ from trireme.errors import ConfigError
 from trireme.fleet import fleet_of
 from trireme.gpu import choose_device, compute_dtype, refuse_on_cpu
 from trireme.gpu_formats import Stored, expansion_of
+from trireme.graph_sizes import graph_sizes
 from trireme.loaded import loaded_bytes, stored_bytes, stored_of
 from trireme.mesh import Mesh, split_evenly, split_heads
 from trireme.packaged import files_of
@@ -127,6 +128,7 @@ class _Resolver:
                 "a GPU is busy only with many" if self.is_on_gpu else "more are no faster, and first tokens would wait"
             )
             self.decide("scheduler", because, max_num_tokens=most)
+        graph_sizes(self.config.parallel.graph_sizes, self.config.scheduler.num_rows)
 
     @property
     def is_on_gpu(self) -> bool:

@@ -7,6 +7,7 @@ Mesh.card), with its share of the layers.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,11 +27,14 @@ from models.native import find_native
 from models.shards import Shares
 from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.arch import ArchSpec, read_arch
+from trireme.budget import GPU_GRAPHS
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.gpu import compute_dtype
 from trireme.gpu_formats import check_card, gpu_weight_bytes, weights_by_format
+from trireme.graph_sizes import graph_sizes
 from trireme.loaded import stored_of
+from trireme.log import facts
 from trireme.mesh import Mesh
 from trireme.packaged import files_of
 from trireme.phases import Phases
@@ -38,15 +42,21 @@ from trireme.sizes import format_bytes
 from workers.batch import Batch
 from workers.collectives import make_cuda_group
 from workers.collectives.cuda import CudaGroup
-from workers.gpu_graphs import DecodeGraphs, MixedGraphs, graph_pool, mixed_sizes, sizes_up_to
+from workers.collectives.watch import STUCK_S
+from workers.gpu_adapt import Adaptation
+from workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
 from workers.gpu_memory import GpuMemory, check_weights, largest_step, measure_step
 from workers.gpu_ranks import RankTicket, launch_with, sampling_mesh
 from workers.gpu_rows import DeviceRows
 from workers.gpu_runner import GpuRunner, Ticket
 from workers.gpu_steps import Steps
+from workers.graph_policy import GraphPolicy
+from workers.graph_sizes import decode_policy, fixed, mixed_policy
 from workers.inputs import InputBuilder
 from workers.memory import read_memory, usable_cores
 from workers.runner import Runner
+
+log = logging.getLogger("trireme.worker")
 
 START_S = 120.0  # what ranks do together at the start takes less
 HOST_THREADS = 8  # of the sampler for rows whose logits the host must see
@@ -68,6 +78,8 @@ class Worker:
         self._shelf: Shelf | None = None  # the weights of a model that sleeps, where they are kept
         self._is_asleep = False
         self._runner: GpuRunner | None = None
+        self._adaptation: Adaptation | None = None
+        self._policies: tuple[GraphPolicy, GraphPolicy] | None = None  # what was learned outlives a sleep
         self._kv: list[Any] = []
         self.before_forward: Callable[[], object] = lambda: None  # nobody needs to be told: launching takes no time
 
@@ -167,20 +179,54 @@ class Worker:
             rows = DeviceRows(max_rows, batch.blocks.shape[1], device)
             sample = cuda_ops.sample_rows
             steps = Steps(model, self._kv, rows, sample, max_tokens=max_tokens, device=device)
-            is_captured = self._group is None or self._group.can_be_captured
-            graphs, pool = DecodeGraphs(steps, sizes_up_to(max_rows) if is_captured else []), graph_pool(device)
-            fits = is_captured and model.chosen_attention.fits_graphs
-            mixed = MixedGraphs(steps, mixed_sizes(max_rows, max_tokens) if fits else [])
+            memory = GraphMemory(device)
+            policies = self._policies = self._policies or self._make_policies(model)
+            graphs, mixed = DecodeGraphs(steps, policies[0], memory), MixedGraphs(steps, policies[1], memory)
             phases.end("kv")
-            with self._together():
-                graphs.capture(self._progress, pool)
-                mixed.capture(self._progress, pool)
+            self._capture(graphs, mixed, memory)
         inputs = InputBuilder(max_tokens, max_rows, -(-max_len // block_size))
         keeper = SoloGroup() if config.runs_ahead else None
         host_model, host_kv = cast(Model, HostModel(model)), cast(list[HostKV], self._kv)
         slow = Runner(host_model, host_kv, batch, inputs, sampling_mesh(self.mesh), keeper=keeper)
         self._runner = GpuRunner(steps, graphs, batch, slow, mixed)
         phases.end("graphs")
+
+    def _make_policies(self, model: CudaModel) -> tuple[GraphPolicy, GraphPolicy]:
+        """Which steps with one token for each row are captured, and which with prompts."""
+        scheduler = self.config.scheduler
+        asked = graph_sizes(self.config.parallel.graph_sizes, scheduler.num_rows)
+        if not (self._group is None or self._group.can_be_captured):
+            return fixed(()), fixed(())
+        fits = model.chosen_attention.fits_graphs
+        return (
+            decode_policy(asked, scheduler.num_rows),
+            mixed_policy(asked, scheduler.num_rows, scheduler.num_tokens) if fits else fixed(()),
+        )
+
+    def _capture(self, graphs: DecodeGraphs, mixed: MixedGraphs, memory: GraphMemory) -> None:
+        """What a start begins with. Ranks cannot leave out what they have no memory for before they have agreed: see Adaptation."""
+        most = GPU_GRAPHS if self._group is None else None
+        with self._together():
+            left_out = graphs.set.capture_all("graphs", self._progress, most)
+            left_out += mixed.set.capture_all("prompt graphs", self._progress, most)
+        if left_out:
+            log.warning("graphs hold all they may %s", facts(held=memory.held, most=most, left_out=len(left_out)))
+        is_alone = self._group is None
+        self._adaptation = Adaptation(
+            graphs, mixed, memory, self._as_in_a_step, most_bytes=GPU_GRAPHS, is_alone=is_alone
+        )
+
+    @contextmanager
+    def _as_in_a_step(self) -> Iterator[None]:
+        """Around a change of what is captured while this worker serves: other ranks make it too, and are not kept waiting."""
+        torch.cuda.synchronize()
+        try:
+            with torch.inference_mode(), self._together(STUCK_S):
+                yield
+        except BaseException:
+            if self._group is not None:
+                self._group.abort()
+            raise
 
     def launch(self, plan: StepPlan) -> Ticket | RankTicket:
         """Starts one step behind those under way; its Ticket waits for the result, in any thread."""
@@ -196,10 +242,14 @@ class Worker:
         return self.launch(plan).result()
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        """Rare requests, by name: `info`, `sleep` and `wake`, and `poison` (fills KV blocks with NaN; tests). Others raise
-        EngineError."""
+        """Rare requests, by name: `info`, `adapt` (what is captured), `sleep` and `wake`, and `poison` (fills KV blocks with NaN;
+        tests). Others raise EngineError."""
         if method == "info":
             return self._info()
+        if method == "adapt":
+            if self._adaptation is None:
+                raise EngineError("nothing is captured before setup_kv, or during a sleep")
+            return self._adaptation.adapt(args["known"], is_idle=bool(args["is_idle"]))
         if method in ("sleep", "wake"):
             return self._sleep(int(args["level"])) if method == "sleep" else self._wake()
         if method == "poison":
@@ -208,7 +258,7 @@ class Worker:
                     part = side.view(torch.uint8) if side.element_size() == 1 else side
                     part[args["blocks"]] = 127 if part.dtype == torch.uint8 else float("nan")
             return None
-        raise EngineError(f"a worker has no method {method!r}; it has info, sleep, wake, poison")
+        raise EngineError(f"a worker has no method {method!r}; it has info, adapt, sleep, wake, poison")
 
     def _sleep(self, level: int) -> None:
         """Gives the memory of keys, values, graphs and activations back, and that of the weights: level 1 keeps them in the host's
@@ -221,7 +271,7 @@ class Worker:
             raise EngineError("this worker has nothing to put away")
         arch, model = self._loaded
         torch.cuda.synchronize()
-        self._runner, self._kv = None, []
+        self._runner, self._adaptation, self._kv = None, None, []
         model.reserve(0)
         self._shelf = Shelf(tensors_of(model)) if level == 1 else None
         if self._shelf is not None:
@@ -259,7 +309,7 @@ class Worker:
         """Forgets model and KV and gives their memory back."""
         if self._group is not None:
             self._group.close()
-        self._runner = None
+        self._runner = self._adaptation = None
         self._loaded = None
         self._kv = []
         torch.cuda.empty_cache()
@@ -306,12 +356,12 @@ class Worker:
         return [("sums over GPUs", self._group.measure(), "the fastest way of each size, measured at the start")]
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Around work at the start in which the device may wait for other ranks."""
+    def _together(self, stuck_s: float = START_S) -> Iterator[None]:
+        """Around work in which the device may wait for other ranks."""
         if self._group is None:
             yield
             return
-        with self._group.guard(START_S):
+        with self._group.guard(stuck_s):
             yield
             torch.cuda.synchronize()
         self._group.check()

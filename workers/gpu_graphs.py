@@ -1,13 +1,16 @@
-"""CUDA graphs of steps, captured at the start: decode steps, one for each padded number of rows (and for how finely contexts are
-cut), and small steps with prompts, one for each padded number of decoding rows and of prompt tokens.
+"""CUDA graphs of steps: decode steps, one for each padded number of rows (and for how finely contexts are cut), and small steps
+with prompts, one for each padded number of decoding rows and of prompt tokens.
 
-Used by workers.gpu_runner. A step is padded up to the next captured size; all graphs share one memory pool, and those of a kind
-one place for their inputs. On the CPU (tests) the same steps run as they are.
+Used by workers.gpu_runner, and by workers.gpu_adapt, which changes what is captured. A step is padded up to the least captured size
+that holds it; all graphs share one memory pool, and those of a kind one place for their inputs. On the CPU (tests) the same steps
+run as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,82 +21,158 @@ from models.attention.prompt_plan import PIECES, plan_prompts
 from workers.batch import Batch
 from workers.gpu_rows import DeviceRows, Indices, Ints
 from workers.gpu_steps import COLUMNS, MIXED, SHORT, Mixed, Steps, fill_decode
+from workers.graph_policy import GraphPolicy, Size
 from workers.inputs import StepRows
 from workers.staging import Upload
 
 Progress = Callable[[str, int, int], None]
-MOST_ROWS = 512  # beyond it a step is long enough to be launched kernel by kernel
-DECODES = (0, 8, 32, 64, 128, 256)  # rows beside prompts
-PROMPT_TOKENS = (32, 128, 256, 512)
+Launch = Callable[[], Any]
 MOST_PIECES = 32
 MOST_CHANGES = 128  # block-table entries in a step; more go ahead of it
+TIMED = 3  # replays
 
 
-def sizes_up_to(max_rows: int) -> list[int]:
-    """1, 2, 4, then every 8 up to 64, every 16 up to 256, every 32 beyond; the last one is max_rows (MOST_ROWS at most)."""
-    most = min(max_rows, MOST_ROWS)
-    usual = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, MOST_ROWS + 1, 32)]
-    return [*(size for size in usual if size < most), most]
+class GraphMemory:
+    """The pool that all graphs share, and what captures cost, as measured around each.
+
+    The pool is as large as the largest graphs need, and gives nothing back while one graph is left; a graph that goes gives back
+    what the driver holds for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_real = device.type == "cuda"
+        self.pool = graph_pool(device)
+        self.held = 0  # bytes of the card, pool and all
+        self.growth = 0  # the most that a graph took for which the pool was there already
+        self.longest_s = 0.0  # of captures
+        self._has_pool = False
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around whatever changes what graphs hold."""
+        before = self._free_now()
+        yield
+        taken = before - self._free_now()
+        self.held = max(0, self.held + taken)
+        if self._has_pool:
+            self.growth = max(self.growth, taken)
+        self._has_pool = True
+
+    def _free_now(self) -> int:
+        if not self._is_real:
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
 
 
-def mixed_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
-    """(decoding rows, prompt tokens) of small steps, for batches of `max_rows` and steps of `max_tokens`."""
-    rows = [*(count for count in DECODES if count < max_rows), min(max_rows, DECODES[-1])]
-    return [(decodes, tokens) for decodes in rows for tokens in PROMPT_TOKENS if decodes + tokens <= max_tokens]
+class GraphSet:
+    """The graphs of one kind of step: for each size those of its variants. `make` captures all variants of a size."""
+
+    def __init__(self, policy: GraphPolicy, memory: GraphMemory, make: Callable[[Size], Mapping[int, Launch]]) -> None:
+        self.policy = policy
+        self.launches: dict[Size, Mapping[int, Launch]] = {}
+        self._memory, self._make = memory, make
+        self.num_captured = self.num_dropped = self.num_replays = 0
+        self.num_padded = 0  # rows computed for nobody so far
+
+    def capture_all(self, phase: str, progress: Progress, most_bytes: int | None = None) -> list[Size]:
+        """Captures what the policy begins with, the largest first, so that the smaller ones fit into its memory. With `most_bytes`
+        it leaves out what graphs have no memory for, but for the sizes that must be there, and tells which."""
+        wanted, left_out = self.policy.captured[::-1], []
+        for done, size in enumerate(wanted):
+            progress(phase, done, len(wanted))
+            is_free = size not in self.policy.kept
+            if most_bytes is not None and is_free and self._memory.held + self._memory.growth > most_bytes:
+                self.policy.drop(size)
+                left_out.append(size)
+            else:
+                self._capture(size)
+        progress(phase, len(wanted), len(wanted))
+        return left_out
+
+    def add(self, size: Size) -> None:
+        """Captures one more size. Nothing may be under way on the device."""
+        self._capture(size)
+        self.policy.add(size)
+
+    def drop(self, size: Size, *, held: int | None = None) -> None:
+        """Forgets a size; see GraphPolicy.drop. Nothing may be under way on the device."""
+        with self._memory.measured():
+            del self.launches[size]
+        self.policy.drop(size, held=held)
+        self.num_dropped += 1
+
+    def replay(self, size: Size, variant: int, num_padded: int) -> None:
+        self.num_replays += 1
+        self.num_padded += num_padded
+        self.launches[size][variant]()
+
+    def _capture(self, size: Size) -> None:
+        began = time.perf_counter()
+        self.launches[size] = self._make(size)
+        self._memory.longest_s = max(self._memory.longest_s, time.perf_counter() - began)
+        self.num_captured += 1
 
 
 class DecodeGraphs:
-    """Decode steps of up to `sizes[-1]` rows; without sizes, none."""
+    """Decode steps of up to as many rows as the largest size of `policy` has; without sizes, none."""
 
-    def __init__(self, steps: Steps, sizes: list[int]) -> None:
-        self.sizes = sizes
-        self._steps, self._device = steps, steps.device
-        most = self._most = max(sizes, default=0)
+    def __init__(self, steps: Steps, policy: GraphPolicy, memory: GraphMemory) -> None:
+        self._steps, self._device, self._memory = steps, steps.device, memory
+        most = max((rows for (rows,) in policy.grid), default=0)
         self._upload = Upload(len(COLUMNS) * most, steps.device)
         self._inputs = torch.zeros(len(COLUMNS) * most, dtype=torch.int32, device=steps.device)
         self._tokens = torch.zeros(most, dtype=torch.int32, device=steps.device)
-        self._launch: dict[tuple[int, int], Callable[[], Any]] = {}
-        self.num_padded = 0  # rows computed for nobody so far
+        self.set = GraphSet(policy, memory, self._captured)
 
-    def capture(self, progress: Progress, pool: Any = None) -> None:
-        """Captures every size, the largest first, so that the smaller ones fit into its memory."""
-        wanted = [
-            (size, splits)
-            for size in reversed(self.sizes)
-            for splits in sorted({self._steps.splits(size, SHORT), self._steps.splits(size, SHORT + 1)})
-        ]
-        for done, key in enumerate(wanted):
-            progress("graphs", done, len(wanted))
-            self._launch[key] = self._captured(*key, pool)
-        progress("graphs", len(wanted), len(wanted))
-
-    def fits(self, num_rows: int) -> bool:
-        return 0 < num_rows <= self._most
-
-    def run(self, batch: Batch, step: StepRows, changes: tuple[Indices, Ints], rows: DeviceRows) -> Tensor:
+    def run(self, size: Size, batch: Batch, step: StepRows, changes: tuple[Indices, Ints], rows: DeviceRows) -> Tensor:
         """Launches the step; the tokens [R] it samples are valid until the next one is launched."""
-        count = step.rows.size
-        size = next(size for size in self.sizes if size >= count)
-        if changes[0].size > size:
+        count, (most,) = step.rows.size, size
+        if changes[0].size > most:
             self._steps.change_blocks(changes)
             changes = changes[0][:0], changes[1][:0]
-        host = self._upload.take(len(COLUMNS) * size)
-        fill_decode(host.reshape(len(COLUMNS), size), batch, step, changes, rows)
+        host = self._upload.take(len(COLUMNS) * most)
+        fill_decode(host.reshape(len(COLUMNS), most), batch, step, changes, rows)
         self._upload.send(host.size, self._inputs[: host.size])
-        self.num_padded += size - count
-        self._launch[size, self._steps.splits(size, int(step.num_computed.max()) + 1)]()
+        self.set.replay(size, self._steps.splits(most, int(step.num_computed.max()) + 1), most - count)
         return self._tokens[:count]
 
-    def _captured(self, size: int, splits: int, pool: Any) -> Callable[[], Any]:
-        inputs = self._inputs[: len(COLUMNS) * size].view(len(COLUMNS), size)
-        tokens = self._tokens[:size]
+    def seconds_per_row(self) -> float:
+        """What a row of padding costs, by steps without any row in the least and the largest size; 0 where that cannot be told."""
+        sizes = self.set.policy.captured
+        if self._device.type != "cuda" or len(sizes) < 2:
+            return 0.0
+        (least,), (most,) = sizes[0], sizes[-1]
+        return max(0.0, (self._time(most) - self._time(least)) / (most - least))
 
-        def launch() -> None:
-            self._steps.decode(inputs, tokens, splits)
+    def _time(self, rows: int) -> float:
+        launch = next(iter(self.set.launches[(rows,)].values()))
+        self._pad(self._inputs_of(rows))
+        launch()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(TIMED):
+            launch()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / TIMED
 
+    def _captured(self, size: Size) -> Mapping[int, Launch]:
+        (rows,) = size
+        inputs, tokens = self._inputs_of(rows), self._tokens[:rows]
         if self._device.type == "cuda":
             self._pad(inputs)
-        return captured(launch, self._device, pool)
+        variants = sorted({self._steps.splits(rows, SHORT), self._steps.splits(rows, SHORT + 1)})
+        return {splits: self._capture_one(inputs, tokens, splits) for splits in variants}
+
+    def _capture_one(self, inputs: Tensor, tokens: Tensor, splits: int) -> Launch:
+        memory = self._memory
+        return captured(
+            lambda: self._steps.decode(inputs, tokens, splits), self._device, memory.pool, memory.measured()
+        )
+
+    def _inputs_of(self, rows: int) -> Tensor:
+        return self._inputs[: len(COLUMNS) * rows].view(len(COLUMNS), rows)
 
     def _pad(self, inputs: Tensor) -> None:
         """Rows of padding only."""
@@ -106,33 +185,16 @@ class DecodeGraphs:
 class MixedGraphs:
     """Small steps with prompts: a first token is there after one launch. All that is read back goes through pieces."""
 
-    def __init__(self, steps: Steps, sizes: list[tuple[int, int]]) -> None:
-        self._steps, self._device, self.sizes = steps, steps.device, sizes
-        most = max((_size(*size) for size in sizes), default=0)
+    def __init__(self, steps: Steps, policy: GraphPolicy, memory: GraphMemory) -> None:
+        self._steps, self._device, self._memory = steps, steps.device, memory
+        most = max((_size(*size) for size in policy.grid), default=0)
         self._upload = Upload(most, steps.device)
         self._inputs = torch.zeros(most, dtype=torch.int32, device=steps.device)
-        rows = max((decodes for decodes, _ in sizes), default=0)
+        rows = max((decodes for decodes, _ in policy.grid), default=0)
         self._tokens = torch.zeros(rows + MOST_PIECES, dtype=torch.int32, device=steps.device)
-        self._launch: dict[tuple[int, int], Callable[[], Any]] = {}
-        self.num_padded = 0  # tokens computed for nobody so far
+        self.set = GraphSet(policy, memory, self._captured)
 
-    def capture(self, progress: Progress, pool: Any = None) -> None:
-        """Captures every size, the largest first."""
-        for done, key in enumerate(sorted(self.sizes, key=sum, reverse=True)):
-            progress("prompt graphs", done, len(self.sizes))
-            self._launch[key] = self._captured(*key, pool)
-        progress("prompt graphs", len(self.sizes), len(self.sizes))
-
-    def size_for(self, step: StepRows) -> tuple[int, int] | None:
-        """The captured size of a step, if there is one."""
-        decodes = int((step.num_tokens == 1).sum())
-        tokens = int(step.num_tokens.sum()) - decodes
-        if not tokens or step.rows.size - decodes > MOST_PIECES:
-            return None
-        fit = (size for size in self.sizes if decodes <= size[0] and tokens <= size[1] and size in self._launch)
-        return min(fit, key=sum, default=None)
-
-    def run(self, size: tuple[int, int], step: Mixed) -> Tensor:
+    def run(self, size: Size, step: Mixed) -> Tensor:
         """Launches a step whose plan has pieces only; the tokens [S] it samples are valid until the next one is launched."""
         at, blocks = step.columns[-2:]
         if at.size > MOST_CHANGES:
@@ -141,11 +203,11 @@ class MixedGraphs:
         host = self._upload.take(_size(*size))
         fill_mixed(host, size, step, self._steps.rows)
         self._upload.send(host.size, self._inputs[: host.size])
-        self.num_padded += sum(size) - step.columns[0].size
-        self._launch[size]()
+        self.set.replay(size, 0, sum(size) - step.columns[0].size)
         return self._tokens[: step.columns[MIXED.index("asking")].size]
 
-    def _captured(self, decodes: int, tokens: int, pool: Any) -> Callable[[], Any]:
+    def _captured(self, size: Size) -> Mapping[int, Launch]:
+        decodes, tokens = size
         widths = _widths(decodes, tokens)
         inputs = self._inputs[: sum(widths)]
         parts = inputs.split(widths)
@@ -157,9 +219,9 @@ class MixedGraphs:
 
         if self._device.type == "cuda":
             host = np.empty(inputs.numel(), np.int32)
-            fill_mixed(host, (decodes, tokens), EMPTY, self._steps.rows)
+            fill_mixed(host, size, EMPTY, self._steps.rows)
             inputs.copy_(torch.from_numpy(host))
-        return captured(launch, self._device, pool)
+        return {0: captured(launch, self._device, self._memory.pool, self._memory.measured())}
 
 
 PADDED = plan_prompts(np.full(MOST_PIECES, 2, np.int32), np.zeros(MOST_PIECES, np.int32), PIECES)
@@ -167,13 +229,16 @@ PADDED = plan_prompts(np.full(MOST_PIECES, 2, np.int32), np.zeros(MOST_PIECES, n
 EMPTY = Mixed(0, 0, PADDED, [np.zeros(int(name in ("bounds", "fresh")), np.int32) for name in MIXED])
 
 
-def captured(launch: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], Any]:
-    """`launch` as a graph; on a CPU as it is."""
+def captured(
+    launch: Launch, device: torch.device, pool: Any, measured: AbstractContextManager[None] | None = None
+) -> Launch:
+    """`launch` as a graph; on a CPU as it is. `measured` is entered when all that remains is to capture it."""
     if device.type != "cuda":
         return launch
     launch()  # kernels are loaded and products chosen before anything is recorded
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # (thread_local: another thread may be about to wait for a step that has ended)
+    with measured or nullcontext(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         launch()
     return graph.replay
 
@@ -199,7 +264,7 @@ def _size(decodes: int, tokens: int) -> int:
     return sum(_widths(decodes, tokens))
 
 
-def fill_mixed(out: Ints, size: tuple[int, int], step: Mixed, rows: DeviceRows) -> None:
+def fill_mixed(out: Ints, size: Size, step: Mixed, rows: DeviceRows) -> None:
     """Writes the columns of `step` into `out`, padded to `size`: padding decodes nothing, has no pieces, samples nothing."""
     padding = {
         "slots": -1,

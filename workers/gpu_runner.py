@@ -20,9 +20,10 @@ from models.cuda_ops import JOB
 from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
 from transport.packed import pack, unpack, unpack_flags
 from workers.batch import Batch
-from workers.gpu_graphs import DecodeGraphs, MixedGraphs
+from workers.gpu_graphs import MOST_PIECES, DecodeGraphs, GraphSet, MixedGraphs
 from workers.gpu_rows import block_changes, is_for_device, job_of
 from workers.gpu_steps import Mixed, Steps, mix
+from workers.graph_policy import Size
 from workers.inputs import StepRows
 from workers.rules import LogitRules
 from workers.runner import Runner
@@ -119,9 +120,14 @@ class GpuRunner:
         step = StepRows(
             batch.rows_of(plan), unpack(plan.num_tokens), unpack(plan.num_computed), unpack_flags(plan.sample)
         )
+        shape = self._shape_of(step)
+        if (graphs := self._set_of(shape)) is not None:
+            graphs.policy.note(shape)  # as the plan has it: what has failed so far, other ranks may not know yet
         faults = batch.row_faults(step.rows)
         if faults:
             step = step.where(~np.isin(step.rows, list(batch.faults)))
+            shape = self._shape_of(step)
+            graphs = self._set_of(shape)
         changes = block_changes(plan, batch)
         sampling, samples_here = step.rows[step.sample], self._steps.samples
         at_host = self._needs_host[sampling]
@@ -133,20 +139,37 @@ class GpuRunner:
             return ticket
         if at_host.any() and samples_here:
             return self._launch_and_sample(ticket, mix(batch, step, changes, self._steps.rules, at_host), at_host)
-        is_uniform = sampling.size == step.rows.size and bool((step.num_tokens == 1).all())
-        is_plain = not at_host.any()  # on all stages alike: what passes between them is padded
-        if is_uniform and is_plain and self._graphs.fits(step.rows.size):
-            tokens = self._graphs.run(batch, step, changes, self._steps.rows)
-        elif is_plain and self._mixed_graphs is not None and (size := self._mixed_graphs.size_for(step)):
-            tokens = self._mixed_graphs.run(size, mix(batch, step, changes, PIECES))
-        else:
+        if graphs is None or (size := graphs.policy.fit(shape)) is None:
             tokens, _ = self._steps.mixed(mix(batch, step, changes, self._steps.rules))
+        elif len(size) == 1:
+            tokens = self._graphs.run(size, batch, step, changes, self._steps.rows)
+        else:
+            assert self._mixed_graphs is not None
+            tokens = self._mixed_graphs.run(size, mix(batch, step, changes, PIECES))
         if asking.size:
             ticket.answer = Answer(tokens)
             if self.keeps_tokens:
                 batch.expect_sampled(asking)
                 self._unseen.append((self.num_launched, ticket))
         return ticket
+
+    def _shape_of(self, step: StepRows) -> Size:
+        """(rows,) of a decode step, (decoding rows, prompt tokens) of a small one with prompts, () of one without a graph: the same
+        on all stages, since what passes between them is padded."""
+        sampling, is_one = step.rows[step.sample], step.num_tokens == 1
+        if not step.rows.size or bool(self._needs_host[sampling].any()):
+            return ()
+        if sampling.size == step.rows.size and bool(is_one.all()):
+            return (step.rows.size,)
+        decodes = int(is_one.sum())
+        tokens = int(step.num_tokens.sum()) - decodes
+        return (decodes, tokens) if tokens and step.rows.size - decodes <= MOST_PIECES else ()
+
+    def _set_of(self, shape: Size) -> GraphSet | None:
+        """The graphs for steps of this kind."""
+        if len(shape) == 1:
+            return self._graphs.set
+        return self._mixed_graphs.set if shape and self._mixed_graphs is not None else None
 
     def _launch_and_sample(self, ticket: Ticket, step: Mixed, at_host: NDArray[np.bool_]) -> Ticket:
         """A step of which the host samples the rows `at_host`, as soon as their logits are there."""

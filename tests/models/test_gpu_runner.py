@@ -22,10 +22,11 @@ from trireme.errors import EngineError
 from trireme.mesh import Mesh
 from trireme.params import RowParams
 from workers.batch import Batch
-from workers.gpu_graphs import DecodeGraphs, MixedGraphs, mixed_sizes, sizes_up_to
+from workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
 from workers.gpu_rows import DeviceRows
 from workers.gpu_runner import NOT_FINITE, GpuRunner
 from workers.gpu_steps import Steps, choose_splits
+from workers.graph_sizes import fixed, mixed_sizes, sizes_up_to
 from workers.inputs import InputBuilder
 from workers.runner import Runner
 from workers.staging import Answer
@@ -51,9 +52,11 @@ def make_runner(
     slow = host_runner(model, kv, keeps=keeps)
     rows = DeviceRows(NUM_ROWS, slow._batch.blocks.shape[1], CPU)
     steps = Steps(model, kv, rows, sample_rows, max_tokens=16, device=CPU)
-    graphs, mixed = DecodeGraphs(steps, sizes_up_to(num_graphs)), MixedGraphs(steps, [*sizes])
+    memory = GraphMemory(CPU)
+    graphs = DecodeGraphs(steps, fixed((size,) for size in sizes_up_to(num_graphs)), memory)
+    mixed = MixedGraphs(steps, fixed(sizes), memory)
     for each in (graphs, mixed):
-        each.capture(lambda phase, done, total: None)
+        each.set.capture_all("graphs", lambda phase, done, total: None)
     return GpuRunner(steps, graphs, slow._batch, slow, mixed), [
         HostKV(layer.k.numpy(), layer.v.numpy()) for layer in kv
     ]
@@ -201,9 +204,9 @@ def test_a_small_step_is_padded_to_the_least_size_that_holds_it() -> None:
     sizes: list[tuple[int, int]] = []
     graphs = runner._mixed_graphs
     assert graphs is not None
-    graphs._launch = {
-        size: (lambda size=size, launch=launch: (sizes.append(size), launch()))
-        for size, launch in graphs._launch.items()
+    graphs.set.launches = {
+        size: {0: lambda size=size, launch=launches[0]: (sizes.append(size), launch())}
+        for size, launches in graphs.set.launches.items()
     }
     first = new_row(0, [5, 6, 7], RowParams(4), blocks=[3, 8])
     second = new_row(1, [*range(1, 10)], RowParams(4), blocks=[9, 4, 30])

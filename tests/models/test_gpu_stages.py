@@ -22,11 +22,12 @@ from transport.messages import StepPlan, StepResult
 from trireme.mesh import Mesh
 from trireme.params import RowParams
 from workers.batch import Batch
-from workers.gpu_graphs import DecodeGraphs, MixedGraphs, sizes_up_to
+from workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
 from workers.gpu_ranks import sampling_mesh
 from workers.gpu_rows import DeviceRows
 from workers.gpu_runner import GpuRunner
 from workers.gpu_steps import Steps
+from workers.graph_sizes import fixed, sizes_up_to
 from workers.inputs import InputBuilder
 from workers.runner import Runner
 
@@ -55,10 +56,13 @@ def make_stage(mesh: Mesh, passed: deque[list[int]], num_graphs: int) -> tuple[G
     slow = Runner(cast(Any, HostModel(cast(Any, model), "cpu")), cast(Any, kv), batch, inputs, sampling_mesh(mesh))
     rows = DeviceRows(NUM_ROWS, batch.blocks.shape[1], CPU)
     steps = Steps(model, kv, rows, sample_rows, max_tokens=16, device=CPU)
-    graphs = DecodeGraphs(steps, sizes_up_to(num_graphs) if num_graphs else [])
-    mixed = MixedGraphs(steps, [(0, 8), (2, 4)] if num_graphs > 1 else [])
+    memory = GraphMemory(CPU)
+    graphs = DecodeGraphs(
+        steps, fixed((size,) for size in sizes_up_to(num_graphs)) if num_graphs else fixed(()), memory
+    )
+    mixed = MixedGraphs(steps, fixed([(0, 8), (2, 4)] if num_graphs > 1 else ()), memory)
     for each in (graphs, mixed):
-        each.capture(lambda phase, done, total: None)
+        each.set.capture_all("graphs", lambda phase, done, total: None)
     return GpuRunner(steps, graphs, batch, slow, mixed), [HostKV(layer.k.numpy(), layer.v.numpy()) for layer in kv]
 
 

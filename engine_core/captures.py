@@ -1,0 +1,88 @@
+"""When workers may change which steps they have captured: between requests, or now and then while steps never end. Pure; EngineLoop
+passes time in and carries out the orders.
+
+One order at a time. What is changed is for the workers to decide (workers.gpu_adapt); every one of them gets the order at the same
+place among the plans, with what all of them have measured, so that all decide the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trireme.errors import EngineError
+from trireme.log import facts
+
+log = logging.getLogger("trireme.engine")
+
+QUIET_S = 0.25  # without a request: the next one is not about to come
+BUSY_STEPS = 512  # between orders while requests wait: what they cost by themselves is nothing then
+COUNTS = {
+    "captured": "graphs_captured",
+    "dropped": "graphs_dropped",
+    "replays": "graph_replays",
+    "padded": "graph_padded_rows",
+    "held": "graph_bytes",
+}
+
+
+class Captures:
+    """`order(args)` goes to all workers; `answered` gets what they say. `look` on every turn of an engine that is awake."""
+
+    def __init__(self, order: Callable[[dict[str, Any]], object]) -> None:
+        self.counts: dict[str, int] = {}  # of the first worker: all are alike
+        self._order = order
+        self._known: dict[str, float] | None = None  # what all workers have measured
+        self._is_asked = self._was_idle = self._is_full = False
+        self._quiet_since: float | None = None
+        self._asked_at = 0  # steps
+        self._settled_at: int | None = None  # steps when there was nothing left to do
+
+    def look(self, now: float, steps: int, *, is_idle: bool) -> None:
+        """Orders a change when it is time. `is_idle`: there is no request and no step under way."""
+        if not is_idle:
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = now
+        if self._is_asked:
+            return
+        if now >= self.next_due(steps) or (not is_idle and steps - self._asked_at >= BUSY_STEPS):
+            self._is_asked, self._asked_at, self._was_idle = True, steps, is_idle
+            self._order({"known": self._known, "is_idle": is_idle})
+
+    def next_due(self, steps: int) -> float:
+        """When an engine without requests has something to order."""
+        if self._is_asked or self._quiet_since is None or self._settled_at == steps:
+            return float("inf")
+        return self._quiet_since + QUIET_S
+
+    def answered(self, found: Sequence[dict[str, Any]], error: str) -> None:
+        """The workers have carried out the order. Raises EngineError when one could not: they may no longer be alike."""
+        self._is_asked = False
+        if error:
+            raise EngineError(f"the workers could not change what they have captured: {error}")
+        is_first, first = self._known is None, found[0]
+        self._known = {
+            "held": max(each["held"] for each in found),
+            "growth": max(each["growth"] for each in found),
+            "capture_s": max(each["capture_s"] for each in found),
+            "row_s": min(each["row_s"] for each in found),
+        }
+        self.counts = {name: int(first[key]) for key, name in COUNTS.items()}
+        if self._was_idle and not is_first and not first["done"]:
+            self._settled_at = self._asked_at
+        self._tell(first)
+
+    def _tell(self, first: dict[str, Any]) -> None:
+        assert self._known is not None
+        log.debug(
+            "captures %s", facts(done=first["done"] or "nothing", idle=self._was_idle, **self._known, **self.counts)
+        )
+        is_full = self._known["held"] + self._known["growth"] > first["most_bytes"]
+        if is_full and not self._is_full:
+            log.warning(
+                "no more graphs are captured: they hold what they may %s",
+                facts(held=int(self._known["held"]), next=int(self._known["growth"]), most=first["most_bytes"]),
+            )
+        self._is_full = is_full

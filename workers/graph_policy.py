@@ -1,0 +1,159 @@
+"""Which sizes of steps are worth a CUDA graph, by the shapes of the steps seen. Pure: no torch, no clock, no randomness, so that
+ranks which see the same plans decide the same.
+
+Asked by workers.gpu_graphs for every step, and by workers.gpu_adapt when there is time for a change. A shape is a tuple of counts
+((rows,), or (decoding rows, prompt tokens)); a size holds the shapes that exceed it nowhere, and costs the rows it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+Size = tuple[int, ...]
+
+WINDOW = 1024  # steps after which what was seen counts half
+LEAST_STEPS = 64  # seen lately, that a new size must have been better for
+LEAST_SHARE = 50  # a new size saves at least one row in so many
+MARGIN = 2  # times what the size that goes for it still saves
+MOST_KNOWN = 4096  # shapes whose place is remembered
+
+
+class Change(NamedTuple):
+    """`gain`: the rows that the steps seen lately would not have computed."""
+
+    add: Size | None
+    drop: Size | None
+    gain: int
+
+
+class GraphPolicy:
+    """The captured sizes, at first those of `first`, and what was seen. Sizes of `grid` may be added, until `most` are captured.
+
+    The largest sizes of `first` and its least one are never dropped: what was held at first always is.
+    """
+
+    def __init__(self, first: Iterable[Size], grid: Iterable[Size] = (), *, most: int = 0) -> None:
+        self._last_used = dict.fromkeys(sorted(set(first), key=_order), 0)
+        self.most = max(most, len(self._last_used))
+        self._kept = _cover(self._last_used)
+        covered = (size for size in grid if any(_holds(kept, size) for kept in self._kept))
+        self._grid = sorted({*covered, *self._last_used}, key=_order)
+        self._counts: dict[Size, int] = {}  # steps, by the least size of the grid that holds them
+        self._places: dict[Size, tuple[Size | None, Size | None]] = {}  # shape -> that size, and the captured one
+        self._num_seen = 0
+        self._vain_bytes: int | None = None  # what was held when a drop for the sake of memory was asked for
+
+    @property
+    def captured(self) -> list[Size]:
+        """The cheapest first."""
+        return sorted(self._last_used, key=_order)
+
+    @property
+    def grid(self) -> list[Size]:
+        """All sizes that ever may be captured: those that one of `first` holds."""
+        return self._grid
+
+    @property
+    def kept(self) -> frozenset[Size]:
+        """Those that are never dropped."""
+        return self._kept
+
+    def fit(self, shape: Size) -> Size | None:
+        """The captured size that holds `shape` at least cost."""
+        return self._place(shape)[1]
+
+    def note(self, shape: Size) -> None:
+        """A step has this shape."""
+        needed, used = self._place(shape)
+        self._num_seen += 1
+        if used is not None:
+            self._last_used[used] = self._num_seen
+        if needed is not None:
+            self._counts[needed] = self._counts.get(needed, 0) + 1
+        if self._num_seen % WINDOW == 0:
+            self._counts = {size: count // 2 for size, count in self._counts.items() if count > 1}
+
+    def change(self, held: int = 0, growth: int = 0, most_bytes: int = 1, *, least_gain: int = 0) -> Change | None:
+        """What is worth doing now, if anything is; does nothing itself. All captured sizes hold `held` bytes, another one may take
+        `growth`, and `most_bytes` is what they may hold. A new size must save more than `least_gain` rows."""
+        oldest = self._least_recent()
+        if held > most_bytes:  # one after the other, as long as that gives memory back
+            is_vain = self._vain_bytes is not None and held >= self._vain_bytes
+            return Change(None, oldest, 0) if oldest is not None and not is_vain else None
+        if held + growth > most_bytes:
+            return None
+        best = max((self._worth(size) for size in self._counts), default=(0, ()))
+        gain, size = best
+        if not size or gain <= least_gain:
+            return None
+        if len(self._last_used) < self.most:
+            return Change(size, None, gain)
+        if oldest is None or gain <= MARGIN * self._loss(oldest):
+            return None
+        return Change(size, oldest, gain)
+
+    def add(self, size: Size) -> None:
+        """It is captured."""
+        self._last_used[size] = self._num_seen
+        self._places.clear()
+
+    def drop(self, size: Size, *, held: int | None = None) -> None:
+        """It is no longer. `held`: the bytes that all held when this was asked for their sake."""
+        assert size not in self._kept
+        del self._last_used[size]
+        self._places.clear()
+        if held is not None:
+            self._vain_bytes = held
+
+    def _place(self, shape: Size) -> tuple[Size | None, Size | None]:
+        place = self._places.get(shape)
+        if place is None:
+            if len(self._places) >= MOST_KNOWN:
+                self._places.clear()
+            needed = next((size for size in self._grid if _holds(size, shape)), None)
+            used = next((size for size in self.captured if _holds(size, shape)), None)
+            place = self._places[shape] = needed, used
+        return place
+
+    def _worth(self, size: Size) -> tuple[int, Size]:
+        """The rows that this size would have saved, 0 where that is too little; nothing is gained by a captured one."""
+        steps = gain = computed = 0
+        for needed, count in self._counts.items():
+            used = self.fit(needed)
+            if used is None:
+                continue
+            computed += count * sum(used)
+            if sum(used) > sum(size) and _holds(size, needed):
+                steps += count
+                gain += count * (sum(used) - sum(size))
+        is_enough = steps >= LEAST_STEPS and gain * LEAST_SHARE >= computed
+        return (gain, size) if is_enough and size not in self._last_used else (0, ())
+
+    def _loss(self, size: Size) -> int:
+        """The rows that would be computed more without a captured size."""
+        others = [other for other in self.captured if other != size]
+        loss = 0
+        for needed, count in self._counts.items():
+            if self.fit(needed) == size:
+                loss += count * (sum(next(other for other in others if _holds(other, needed))) - sum(size))
+        return loss
+
+    def _least_recent(self) -> Size | None:
+        """Of those that may be dropped; of equals the largest."""
+        free = [size for size in self._last_used if size not in self._kept]
+        return min(free, key=lambda size: (self._last_used[size], [-count for count in size]), default=None)
+
+
+def _holds(size: Size, shape: Size) -> bool:
+    return all(most >= count for most, count in zip(size, shape, strict=True))
+
+
+def _order(size: Size) -> tuple[int, Size]:
+    return sum(size), size
+
+
+def _cover(sizes: Iterable[Size]) -> frozenset[Size]:
+    """The sizes that no other one holds, and the least."""
+    found = {size for size in sizes if not any(size != other and _holds(other, size) for other in sizes)}
+    return frozenset(found | {min(sizes, key=_order)} if found else ())

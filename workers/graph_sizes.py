@@ -1,0 +1,63 @@
+"""The sizes of steps that are captured as CUDA graphs: at the start, and those that may be added. Pure; used by workers.gpu.
+
+Few are captured at the start. Steps of one token per row may be padded to nearly twice their rows then, which costs little: their
+time is that of the weights. Prompts are computed for what they are padded to, so their list is whole from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from trireme.graph_sizes import GraphSizes
+from workers.graph_policy import GraphPolicy, Size
+
+MOST_ROWS = 512  # beyond it a step is long enough to be launched kernel by kernel
+DECODES = (0, 8, 32, 64, 128, 256)  # rows beside prompts
+PROMPT_TOKENS = (32, 128, 256, 512)
+MORE_DECODES = (0, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+MORE_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
+MOST_GRAPHS, MOST_MIXED = 40, 40  # captured sizes of each kind
+
+
+def sizes_up_to(max_rows: int) -> list[int]:
+    """1, 2, 4, then every 8 up to 64, every 16 up to 256, every 32 beyond; the last one is max_rows (MOST_ROWS at most)."""
+    most = min(max_rows, MOST_ROWS)
+    usual = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, MOST_ROWS + 1, 32)]
+    return [*(size for size in usual if size < most), most]
+
+
+def first_sizes(max_rows: int) -> list[int]:
+    """Powers of two, and max_rows (MOST_ROWS at most)."""
+    most = min(max_rows, MOST_ROWS)
+    return [*(1 << i for i in range(10) if 1 << i < most), most]
+
+
+def mixed_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+    """(decoding rows, prompt tokens) of small steps, for batches of `max_rows` and steps of `max_tokens`."""
+    return _mixed(DECODES, PROMPT_TOKENS, max_rows, max_tokens)
+
+
+def decode_policy(asked: GraphSizes, max_rows: int) -> GraphPolicy:
+    """Of steps with one token for each row. Sizes that somebody has named stay as they are."""
+    if not asked.adapts:
+        return fixed((size,) for size in asked.named)
+    grid = [(size,) for size in sizes_up_to(max_rows)]
+    return GraphPolicy([(size,) for size in first_sizes(max_rows)], grid, most=min(MOST_GRAPHS, len(grid)))
+
+
+def mixed_policy(asked: GraphSizes, max_rows: int, max_tokens: int) -> GraphPolicy:
+    """Of small steps with prompts, beside as many rows as the largest named size has."""
+    if not asked.adapts:
+        return fixed(mixed_sizes(max(asked.named), max_tokens) if asked.named else ())
+    grid = _mixed(MORE_DECODES, MORE_TOKENS, max_rows, max_tokens)
+    return GraphPolicy(mixed_sizes(max_rows, max_tokens), grid, most=MOST_MIXED)
+
+
+def fixed(sizes: Iterable[Size]) -> GraphPolicy:
+    """These and no others."""
+    return GraphPolicy(sizes)
+
+
+def _mixed(decodes: Sequence[int], tokens: Sequence[int], max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+    rows = [*(count for count in decodes if count < max_rows), min(max_rows, decodes[-1])]
+    return [(count, more) for count in rows for more in tokens if count + more <= max_tokens]
