@@ -79,10 +79,9 @@ class Captures:
         log.debug(
             "captures %s", facts(done=first["done"] or "nothing", idle=self._was_idle, **self._known, **self.counts)
         )
-        is_full = self._known["held"] + self._known["growth"] > first["most_bytes"]
-        if is_full and not self._is_full:
+        if not self._is_full and self._known["held"] + self._known["growth"] > first["most_bytes"]:
+            self._is_full = True  # said once
             log.warning(
                 "no more graphs are captured: they hold what they may %s",
                 facts(held=int(self._known["held"]), next=int(self._known["growth"]), most=first["most_bytes"]),
             )
-        self._is_full = is_full

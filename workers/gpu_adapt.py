@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from workers.gpu_graphs import DecodeGraphs, GraphMemory, GraphSet, MixedGraphs
-from workers.graph_policy import Change
+from workers.graph_policy import Change, Size
 
 Known = Mapping[str, float]
 """Of all workers: the most bytes that graphs hold (held), and another one takes (growth), the longest capture (capture_s), and what
@@ -83,16 +83,22 @@ class Adaptation:
         return max(found, key=lambda each: (each[1].add is None, each[1].gain), default=None)
 
     def _carry_out(self, graphs: GraphSet, change: Change, held: int) -> str:
+        done = []
         if change.drop is not None:
             graphs.drop(change.drop, held=None if change.add else held)
+            done.append(f"drop {_name(change.drop)}")
         if change.add is not None:
             try:
                 graphs.add(change.add)
+                done.append(f"add {_name(change.add)}")
             except torch.OutOfMemoryError:
                 if not self._is_alone:
                     raise
                 self._memory.growth = self._most_bytes  # no more
-                return f"no memory for {change.add}"
-        return " ".join(
-            f"{sign}{'+'.join(map(str, size))}" for sign, size in (("drop ", change.drop), ("add ", change.add)) if size
-        )
+                done.append(f"no memory for {_name(change.add)}")
+        return ", ".join(done)
+
+
+def _name(size: Size) -> str:
+    """40; 8+128 with prompts."""
+    return "+".join(map(str, size))

@@ -89,7 +89,7 @@ class GraphPolicy:
             return None
         if len(self._last_used) < self.most:
             return Change(size, None, gain)
-        if oldest is None or gain <= MARGIN * self._loss(oldest):
+        if oldest is None or gain <= MARGIN * self._loss(oldest, size):
             return None
         return Change(size, oldest, gain)
 
@@ -130,13 +130,13 @@ class GraphPolicy:
         is_enough = steps >= LEAST_STEPS and gain * LEAST_SHARE >= computed
         return (gain, size) if is_enough and size not in self._last_used else (0, ())
 
-    def _loss(self, size: Size) -> int:
-        """The rows that would be computed more without a captured size."""
-        others = [other for other in self.captured if other != size]
+    def _loss(self, size: Size, added: Size) -> int:
+        """The rows that would be computed more without a captured size, once `added` is there."""
+        others = sorted({*self._last_used, added} - {size}, key=_order)
         loss = 0
         for needed, count in self._counts.items():
             if self.fit(needed) == size:
-                loss += count * (sum(next(other for other in others if _holds(other, needed))) - sum(size))
+                loss += count * max(0, sum(next(other for other in others if _holds(other, needed))) - sum(size))
         return loss
 
     def _least_recent(self) -> Size | None:

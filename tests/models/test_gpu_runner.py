@@ -26,6 +26,7 @@ from workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
 from workers.gpu_rows import DeviceRows
 from workers.gpu_runner import NOT_FINITE, GpuRunner
 from workers.gpu_steps import Steps, choose_splits
+from workers.graph_policy import GraphPolicy
 from workers.graph_sizes import fixed, mixed_sizes, sizes_up_to
 from workers.inputs import InputBuilder
 from workers.runner import Runner
@@ -44,7 +45,12 @@ def host_runner(model: Any, kv: list[Any], *, keeps: bool) -> Runner:
 
 
 def make_runner(
-    *, keeps: bool = True, num_graphs: int = NUM_ROWS, rules: Rules = PIECES, sizes: Sequence[tuple[int, int]] = ()
+    *,
+    keeps: bool = True,
+    num_graphs: int = NUM_ROWS,
+    rules: Rules = PIECES,
+    sizes: Sequence[tuple[int, int]] = (),
+    policies: tuple[GraphPolicy, GraphPolicy] | None = None,
 ) -> tuple[GpuRunner, list[HostKV]]:
     """A runner, and its cache as arrays. `sizes` are those of graphs of small steps with prompts."""
     model = cast(Any, TwinModel(rules))
@@ -53,8 +59,8 @@ def make_runner(
     rows = DeviceRows(NUM_ROWS, slow._batch.blocks.shape[1], CPU)
     steps = Steps(model, kv, rows, sample_rows, max_tokens=16, device=CPU)
     memory = GraphMemory(CPU)
-    graphs = DecodeGraphs(steps, fixed((size,) for size in sizes_up_to(num_graphs)), memory)
-    mixed = MixedGraphs(steps, fixed(sizes), memory)
+    policies = policies or (fixed((size,) for size in sizes_up_to(num_graphs)), fixed(sizes))
+    graphs, mixed = DecodeGraphs(steps, policies[0], memory), MixedGraphs(steps, policies[1], memory)
     for each in (graphs, mixed):
         each.set.capture_all("graphs", lambda phase, done, total: None)
     return GpuRunner(steps, graphs, slow._batch, slow, mixed), [

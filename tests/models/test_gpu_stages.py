@@ -7,6 +7,7 @@ import random
 from collections import deque
 from typing import Any, cast
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,6 +16,7 @@ from models.attention.prompt_plan import PIECES, Rules
 from models.cuda_batch import HostModel
 from models.cuda_ops import PagedKV
 from models.forward import HostKV
+from tests.models.adapting import IDLE, MOST_BYTES, adaptation_of, captured_by, hurry, tight_policies
 from tests.models.device_twin import VOCAB, TwinModel, sample_rows
 from tests.models.planner import Job, RandomPlanner, job_of
 from tests.models.test_gpu_runner import BLOCK, CPU, MAX_LEN, NUM_BLOCKS, NUM_ROWS, alone, is_plain
@@ -27,6 +29,7 @@ from workers.gpu_ranks import sampling_mesh
 from workers.gpu_rows import DeviceRows
 from workers.gpu_runner import GpuRunner
 from workers.gpu_steps import Steps
+from workers.graph_policy import GraphPolicy
 from workers.graph_sizes import fixed, sizes_up_to
 from workers.inputs import InputBuilder
 from workers.runner import Runner
@@ -48,7 +51,9 @@ class StageModel(TwinModel):
         return super().run(batch, kv, scratch)
 
 
-def make_stage(mesh: Mesh, passed: deque[list[int]], num_graphs: int) -> tuple[GpuRunner, list[HostKV]]:
+def make_stage(
+    mesh: Mesh, passed: deque[list[int]], num_graphs: int, policies: tuple[GraphPolicy, GraphPolicy] | None = None
+) -> tuple[GpuRunner, list[HostKV]]:
     model = StageModel(mesh, passed)
     kv = model.allocate_kv(NUM_BLOCKS, BLOCK)
     batch = Batch(NUM_ROWS, MAX_LEN, BLOCK, VOCAB, NUM_BLOCKS)
@@ -57,28 +62,39 @@ def make_stage(mesh: Mesh, passed: deque[list[int]], num_graphs: int) -> tuple[G
     rows = DeviceRows(NUM_ROWS, batch.blocks.shape[1], CPU)
     steps = Steps(model, kv, rows, sample_rows, max_tokens=16, device=CPU)
     memory = GraphMemory(CPU)
-    graphs = DecodeGraphs(
-        steps, fixed((size,) for size in sizes_up_to(num_graphs)) if num_graphs else fixed(()), memory
-    )
-    mixed = MixedGraphs(steps, fixed([(0, 8), (2, 4)] if num_graphs > 1 else ()), memory)
+    sizes = sizes_up_to(num_graphs) if num_graphs else ()
+    policies = policies or (fixed((size,) for size in sizes), fixed([(0, 8), (2, 4)] if num_graphs > 1 else ()))
+    graphs, mixed = DecodeGraphs(steps, policies[0], memory), MixedGraphs(steps, policies[1], memory)
     for each in (graphs, mixed):
         each.set.capture_all("graphs", lambda phase, done, total: None)
     return GpuRunner(steps, graphs, batch, slow, mixed), [HostKV(layer.k.numpy(), layer.v.numpy()) for layer in kv]
 
 
 class Pipeline:
-    """Both stages behind one runner's interface."""
+    """Both stages behind one runner's interface. With `rng` what they have captured changes at random moments."""
 
-    def __init__(self, num_graphs: int) -> None:
+    def __init__(self, num_graphs: int, rng: random.Random | None = None) -> None:
         passed: deque[list[int]] = deque()
         mesh = Mesh(1, 2, 1)
-        self._first, _ = make_stage(mesh.at_worker(0), passed, num_graphs)
-        self._last, self.kv = make_stage(mesh.at_worker(1), passed, num_graphs)
+        made = [
+            make_stage(mesh.at_worker(rank), passed, num_graphs, tight_policies() if rng is not None else None)
+            for rank in range(2)
+        ]
+        (self._first, _), (self._last, self.kv) = made
         self.keeps_tokens, self.max_logits = False, self._last.max_logits
+        self._rng, self._adaptations = rng, [adaptation_of(runner) for runner, _ in made]
+        self.done: list[str] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._first.launch(plan)
-        return self._last.execute(plan)
+        result = self._last.execute(plan)
+        if self._rng is not None and self._rng.random() < 0.5:
+            known = {**IDLE, "held": self._rng.choice([10, 10, 2 * MOST_BYTES])}
+            first, last = (each.adapt(known, is_idle=True)["done"] for each in self._adaptations)
+            assert first == last
+            assert captured_by(self._first) == captured_by(self._last)
+            self.done.append(first)
+        return result
 
 
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -90,7 +106,28 @@ class Pipeline:
 def test_any_plan_gives_what_one_stage_gives(
     jobs: list[tuple[list[int], RowParams]], seed: int, num_graphs: int
 ) -> None:
-    runner = Pipeline(num_graphs)
+    drive(Pipeline(num_graphs), jobs, seed)
+
+
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(job_of(VOCAB).map(is_plain), min_size=2, max_size=5), st.integers(0, 2**32))
+def test_stages_change_what_is_captured_alike(jobs: list[tuple[list[int], RowParams]], seed: int) -> None:
+    """Else they would not pass as many hidden states as are awaited."""
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch)
+        drive(Pipeline(0, random.Random(seed)), jobs, seed)
+
+
+def test_stages_do_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+    runner = Pipeline(0, random.Random(1))
+    drive(runner, [([5 + i] * (1 + 4 * i), RowParams(20)) for i in range(4)], 1)
+    assert any(done.startswith("add") for done in runner.done)
+    assert any(done.startswith("drop") for done in runner.done)
+
+
+def drive(runner: Pipeline, jobs: list[tuple[list[int], RowParams]], seed: int) -> None:
+    """Every job gets what it gets alone in one stage."""
     together = [Job(*job) for job in jobs]
     planner = RandomPlanner(
         random.Random(seed), together, cast(Any, runner), runner.kv, num_rows=NUM_ROWS, block_size=BLOCK, tolerance=0.0
