@@ -13,6 +13,7 @@ from typing import Any
 
 from trireme.errors import EngineError
 from trireme.log import facts
+from trireme.sizes import format_bytes
 
 log = logging.getLogger("trireme.engine")
 
@@ -66,6 +67,7 @@ class Captures:
         self._known = {
             "held": max(each["held"] for each in found),
             "growth": max(each["growth"] for each in found),
+            "most_bytes": max(each["most_bytes"] for each in found),
             "capture_s": max(each["capture_s"] for each in found),
             "row_s": min(each["row_s"] for each in found),
         }
@@ -79,9 +81,10 @@ class Captures:
         log.debug(
             "captures %s", facts(done=first["done"] or "nothing", idle=self._was_idle, **self._known, **self.counts)
         )
-        if not self._is_full and self._known["held"] + self._known["growth"] > first["most_bytes"]:
+        held, growth, most = (int(self._known[name]) for name in ("held", "growth", "most_bytes"))
+        if held + growth > most and not self._is_full:
             self._is_full = True  # said once
             log.warning(
                 "no more graphs are captured: they hold what they may %s",
-                facts(held=int(self._known["held"]), next=int(self._known["growth"]), most=first["most_bytes"]),
+                facts(held=format_bytes(held), next=format_bytes(growth), most=format_bytes(most)),
             )

@@ -27,7 +27,6 @@ from models.native import find_native
 from models.shards import Shares
 from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.arch import ArchSpec, read_arch
-from trireme.budget import GPU_GRAPHS
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.gpu import compute_dtype
@@ -205,16 +204,16 @@ class Worker:
 
     def _capture(self, graphs: DecodeGraphs, mixed: MixedGraphs, memory: GraphMemory) -> None:
         """What a start begins with. Ranks cannot leave out what they have no memory for before they have agreed: see Adaptation."""
-        most = GPU_GRAPHS if self._group is None else None
-        with self._together():
-            left_out = graphs.set.capture_all("graphs", self._progress, most)
-            left_out += mixed.set.capture_all("prompt graphs", self._progress, most)
-        if left_out:
-            log.warning("graphs hold all they may %s", facts(held=memory.held, most=most, left_out=len(left_out)))
         is_alone = self._group is None
-        self._adaptation = Adaptation(
-            graphs, mixed, memory, self._as_in_a_step, most_bytes=GPU_GRAPHS, is_alone=is_alone
-        )
+        with self._together():
+            left_out = graphs.set.capture_all("graphs", self._progress, leaves_out=is_alone)
+            left_out += mixed.set.capture_all("prompt graphs", self._progress, leaves_out=is_alone)
+        if left_out:
+            held, most = format_bytes(memory.held), format_bytes(memory.most_bytes)
+            log.warning(
+                "graphs hold what they may, %d sizes are left out %s", len(left_out), facts(held=held, most=most)
+            )
+        self._adaptation = Adaptation(graphs, mixed, memory, self._as_in_a_step, is_alone=is_alone)
 
     @contextmanager
     def _as_in_a_step(self) -> Iterator[None]:

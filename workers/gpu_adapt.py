@@ -16,13 +16,13 @@ from workers.gpu_graphs import DecodeGraphs, GraphMemory, GraphSet, MixedGraphs
 from workers.graph_policy import Change, Size
 
 Known = Mapping[str, float]
-"""Of all workers: the most bytes that graphs hold (held), and another one takes (growth), the longest capture (capture_s), and what
-a row of padding costs at least (row_s)."""
+"""Of all workers: the most bytes that graphs hold (held), that another size takes (growth) and that graphs may hold (most_bytes),
+the longest capture (capture_s), and what a row of padding costs at least (row_s)."""
 
 
 class Adaptation:
-    """`most_bytes` is what graphs may hold. What the device does for a change happens inside `together()`. With `is_alone` nobody
-    waits for this worker, so that memory that is not there may end a change."""
+    """What the device does for a change happens inside `together()`. With `is_alone` nobody waits for this worker, so that a change
+    may end where memory does."""
 
     def __init__(
         self,
@@ -31,11 +31,10 @@ class Adaptation:
         memory: GraphMemory,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
-        most_bytes: int,
         is_alone: bool = True,
     ) -> None:
         self._decodes, self._sets, self._memory = decodes, (decodes.set, mixed.set), memory
-        self._most_bytes, self._is_alone, self._together = most_bytes, is_alone, together
+        self._is_alone, self._together = is_alone, together
         self._row_s: float | None = None
 
     def adapt(self, known: Known | None, *, is_idle: bool) -> dict[str, Any]:
@@ -60,7 +59,7 @@ class Adaptation:
             "dropped": sum(graphs.num_dropped for graphs in sets),
             "replays": sum(graphs.num_replays for graphs in sets),
             "padded": sum(graphs.num_padded for graphs in sets),
-            "most_bytes": self._most_bytes,
+            "most_bytes": memory.most_bytes,
             "held": memory.held,
             "growth": memory.growth,
             "capture_s": memory.longest_s,
@@ -74,11 +73,11 @@ class Adaptation:
             if not known["row_s"] > 0:
                 return None
             least = int(known["capture_s"] / known["row_s"])
-        held, growth = int(known["held"]), int(known["growth"])
+        held, growth, most = (int(known[name]) for name in ("held", "growth", "most_bytes"))
         found = [
             (graphs, change)
             for graphs in self._sets
-            if (change := graphs.policy.change(held, growth, self._most_bytes, least_gain=least)) is not None
+            if (change := graphs.policy.change(held, growth, most, least_gain=least)) is not None
         ]
         return max(found, key=lambda each: (each[1].add is None, each[1].gain), default=None)
 
@@ -94,7 +93,7 @@ class Adaptation:
             except torch.OutOfMemoryError:
                 if not self._is_alone:
                     raise
-                self._memory.growth = self._most_bytes  # no more
+                self._memory.growth = self._memory.most_bytes + 1  # no more
                 done.append(f"no memory for {_name(change.add)}")
         return ", ".join(done)
 

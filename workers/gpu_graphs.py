@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from models.attention.prompt_plan import PIECES, plan_prompts
+from trireme.budget import GPU_GRAPHS
 from workers.batch import Batch
 from workers.gpu_rows import DeviceRows, Indices, Ints
 from workers.gpu_steps import COLUMNS, MIXED, SHORT, Mixed, Steps, fill_decode
@@ -36,27 +37,34 @@ class GraphMemory:
     """The pool that all graphs share, and what captures cost, as measured around each.
 
     The pool is as large as the largest graphs need, and gives nothing back while one graph is left; a graph that goes gives back
-    what the driver holds for it.
+    what the driver holds for it. `most_bytes` is what all may hold; the largest ones, which must be there, leave a quarter of it to
+    the others in any case.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most_bytes: int = GPU_GRAPHS) -> None:
         self._is_real = device.type == "cuda"
+        self._most_bytes = most_bytes
         self.pool = graph_pool(device)
         self.held = 0  # bytes of the card, pool and all
-        self.growth = 0  # the most that a graph took for which the pool was there already
+        self.base = 0  # those of the largest graph of each kind
+        self.growth = 0  # the most that any other size took
         self.longest_s = 0.0  # of captures
-        self._has_pool = False
+
+    @property
+    def most_bytes(self) -> int:
+        return max(self._most_bytes, self.base + self._most_bytes // 4)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more size will fit."""
+        return self.held + self.growth <= self.most_bytes
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Around whatever changes what graphs hold."""
         before = self._free_now()
         yield
-        taken = before - self._free_now()
-        self.held = max(0, self.held + taken)
-        if self._has_pool:
-            self.growth = max(self.growth, taken)
-        self._has_pool = True
+        self.held = max(0, self.held + before - self._free_now())
 
     def _free_now(self) -> int:
         if not self._is_real:
@@ -76,18 +84,17 @@ class GraphSet:
         self.num_captured = self.num_dropped = self.num_replays = 0
         self.num_padded = 0  # rows computed for nobody so far
 
-    def capture_all(self, phase: str, progress: Progress, most_bytes: int | None = None) -> list[Size]:
-        """Captures what the policy begins with, the largest first, so that the smaller ones fit into its memory. With `most_bytes`
-        it leaves out what graphs have no memory for, but for the sizes that must be there, and tells which."""
-        wanted, left_out = self.policy.captured[::-1], []
+    def capture_all(self, phase: str, progress: Progress, *, leaves_out: bool = False) -> list[Size]:
+        """Captures what the policy begins with, the largest first, so that the smaller ones fit into its memory. With `leaves_out`
+        those that there is no memory for are not, but for the sizes that must be there; gives which."""
+        wanted, left_out = self.policy.captured[::-1], list[Size]()
         for done, size in enumerate(wanted):
             progress(phase, done, len(wanted))
-            is_free = size not in self.policy.kept
-            if most_bytes is not None and is_free and self._memory.held + self._memory.growth > most_bytes:
+            if leaves_out and size not in self.policy.kept and not self._memory.has_room:
                 self.policy.drop(size)
                 left_out.append(size)
             else:
-                self._capture(size)
+                self._capture(size, is_largest=done == 0)
         progress(phase, len(wanted), len(wanted))
         return left_out
 
@@ -108,10 +115,14 @@ class GraphSet:
         self.num_padded += num_padded
         self.launches[size][variant]()
 
-    def _capture(self, size: Size) -> None:
-        began = time.perf_counter()
+    def _capture(self, size: Size, *, is_largest: bool = False) -> None:
+        began, memory, before = time.perf_counter(), self._memory, self._memory.held
         self.launches[size] = self._make(size)
-        self._memory.longest_s = max(self._memory.longest_s, time.perf_counter() - began)
+        memory.longest_s = max(memory.longest_s, time.perf_counter() - began)
+        if is_largest:
+            memory.base += memory.held - before
+        else:
+            memory.growth = max(memory.growth, memory.held - before)
         self.num_captured += 1
 
 

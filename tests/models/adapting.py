@@ -13,7 +13,7 @@ from workers.gpu_runner import GpuRunner
 from workers.graph_policy import GraphPolicy, Size
 
 MOST_BYTES = 1000
-IDLE = {"held": 10, "growth": 1, "capture_s": 0.02, "row_s": 1e-5}
+IDLE = {"held": 10, "growth": 1, "most_bytes": MOST_BYTES, "capture_s": 0.02, "row_s": 1e-5}
 
 
 def tight_policies() -> tuple[GraphPolicy, GraphPolicy]:
@@ -32,7 +32,8 @@ def hurry(patch: pytest.MonkeyPatch) -> None:
 def adaptation_of(runner: GpuRunner, **options: Any) -> Adaptation:
     assert runner._mixed_graphs is not None
     memory = runner._graphs._memory
-    return Adaptation(runner._graphs, runner._mixed_graphs, memory, **{"most_bytes": MOST_BYTES, **options})
+    memory._most_bytes = MOST_BYTES
+    return Adaptation(runner._graphs, runner._mixed_graphs, memory, **options)
 
 
 def captured_by(runner: GpuRunner) -> list[list[Size]]:

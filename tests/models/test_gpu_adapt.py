@@ -4,7 +4,6 @@ orders do the same, whatever each of them measures and however late its answers 
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -54,7 +53,7 @@ class Ranks:
             for passed in (0.0, QUIET_S):
                 self._captures.look(self._now + passed, self._steps, is_idle=True)
         if self._rng.random() < 0.2:
-            known = {"held": 20, "growth": 3, "capture_s": 0.001, "row_s": self._rng.choice([0.0, 1e-4, 1.0])}
+            known = {**IDLE, "held": 20, "growth": 3, "capture_s": 0.001, "row_s": self._rng.choice([0.0, 1e-4, 1.0])}
             self._found([each.adapt(known, is_idle=False) for each in self.adaptations])
         return mine
 
@@ -184,20 +183,25 @@ def test_memory_that_runs_out_in_a_capture(is_alone: bool, monkeypatch: pytest.M
     assert adaptation.adapt({**IDLE, "growth": report["growth"]}, is_idle=True)["done"] == ""
 
 
-def test_a_start_leaves_out_what_there_is_no_memory_for() -> None:
-    memory = GraphMemory(CPU)
-    made: list[Size] = []
+@pytest.mark.parametrize(
+    ("most_bytes", "expected"),
+    [(1000, [16, 8, 4, 2, 1]), (110, [16, 8, 4, 1]), (40, [16, 8, 1])],
+)
+def test_a_start_leaves_out_what_there_is_no_memory_for(most_bytes: int, expected: list[int]) -> None:
+    """The largest takes 100 bytes, each other one 10; a quarter of the bound is theirs in any case."""
+    memory = GraphMemory(CPU, most_bytes)
+    made: list[int] = []
 
     def make(size: Size) -> dict[int, Any]:
-        made.append(size)
-        memory.held, memory.growth = memory.held + 10, 10
+        made.append(size[0])
+        memory.held += 10 if len(made) > 1 else 100
         return {0: lambda: None}
 
-    progress = SimpleNamespace(calls=list[tuple[str, int, int]]())
+    reports: list[tuple[str, int, int]] = []
     graphs = GraphSet(fixed((size,) for size in (1, 2, 4, 8, 16)), memory, make)
-    left_out = graphs.capture_all("graphs", lambda *report: progress.calls.append(report), most_bytes=32)
-    assert made == [(16,), (8,), (4,), (1,)]
-    assert left_out == [(2,)]
-    assert graphs.policy.captured == [(1,), (4,), (8,), (16,)]
-    assert progress.calls == [("graphs", done, 5) for done in range(6)]
-    assert (graphs.num_captured, graphs.num_dropped) == (4, 0)
+    left_out = graphs.capture_all("graphs", lambda *report: reports.append(report), leaves_out=True)
+    assert made == expected
+    assert left_out == [(size,) for size in (16, 8, 4, 2, 1) if size not in expected]
+    assert graphs.policy.captured == [(size,) for size in reversed(expected)]
+    assert reports == [("graphs", done, 5) for done in range(6)]
+    assert (graphs.num_captured, graphs.num_dropped) == (len(expected), 0)

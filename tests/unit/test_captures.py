@@ -103,7 +103,13 @@ def test_workers_are_told_what_all_of_them_measured() -> None:
         "",
     )
     watched.look(2.0)
-    assert watched.orders[1]["known"] == {"held": 30, "growth": 9, "capture_s": 0.02, "row_s": 1e-5}
+    assert watched.orders[1]["known"] == {
+        "held": 30,
+        "growth": 9,
+        "most_bytes": 100,
+        "capture_s": 0.02,
+        "row_s": 1e-5,
+    }
     assert watched.captures.counts == {
         "graphs_captured": 34,
         "graphs_dropped": 1,
@@ -129,8 +135,8 @@ def test_memory_that_is_used_up_is_said_once(caplog: pytest.LogCaptureFixture) -
             watched.look(10.0 * i + 1, i)
             watched.answer("add 40" if i == 0 else "", growth=growth)
     texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert texts == ["no more graphs are captured: they hold what they may held=50 next=60 most=100"]
-    assert "captures done=add 40 idle=True held=50 growth=3" in caplog.records[0].getMessage()
+    assert texts == ["no more graphs are captured: they hold what they may held=50 B next=60 B most=100 B"]
+    assert "captures done=add 40 idle=True held=50 growth=3 most_bytes=100" in caplog.records[0].getMessage()
 
 
 class Site:
