@@ -42,10 +42,9 @@ class Adaptation:
         `is_idle`) a change must save more than it costs, over steps as they were lately. Every earlier step is waited for first."""
         done = ""
         if self._row_s is None:
-            if is_idle:
-                with self._together():
-                    self._row_s = self._decodes.seconds_per_row()
-                done = "measured"
+            with self._together():
+                self._row_s = self._decodes.seconds_per_row()
+            done = "measured"
         elif known and (found := self._best(known, is_idle=is_idle)) is not None:
             with self._together():
                 done = self._carry_out(*found, int(known["held"]))

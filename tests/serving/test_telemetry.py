@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine_core.captures import Captures
 from serving.engine import EngineState
 from serving.siblings import Siblings
 from serving.telemetry import Snapshot, Telemetry, merged, page
@@ -46,6 +47,25 @@ def test_the_page_parses_and_holds_engines() -> None:
     assert 'trireme_requests_refused_total{code="overloaded"} 1.0' in text
     assert 'trireme_inter_token_seconds_bucket{le="0.025"} 1.0' in text
     assert 'trireme_inter_token_seconds_bucket{le="0.01"} 0.0' in text
+
+
+def test_what_an_engine_counts_of_its_graphs_is_exported() -> None:
+    captures = Captures(lambda args: None)
+    worker = {"captured": 34, "dropped": 2, "replays": 900, "padded": 77, "held": 1 << 20, "most_bytes": 1 << 21}
+    captures.answered([{**worker, "growth": 1, "capture_s": 0.03, "row_s": 1e-5, "done": ""}], "")
+    states = [EngineState(0, True, 2, None, 1, 0.0, "")]
+    text = page(
+        merged([telemetry(1).snapshot()]), states, {0: captures.counts}, {"version": "1", "model": "m"}
+    ).decode()
+    for line in (
+        "graphs_captured_total 34",
+        "graphs_dropped_total 2",
+        "graph_replays_total 900",
+        "graph_padded_rows_total 77",
+        "graph_bytes 1048576",
+    ):
+        name, value = line.split()
+        assert f'trireme_{name}{{engine="0"}} {float(value)}' in text.replace("1.048576e+06", "1048576.0")
 
 
 async def test_siblings_answer_for_each_other(tmp_path: Path) -> None:

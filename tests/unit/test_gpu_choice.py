@@ -148,3 +148,14 @@ def test_the_drivers_table_is_read():
 def test_the_doctor_sees_a_card_without_kernels():
     found = {finding.what: finding for finding in examine(msgspec.structs.replace(BOX, has_cuda_kernels=False))}
     assert (found["GPUs"].state, "make native" in found["GPUs"].cure) == ("warn", True)
+
+
+def test_sizes_of_graphs_are_checked_before_anything_starts():
+    for asked in ("auto", "none", "1,8,32"):
+        assert resolved(graph_sizes=asked)[0].parallel.graph_sizes == asked
+    with pytest.raises(ConfigError, match="--graph-sizes 300: not auto, none or rows of a step, 1 to 256"):
+        resolved(graph_sizes="1,300")
+    assert resolved(graph_sizes="1,300", max_num_seqs=300)[0].parallel.graph_sizes == "1,300"
+    with pytest.raises(ConfigError, match="--graph-sizes none is for a GPU") as caught:
+        resolved(device=LAPTOP, graph_sizes="none")
+    assert caught.value.hint == "leave --graph-sizes out"
