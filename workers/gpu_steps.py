@@ -149,7 +149,7 @@ class Steps:
         self.device = device
         self.rows = rows
         self._model, self._kv, self._sample = model, kv, sample
-        self.samples = model.mesh.is_last_stage
+        self.samples, self.num_ranks = model.mesh.is_last_stage, model.mesh.tp
         self._upload = Upload(4 * max_tokens, device)
         most = max(model.scratch_floats(count, self.splits(count, SHORT + 1)) for count in range(1, rows.padding + 1))
         self._scratch = torch.empty(max(most, 1), dtype=torch.float32, device=device)

@@ -13,6 +13,7 @@ import torch
 
 from tests.gpu.test_cuda_engine import GREEDY, LENGTH, PROMPTS, assert_same_up_to_ties, engine, tokens, write_model
 from tests.models.rows import new_row, plan_of, rows_and_tokens
+from tests.models.tiny import make_tiny
 from transport.messages import WorkerInit
 from trireme import LLM
 from trireme.budget import GPU_GRAPHS
@@ -223,6 +224,25 @@ def test_an_engine_captures_what_it_needs_between_requests(model: Path, shape: d
         same(tokens(llm.generate(MANY, GREEDY)), before[0], model)
         again = llm.stats()
         assert again["graph_replays"] >= after["graph_replays"]
+
+
+def test_ranks_with_unequal_heads_capture_together(tmp_path: Path) -> None:
+    """The one with two of three heads cuts contexts less finely than the other, and has fewer graphs."""
+    shape = {
+        "hidden_size": 384,
+        "intermediate_size": 512,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    }
+    model = make_tiny(
+        tmp_path, dtype="bfloat16", vocab_size=512, num_hidden_layers=2, max_position_embeddings=1024, **shape
+    )
+    with engine(model, max_num_seqs=NUM_ROWS, tp=2, share_gpus=CARDS < 2) as llm:
+        answers = [tokens(llm.generate(MANY, GREEDY)) for _ in range(5)]
+        assert until_captured(llm, 0)["graphs_captured"] > 0
+        answers.append(tokens(llm.generate(MANY, GREEDY)))
+    assert all(len(ids) == LENGTH for answer in answers for ids in answer)
 
 
 def test_sizes_that_were_learned_outlive_a_sleep(model: Path) -> None:
