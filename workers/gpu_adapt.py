@@ -17,7 +17,7 @@ from workers.graph_policy import Change, Size
 
 Known = Mapping[str, float]
 """Of all workers: the most bytes that graphs hold (held), that another size takes (growth) and that graphs may hold (most_bytes),
-the longest capture (capture_s), and what a row of padding costs at least (row_s)."""
+what a capture takes (capture_s), and what a row of padding costs at least (row_s)."""
 
 
 class Adaptation:
@@ -61,7 +61,7 @@ class Adaptation:
             "most_bytes": memory.most_bytes,
             "held": memory.held,
             "growth": memory.growth,
-            "capture_s": memory.longest_s,
+            "capture_s": memory.capture_s,
             "row_s": self._row_s or 0.0,
         }
 

@@ -31,6 +31,7 @@ Launch = Callable[[], Any]
 MOST_PIECES = 32
 MOST_CHANGES = 128  # block-table entries in a step; more go ahead of it
 TIMED = 3  # replays
+LATELY = 16  # captures
 
 
 class GraphMemory:
@@ -48,16 +49,29 @@ class GraphMemory:
         self.held = 0  # bytes of the card, pool and all
         self.base = 0  # those of the largest graph of each kind
         self.growth = 0  # the most that any other size took
-        self.longest_s = 0.0  # of captures
+        self._times: list[float] = []  # of the other captures: the first ones load kernels
 
     @property
     def most_bytes(self) -> int:
         return max(self._most_bytes, self.base + self._most_bytes // 4)
 
     @property
+    def capture_s(self) -> float:
+        """What the capture of a size takes."""
+        return sum(self._times) / max(1, len(self._times))
+
+    @property
     def has_room(self) -> bool:
         """Whether one more size will fit."""
         return self.held + self.growth <= self.most_bytes
+
+    def note(self, seconds: float, taken: int, *, is_largest: bool) -> None:
+        """A size was captured, the largest of its kind or another one."""
+        if is_largest:
+            self.base += taken
+            return
+        self.growth = max(self.growth, taken)
+        self._times = [*self._times, seconds][-LATELY:]
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -118,11 +132,7 @@ class GraphSet:
     def _capture(self, size: Size, *, is_largest: bool = False) -> None:
         began, memory, before = time.perf_counter(), self._memory, self._memory.held
         self.launches[size] = self._make(size)
-        memory.longest_s = max(memory.longest_s, time.perf_counter() - began)
-        if is_largest:
-            memory.base += memory.held - before
-        else:
-            memory.growth = max(memory.growth, memory.held - before)
+        memory.note(time.perf_counter() - began, memory.held - before, is_largest=is_largest)
         self.num_captured += 1
 
 

@@ -1,7 +1,7 @@
 """Which sizes of steps are worth a CUDA graph, by the shapes of the steps seen. Pure: no torch, no clock, no randomness, so that
 ranks which see the same plans decide the same.
 
-Asked by workers.gpu_graphs for every step, and by workers.gpu_adapt when there is time for a change. A shape is a tuple of counts
+Asked by workers.gpu_graphs for every step, and by workers.gpu_adapt when there is time for a change. A shape is one or two counts
 ((rows,), or (decoding rows, prompt tokens)); a size holds the shapes that exceed it nowhere, and costs the rows it computes.
 """
 
@@ -83,8 +83,7 @@ class GraphPolicy:
             return Change(None, oldest, 0) if oldest is not None and not is_vain else None
         if held + growth > most_bytes:
             return None
-        best = max((self._worth(size) for size in self._counts), default=(0, ()))
-        gain, size = best
+        gain, size = self._best()
         if not size or gain <= least_gain:
             return None
         if len(self._last_used) < self.most:
@@ -116,19 +115,20 @@ class GraphPolicy:
             place = self._places[shape] = needed, used
         return place
 
-    def _worth(self, size: Size) -> tuple[int, Size]:
-        """The rows that this size would have saved, 0 where that is too little; nothing is gained by a captured one."""
-        steps = gain = computed = 0
-        for needed, count in self._counts.items():
-            used = self.fit(needed)
-            if used is None:
-                continue
-            computed += count * sum(used)
-            if sum(used) > sum(size) and _holds(size, needed):
-                steps += count
-                gain += count * (sum(used) - sum(size))
-        is_enough = steps >= LEAST_STEPS and gain * LEAST_SHARE >= computed
-        return (gain, size) if is_enough and size not in self._last_used else (0, ())
+    def _best(self) -> tuple[int, Size]:
+        """The size that would have saved most rows, and how many; 0 where none saves enough."""
+        seen = [(needed, count, sum(used)) for needed, count in self._counts.items() if (used := self.fit(needed))]
+        least = sum(count * cost for _, count, cost in seen) / LEAST_SHARE
+        best: tuple[int, Size] = (0, ())
+        for size in self._counts.keys() - self._last_used.keys():
+            mine, steps, gain = sum(size), 0, 0
+            for needed, count, cost in seen:
+                if cost > mine and _holds(size, needed):
+                    steps += count
+                    gain += count * (cost - mine)
+            if steps >= LEAST_STEPS and gain >= least:
+                best = max(best, (gain, size))
+        return best
 
     def _loss(self, size: Size, added: Size) -> int:
         """The rows that would be computed more without a captured size, once `added` is there."""
@@ -146,7 +146,7 @@ class GraphPolicy:
 
 
 def _holds(size: Size, shape: Size) -> bool:
-    return all(most >= count for most, count in zip(size, shape, strict=True))
+    return size[0] >= shape[0] and size[-1] >= shape[-1]  # of one or two counts
 
 
 def _order(size: Size) -> tuple[int, Size]:

@@ -110,7 +110,7 @@ def test_tokens_stay_when_sizes_come_and_go(driven: Driven, model: Path) -> None
     assert driven.adapt() == "add 24"
     taken = driven.known["held"] - held
     assert taken <= 64 << 20, "it fits into the pool, but for what the driver holds"
-    print(f"a size of 24 rows: {driven.known['capture_s'] * 1e3:.0f} ms at most, {taken} bytes")
+    print(f"a size of 24 rows: {driven.known['capture_s'] * 1e3:.0f} ms, {taken} bytes")
     at_12 = driven.known["padded"] - padded
     same(driven.run(), before, model)
     driven.adapt()

@@ -61,7 +61,7 @@ class Ranks:
         """Each rank measures something else, now and then that there is no memory left."""
         for adaptation in self.adaptations:
             adaptation._memory.held = self._rng.choice([10, 20, 30, MOST_BYTES + self._rng.randint(1, 9)])
-            adaptation._memory.longest_s = self._rng.random()
+            adaptation._memory.note(self._rng.random(), 0, is_largest=False)
         found = [each.adapt(args["known"], is_idle=args["is_idle"]) for each in self.adaptations]
         self._found(found)
         self._captures.answered(found, "")
