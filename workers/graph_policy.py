@@ -1,7 +1,7 @@
 """Which sizes of steps are worth a CUDA graph, by the shapes of the steps seen. Pure: no torch, no clock, no randomness, so that
 ranks which see the same plans decide the same.
 
-Asked by workers.gpu_graphs for every step, and by workers.gpu_adapt when there is time for a change. A shape is one or two counts
+Asked by workers.gpu_runner for every step, and by workers.gpu_adapt when there is time for a change. A shape is one or two counts
 ((rows,), or (decoding rows, prompt tokens)); a size holds the shapes that exceed it nowhere, and costs the rows it computes.
 """
 
