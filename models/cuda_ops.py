@@ -120,7 +120,7 @@ def rms_norm(
     return _rms_norm(x, weight, eps, out, residual, offset, None, scales)
 
 
-def rms_norm_fp8(
+def rms_norm_narrow(
     x: Tensor,
     weight: Tensor,
     eps: float,

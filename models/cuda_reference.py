@@ -47,7 +47,7 @@ def rms_norm_reference(
     return out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset))
 
 
-def rms_norm_fp8_reference(
+def rms_norm_narrow_reference(
     x: Tensor,
     weight: Tensor,
     eps: float,

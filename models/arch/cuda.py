@@ -25,8 +25,8 @@ from models.attention.cuda_registry import Need, choose_on_card
 from models.cuda_ops import PagedKV
 from models.cuda_weights import DeviceWeights
 from models.forward import Group, SoloGroup
-from models.layers.cuda_contract import Linear
-from models.layers.cuda_linear import CudaLinear, float8_like, make_linear
+from models.layers.cuda_contract import Linear, narrow_like
+from models.layers.cuda_linear import CudaLinear, make_linear
 from models.layers.rope import cos_sin_table
 from models.shards import Shares
 from trireme.arch import ArchSpec
@@ -85,19 +85,20 @@ class Product(NamedTuple):
     scales: ops.Scales | None = None
 
 
-class Float8(NamedTuple):
-    """Inputs of a product, rounded: values [T, k] e4m3 times scale [T] float32."""
+class Narrow(NamedTuple):
+    """Inputs of a product, rounded: values [T, k] of one byte each, times scale [T] float32."""
 
     values: Tensor
     scale: Tensor
 
 
-def _narrowed(linear: Linear, x: Tensor) -> Tensor | Float8:
+def _narrowed(linear: Linear, x: Tensor) -> Tensor | Narrow:
     """x as `linear` wants it."""
-    if not linear.takes_fp8(x.shape[0]):
+    dtype = linear.narrow_type(x.shape[0])
+    if dtype is None:
         return x
-    narrow, scale = float8_like(x)
-    return Float8(ops.quantize_rows(x, narrow, scale), scale)
+    narrow, scale = narrow_like(x, dtype)
+    return Narrow(ops.quantize_rows(x, narrow, scale), scale)
 
 
 def refuse_uncovered(arch: ArchSpec) -> None:
@@ -254,30 +255,31 @@ class CudaModel:
         """Over the ranks that have a part of it."""
         return x if self.mesh.tp == 1 else self.group.all_reduce(x)
 
-    def _product(self, linear: Linear, x: Tensor | Float8, out: Tensor, *, is_part: bool = False) -> Product:
+    def _product(self, linear: Linear, x: Tensor | Narrow, out: Tensor, *, is_part: bool = False) -> Product:
         """Of x, in `out`; with `is_part` the sum over the ranks that have a part of it."""
         is_part = is_part and self.mesh.tp > 1
         if isinstance(x, Tensor):
             linear(x, out)
         elif is_part:
-            linear.of_fp8(x.values, x.scale, out)
+            linear.of_narrow(x.values, x.scale, out)
         else:
-            return Product(out, linear.unscaled_fp8(x.values, x.scale, out))
+            return Product(out, linear.unscaled(x.values, x.scale, out))
         return Product(self._summed(out) if is_part else out)
 
     def _normed(
         self, linear: Linear, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Product | None
-    ) -> Tensor | Float8:
+    ) -> Tensor | Narrow:
         """residual += branch; what is normed as `linear` wants it, in the same pass."""
-        if weight is None or not linear.takes_fp8(residual.shape[0]):
+        dtype = linear.narrow_type(residual.shape[0])
+        if weight is None or dtype is None:
             return self._norm_into(out, weight, residual, branch)
-        narrow, scale = float8_like(residual)
+        narrow, scale = narrow_like(residual, dtype)
         if branch is None:
-            ops.rms_norm_fp8(residual, weight, self.arch.norm_eps, narrow, scale)
+            ops.rms_norm_narrow(residual, weight, self.arch.norm_eps, narrow, scale)
         else:
             x, scales = self._scaled_branch(branch)
-            ops.rms_norm_fp8(x, weight, self.arch.norm_eps, narrow, scale, residual=residual, scales=scales)
-        return Float8(narrow, scale)
+            ops.rms_norm_narrow(x, weight, self.arch.norm_eps, narrow, scale, residual=residual, scales=scales)
+        return Narrow(narrow, scale)
 
     def _scaled_branch(self, branch: Product) -> Product:
         if self.arch.residual_scale != 1.0:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from models.cuda_ops import Scales
+
+
+def narrow_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for x [T, k] in a type of one byte, and for a scale of each row."""
+    return torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 class Linear(Protocol):
@@ -16,16 +22,16 @@ class Linear(Protocol):
         """Writes the product into `out` [T, n], whose rows may be strided, and returns it."""
         ...
 
-    def takes_fp8(self, num_rows: int) -> bool:
-        """Whether so many rows are best given as float8, to one of the next two."""
+    def narrow_type(self, num_rows: int) -> torch.dtype | None:
+        """In which type of one byte so many rows are best given, to one of the next two; None: as they are."""
         ...
 
-    def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        """The product of x [T, k] float8 times scale [T]."""
+    def of_narrow(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """The product of x [T, k] of that type times scale [T]."""
         ...
 
-    def unscaled_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
-        """As of_fp8, but for the scales, which are returned: whoever reads `out` applies them. None where they are applied."""
+    def unscaled(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
+        """As of_narrow, but for the scales, which are returned: whoever reads `out` applies them. None where they are applied."""
         ...
 
 
@@ -34,11 +40,11 @@ class OfHalves:
 
     __slots__ = ()
 
-    def takes_fp8(self, num_rows: int) -> bool:
-        return False
+    def narrow_type(self, num_rows: int) -> torch.dtype | None:
+        return None
 
-    def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    def of_narrow(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def unscaled_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
+    def unscaled(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
         raise NotImplementedError

@@ -1,7 +1,6 @@
 """Products with a weight on the GPU: our kernels for few rows (csrc/cuda/skinny*.cu), torch's for many. Called by models/arch.
 
-One class per format of trireme.gpu_formats, all called alike; LINEARS is the table. Where our kernel ends and torch's begins is
-measured once for each format and shape.
+One class per format of trireme.gpu_formats, all called alike; LINEARS is the table.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +16,13 @@ from torch import Tensor
 from models import cuda_ops as ops
 from models.cuda_ops import Scales
 from models.cuda_rounding import fp8_from
-from models.layers.cuda_contract import Linear, OfHalves
+from models.layers.cuda_contract import Linear, OfHalves, narrow_like
+from models.layers.cuda_crossover import Launch, rows_of_own_kernel
 from models.layers.cuda_narrow import BlockLinear, Fp8BlocksLinear, Q4Linear, W4Linear
 
-_REPEATS = 6
-_TRIED = (8, 16, 32)  # rows; between them the answer of the next greater one holds
+_TRIED = (8, 16, 32)  # rows
 _EXACT_ROWS = 8  # whose inputs keep 16 bits where the weight is float8, unless fp8_linear says otherwise
 _UNSCALED_ROWS = 64  # of float8, up to which a product is the faster for leaving its scales to others
-# More than a card's last-level cache: weights come from memory in a step, so they must when it is timed.
-_CACHE_BYTES = 128 << 20
-_crossovers: dict[tuple[str, int, int, torch.dtype], int] = {}
 
 
 class DeviceMatrix(NamedTuple):
@@ -54,7 +50,8 @@ class CudaLinear(OfHalves):
         self._bias = bias
         own = partial(_launch_dense, lambda x, out: ops.skinny_linear(x, weight, out), weight)
         theirs = partial(_launch_dense, lambda x, out: torch.mm(x, self._transposed, out=out), weight)
-        self._few = rows_of_own_kernel((str(weight.dtype), *weight.shape), weight, own, theirs)
+        key = (str(weight.dtype), *weight.shape)
+        self._few = 0 if weight.shape[1] % 64 else rows_of_own_kernel(key, weight, own, theirs, _TRIED)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         if x.shape[0] <= self._few:
@@ -62,6 +59,12 @@ class CudaLinear(OfHalves):
         if self._bias is None:
             return torch.mm(x, self._transposed, out=out)
         return torch.addmm(self._bias, x, self._transposed, out=out)
+
+
+def _launch_dense(product: Callable[[Tensor, Tensor], object], weight: Tensor, rows: int) -> Launch:
+    n, k = weight.shape
+    x, out = (torch.zeros(rows, size, dtype=weight.dtype, device="cuda") for size in (k, n))
+    return partial(product, x, out)
 
 
 class Fp8Linear:
@@ -92,23 +95,23 @@ class Fp8Linear:
             return ops.fp8_linear(x, self.weight, out, self._bias, scale=self._scale)
         if x.shape[0] <= self._exact_rows:
             return ops.skinny_linear(x, self.weight, out, self._bias, scale=self._scale)
-        narrow, scale = float8_like(x)
-        return self.of_fp8(ops.quantize_rows(x, narrow, scale), scale, out)
+        narrow, scale = narrow_like(x, torch.float8_e4m3fn)
+        return self.of_narrow(ops.quantize_rows(x, narrow, scale), scale, out)
 
-    def takes_fp8(self, num_rows: int) -> bool:
-        return num_rows > self._exact_rows
+    def narrow_type(self, num_rows: int) -> torch.dtype | None:
+        return torch.float8_e4m3fn if num_rows > self._exact_rows else None
 
-    def of_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    def of_narrow(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         is_direct = out.dtype == torch.bfloat16 and out.is_contiguous()
         found = self._multiply(x, scale.view(-1, 1), self._scale_row, out if is_direct else None)
         if self._bias is not None:
             return torch.add(found, self._bias, out=out)
         return out if is_direct else out.copy_(found)
 
-    def unscaled_fp8(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
+    def unscaled(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
         is_plain = self._bias is None and out.dtype == torch.bfloat16 and out.is_contiguous()
         if not is_plain or x.shape[0] > _UNSCALED_ROWS:
-            self.of_fp8(x, scale, out)
+            self.of_narrow(x, scale, out)
             return None
         one = _one(x.device)
         self._multiply(x, one, one, out)
@@ -131,11 +134,6 @@ class Fp8Linear:
 def _one(device: torch.device) -> Tensor:
     """Outside of layers, whose tensors go to the host while an engine sleeps."""
     return torch.ones((), device=device)
-
-
-def float8_like(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for x [T, k] in float8, and for a scale of each row."""
-    return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 class SideBySide(OfHalves):
@@ -204,47 +202,3 @@ def _joined(run: list[DeviceMatrix]) -> DeviceMatrix:
 def _bytes(values: Tensor) -> Tensor:
     """Float8 as bytes, which torch can join everywhere."""
     return values.view(torch.uint8) if values.element_size() == 1 else values
-
-
-# ---------------------------------------------------------------- which kernel, by number of rows
-
-Launch = Callable[[], object]
-MakeLaunch = Callable[[int], Launch]
-"""A launch for so many rows."""
-
-
-def _launch_dense(product: Callable[[Tensor, Tensor], object], weight: Tensor, rows: int) -> Launch:
-    n, k = weight.shape
-    x, out = (torch.zeros(rows, size, dtype=weight.dtype, device="cuda") for size in (k, n))
-    return partial(product, x, out)
-
-
-def rows_of_own_kernel(key: tuple[Any, ...], weight: Tensor, own: MakeLaunch, theirs: MakeLaunch) -> int:
-    """Rows of x up to which our kernel is the faster one; measured once for each key."""
-    if not weight.is_cuda or weight.shape[1] % 64:
-        return 0
-    if key not in _crossovers:
-        _crossovers[key] = _measure(own, theirs)
-    return _crossovers[key]
-
-
-def _measure(own: MakeLaunch, theirs: MakeLaunch) -> int:
-    flush = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device="cuda")
-    best = 0
-    for rows in (count for count in _TRIED if count <= ops.skinny_max_rows()):
-        if _time(own(rows), flush) > _time(theirs(rows), flush):
-            break
-        best = rows
-    return best
-
-
-def _time(launch: Launch, flush: Tensor) -> float:
-    """Milliseconds of one launch whose weight is in no cache, the least of several."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
-    for begin, end in events:
-        flush.zero_()
-        begin.record()
-        launch()
-        end.record()
-    events[-1][1].synchronize()
-    return min(begin.elapsed_time(end) for begin, end in events)

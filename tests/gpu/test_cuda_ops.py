@@ -69,7 +69,7 @@ def test_rms_norm_to_fp8(dtype: torch.dtype) -> None:
     reference.rms_norm_reference(x, weight, 1e-5, expected, residual=residual.clone())
     out = torch.empty(33, 4096, device="cuda", dtype=torch.float8_e4m3fn)
     scale = poisoned(33, dtype=torch.float32)
-    ops.rms_norm_fp8(x, weight, 1e-5, out, scale, residual=residual)
+    ops.rms_norm_narrow(x, weight, 1e-5, out, scale, residual=residual)
     assert error(out.float() * scale[:, None], expected) < 0.03
     assert torch.allclose(scale, expected.abs().amax(1) / 448, rtol=1e-2)
 
@@ -101,7 +101,7 @@ def test_a_norm_applies_the_scales_of_a_product(dtype: torch.dtype, tokens: int,
     assert error(summed, again) < ERROR[dtype]
     narrow = torch.empty(tokens, hidden, device="cuda", dtype=torch.float8_e4m3fn)
     scale = poisoned(tokens, dtype=torch.float32)
-    ops.rms_norm_fp8(x, weight[0], 1e-5, narrow, scale, residual=residual, scales=scales)
+    ops.rms_norm_narrow(x, weight[0], 1e-5, narrow, scale, residual=residual, scales=scales)
     assert torch.equal(residual, summed)
     assert error(narrow.float() * scale[:, None], expected) < 0.03
     reference.rms_norm_reference(x, weight[0], 1e-5, expected, scales=scales)

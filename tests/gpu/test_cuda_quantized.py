@@ -88,7 +88,7 @@ def test_products_of_every_format(dtype: torch.dtype, forms: tuple[str, ...], ro
 def test_inputs_that_are_float8_already(dtype: torch.dtype) -> None:
     weight, x = torch.randn(64, 512, device="cuda").to(dtype), torch.randn(70, 512, device="cuda").to(dtype)
     linear = Fp8Linear(*fp8_from(weight), None)
-    assert linear.takes_fp8(9)
+    assert linear.narrow_type(9) == torch.float8_e4m3fn
     for rows in (3, 9, 16, 17, 32, 70):
         narrow, scale = (
             torch.empty(rows, 512, device="cuda", dtype=torch.float8_e4m3fn),
@@ -96,9 +96,9 @@ def test_inputs_that_are_float8_already(dtype: torch.dtype) -> None:
         )
         ops.quantize_rows(x[:rows], narrow, scale)
         expected = (narrow.double() * scale.double()[:, None]) @ dense_of("fp8", weight).double().T
-        assert error(linear.of_fp8(narrow, scale, poisoned(rows, 64, dtype=dtype)), expected) < 0.005
+        assert error(linear.of_narrow(narrow, scale, poisoned(rows, 64, dtype=dtype)), expected) < 0.005
         left = poisoned(rows, 64, dtype=dtype)
-        scales = linear.unscaled_fp8(narrow, scale, left)
+        scales = linear.unscaled(narrow, scale, left)
         assert (scales is None) == (dtype != torch.bfloat16 or rows > 64)
         if scales is not None:
             left = left.double() * scales.rows[:, None] * scales.columns

@@ -106,12 +106,12 @@ def test_every_format_multiplies(form: str, rows: int, biased: bool, monkeypatch
     assert out[:, :8].isnan().all()
     assert out[:, 72:].isnan().all()
     if isinstance(linear, Fp8Linear):
-        assert [linear.takes_fp8(count) for count in (4, 5)] == [False, True]
+        assert [linear.narrow_type(count) for count in (4, 5)] == [None, torch.float8_e4m3fn]
         narrow, scale = torch.empty(rows, 512, dtype=torch.float8_e4m3fn), torch.empty(rows)
         cuda_ops.quantize_rows(x, narrow, scale)
-        applied = linear.of_fp8(narrow, scale, torch.empty(rows, 64).bfloat16())
+        applied = linear.of_narrow(narrow, scale, torch.empty(rows, 64).bfloat16())
         left = torch.empty(rows, 64).bfloat16()
-        scales = linear.unscaled_fp8(narrow, scale, left)
+        scales = linear.unscaled(narrow, scale, left)
         assert (scales is None) == (biased or rows > 64)
         if scales is not None:
             left = left * scales.rows[:, None] * scales.columns
@@ -125,7 +125,7 @@ def test_rows_of_float8_that_keep_their_bits(
     monkeypatch.setattr(cuda_ops, "fp8_linear_rows", lambda k: hopper_rows)
     matrix = ROUNDED["fp8"](torch.randn(32, 256).bfloat16())
     linear = make_linear([matrix], None)
-    assert [linear.takes_fp8(count) for count in (exact_rows, exact_rows + 1)] == [False, True]
+    assert [linear.narrow_type(count) for count in (exact_rows, exact_rows + 1)] == [None, torch.float8_e4m3fn]
     x = torch.randn(exact_rows + 1, 256).bfloat16()
     for rows, bound in ((exact_rows, 0.004), (exact_rows + 1, 0.04)):
         out = linear(x[:rows], torch.empty(rows, 32).bfloat16())

@@ -34,7 +34,7 @@ PATIENCE_S = 100  # a busy machine
 OPS = (
     *(
         "rms_norm",
-        "rms_norm_fp8",
+        "rms_norm_narrow",
         "rotary_and_cache",
         "decode_attention",
         "gated_activation",
