@@ -24,6 +24,7 @@ Scales scales_at(const Addresses& pair) { return {floats(pair.first), floats(pai
 
 void bind_peers(py::module_& m);
 void bind_grouped(py::module_& m);
+void bind_int8(py::module_& m);
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "Native CUDA kernels of Trireme.";
@@ -35,11 +36,12 @@ PYBIND11_MODULE(_cuda, m) {
   m.def(
       "rms_norm",
       [](Address x, int64_t x_stride, const Addresses& x_scales, Address residual, int64_t residual_stride, Address weight, Address out,
-         int64_t out_stride, int tokens, int hidden, float eps, float weight_offset, int type, Address scale, Address stream) {
+         int64_t out_stride, int tokens, int hidden, float eps, float weight_offset, int type, Address scale, int narrow, Address stream) {
         rms_norm({at(x), x_stride, scales_at(x_scales), at(residual), residual_stride, at(weight), at(out), out_stride, tokens, hidden, eps, weight_offset,
-                  static_cast<Type>(type), reinterpret_cast<float*>(scale)}, at(stream));
+                  static_cast<Type>(type), reinterpret_cast<float*>(scale), static_cast<Type>(narrow)}, at(stream));
       });
-  m.def("quantize_rows", [](Address x, int64_t x_stride, Address out, int64_t out_stride, int tokens, int hidden, int type, Address scale, Address stream) {
+  m.def("quantize_rows", [](Address x, int64_t x_stride, Address out, int64_t out_stride, int tokens, int hidden, int type, Address scale, int narrow,
+                            Address stream) {
     NormArgs args{};
     args.x = at(x);
     args.x_stride = x_stride;
@@ -49,6 +51,7 @@ PYBIND11_MODULE(_cuda, m) {
     args.hidden = hidden;
     args.type = static_cast<Type>(type);
     args.scale = reinterpret_cast<float*>(scale);
+    args.narrow = static_cast<Type>(narrow);
     quantize_rows(args, at(stream));
   });
   m.def(
@@ -61,9 +64,9 @@ PYBIND11_MODULE(_cuda, m) {
       });
   m.def("gated_activation",
         [](Address gate_up, int64_t stride, const Addresses& scales, Address out, int64_t out_stride, int tokens, int width, int gate, int type,
-           Address stream) {
+           Address scale, int narrow, Address stream) {
           gated_activation({at(gate_up), stride, scales_at(scales), at(out), out_stride, tokens, width, static_cast<Gate>(gate),
-                            static_cast<Type>(type)}, at(stream));
+                            static_cast<Type>(type), reinterpret_cast<float*>(scale), static_cast<Type>(narrow)}, at(stream));
         });
   m.def("decode_attention",
         [](Address q, int64_t q_stride, Address out, int64_t out_stride, int type, Address block_table, int table_stride, Address context_len,
@@ -123,4 +126,5 @@ PYBIND11_MODULE(_cuda, m) {
   });
   bind_peers(m);
   bind_grouped(m);
+  bind_int8(m);
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trireme.errors import ConfigError
 
-TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
+TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 DENSE, FP8, Q4_K = 0, 1, 2  # what the weights of skinny_linear are made of
 Q4_K_VALUES, Q4_K_BYTES = 256, 144  # of one super-block
@@ -27,6 +27,8 @@ BLOCKS = {"q4_k": 0, "q5_k": 1, "q6_k": 2, "q8_0": 3, "q4_0": 4, "q4_1": 5, "q5_
 BLOCK_VALUES = 256
 BLOCK_BYTES = dict(zip(BLOCKS, (144, 176, 224, 272, 144, 160, 176, 192, 144), strict=True))  # of so many values
 FP8_MAX = 448.0
+INT8_MAX = 127.0
+INT8_ROWS = 64  # of x, up to which skinny_int8 exists
 JOB = np.dtype(
     [
         ("seed", np.uint64),
@@ -130,7 +132,7 @@ def rms_norm_narrow(
     residual: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """As rms_norm, rounded to float8: out [T, H] e4m3 times scale [T] float32 is the result."""
+    """As rms_norm, rounded as quantize_rows does: out [T, H] times scale [T] float32 is the result."""
     return _rms_norm(x, weight, eps, out, residual, 0.0, scale, scales)
 
 
@@ -158,13 +160,15 @@ def _rms_norm(
         offset,
         TYPE_CODES[x.dtype],
         _address(scale),
+        TYPE_CODES[out.dtype],
         _stream(),
     )
     return out
 
 
 def quantize_rows(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
-    """x [T, H] as float8: out [T, H] e4m3 times scale [T] float32, which is the row's largest magnitude / 448."""
+    """x [T, H] in the type of out, float8 e4m3 or int8: out [T, H] times scale [T] float32, which is the row's largest magnitude
+    / 448 or / 127. A row of int8 that is not finite has a scale of NaN."""
     load().quantize_rows(
         x.data_ptr(),
         x.stride(0),
@@ -173,6 +177,7 @@ def quantize_rows(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
         *x.shape,
         TYPE_CODES[x.dtype],
         scale.data_ptr(),
+        TYPE_CODES[out.dtype],
         _stream(),
     )
     return out
@@ -352,6 +357,54 @@ def fp8_linear_rows(k: int) -> int:
     return int(load().fp8_linear_rows(k))
 
 
+def skinny_int8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ways: int = 0,
+) -> Tensor:
+    """out [M, N] = (x [M, K] W^T) * (scale [N] * x_scale [M]) + bias of int8 x and weight [N, K], for M up to INT8_ROWS, 16 divides
+    K. Sums are exact; their scaling and the bias are rounded to float32 step by step, and then to out's type of 16 bits. `ways` is
+    how many warps share a row of weights (1, 2, 4, 8; 0: chosen)."""
+    load().skinny_int8(
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        weight.shape[1],
+        x_scale.data_ptr(),
+        scale.data_ptr(),
+        _address(bias),
+        out.data_ptr(),
+        out.stride(0),
+        x.shape[0],
+        weight.shape[0],
+        TYPE_CODES[out.dtype],
+        ways,
+        _stream(),
+    )
+    return out
+
+
+def scale_int8(sums: Tensor, x_scale: Tensor, scale: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same of sums [M, N] int32, contiguous; 4 divides N."""
+    load().scale_int8(
+        sums.data_ptr(),
+        x_scale.data_ptr(),
+        scale.data_ptr(),
+        _address(bias),
+        out.data_ptr(),
+        out.stride(0),
+        *sums.shape,
+        TYPE_CODES[out.dtype],
+        _stream(),
+    )
+    return out
+
+
 def expand_q4_k(blocks: Tensor, out: Tensor) -> Tensor:
     """Rows of Q4_K super-blocks, uint8 [N, K / 256 * 144], as values: out [N, K] of 16 bits, contiguous as both are."""
     count = blocks.numel() // Q4_K_BYTES
@@ -440,6 +493,17 @@ def _grouped(op: Any, x: Tensor | None, w: Tensor, groups: Tensor, out: Tensor, 
 def gated_activation(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None) -> Tensor:
     """act(gate) * up, where gate_up [T, 2 F] holds the gate columns, then the up columns; `gate` is a key of GATES. `scales` are
     those of gate_up."""
+    return _gated_activation(gate_up, out, gate, scales, None)
+
+
+def gated_activation_narrow(
+    gate_up: Tensor, out: Tensor, scale: Tensor, gate: str, scales: Scales | None = None
+) -> Tensor:
+    """As gated_activation, rounded as quantize_rows does: out [T, F] times scale [T] float32 is the result."""
+    return _gated_activation(gate_up, out, gate, scales, scale)
+
+
+def _gated_activation(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None, scale: Tensor | None) -> Tensor:
     load().gated_activation(
         gate_up.data_ptr(),
         gate_up.stride(0),
@@ -449,6 +513,8 @@ def gated_activation(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | N
         *out.shape,
         GATES[gate],
         TYPE_CODES[gate_up.dtype],
+        _address(scale),
+        TYPE_CODES[out.dtype],
         _stream(),
     )
     return out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.attention.cuda_prompt import Prompts
-from models.cuda_ops import BLOCK_BYTES, FP8_MAX, Q4_K_BYTES, PagedKV, Scales
+from models.cuda_ops import BLOCK_BYTES, FP8_MAX, INT8_MAX, Q4_K_BYTES, PagedKV, Scales
 from models.quant.gguf_expand import IQ4_VALUES
 
 
@@ -155,9 +155,46 @@ def piece_attention_reference(
 def quantize_rows_reference(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
     """In float32. Divided by a tensor: by a number torch multiplies with its reciprocal on a GPU, which rounds twice."""
     wide = x.float()
+    if out.dtype == torch.int8:
+        return _int8_rows(wide, out, scale)
     largest = wide.abs().amax(-1).clamp(min=1e-12)
     scale.copy_(largest / torch.full_like(largest, FP8_MAX))
     return out.copy_(to_stored(wide / scale[:, None], out.dtype))
+
+
+def _int8_rows(wide: Tensor, out: Tensor, scale: Tensor) -> Tensor:
+    largest = wide.abs().amax(-1)
+    most, is_tiny = torch.full_like(largest, INT8_MAX), largest < 1e-30
+    is_used = largest.isfinite() & ~is_tiny
+    scale.copy_(torch.where(is_used, largest / most, torch.where(is_tiny, 0.0, float("nan"))))
+    codes = (wide * (most / largest)[:, None]).round()
+    return out.copy_(torch.where(is_used[:, None], codes, 0.0))
+
+
+def skinny_int8_reference(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ways: int = 0,
+) -> Tensor:
+    """To the bit, `ways` or not: float64 holds the sums."""
+    return _scaled_sums(x.double() @ weight.double().T, x_scale, scale, out, bias)
+
+
+def scale_int8_reference(
+    sums: Tensor, x_scale: Tensor, scale: Tensor, out: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """To the bit."""
+    return _scaled_sums(sums, x_scale, scale, out, bias)
+
+
+def _scaled_sums(sums: Tensor, x_scale: Tensor, scale: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+    found = sums.float() * (scale * x_scale[:, None])
+    return out.copy_(found if bias is None else found + bias.float())
 
 
 def gated_activation_reference(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None) -> Tensor:
@@ -166,6 +203,14 @@ def gated_activation_reference(gate_up: Tensor, out: Tensor, gate: str, scales: 
     act = torch.nn.functional
     acted = act.silu(a) if gate == "silu" else act.gelu(a, approximate="tanh" if gate == "gelu_tanh" else "none")
     return out.copy_(acted * b)
+
+
+def gated_activation_narrow_reference(
+    gate_up: Tensor, out: Tensor, scale: Tensor, gate: str, scales: Scales | None = None
+) -> Tensor:
+    """As of gated_activation's result in the type of gate_up."""
+    acted = gated_activation_reference(gate_up, torch.empty_like(out, dtype=gate_up.dtype), gate, scales)
+    return quantize_rows_reference(acted, out, scale)
 
 
 def skinny_linear_reference(

@@ -1,4 +1,4 @@
-"""Rounds dense matrices to the formats of a GPU while they are loaded: float8 with a scale for each output, and GGUF's Q4_K.
+"""Rounds dense matrices to the formats of a GPU while they are loaded: float8 or int8 with a scale for each output, GGUF's Q4_K.
 
 Plain torch on whichever device the matrix lies, a bounded number of rows at a time. Called by models/cuda_weights.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.cuda_ops import FP8_MAX, Q4_K_BYTES, Q4_K_VALUES
+from models.cuda_ops import FP8_MAX, INT8_MAX, Q4_K_BYTES, Q4_K_VALUES
 
 _AT_ONCE = 1 << 25  # values, which take some times four bytes
 FP8_GROUP = 128  # inputs that share a scale, in blocks of float8
@@ -32,6 +32,21 @@ def fp8_from(weight: Tensor) -> tuple[Tensor, Tensor]:
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
         out[rows] = (weight[rows].float() / scale[rows, None]).to(out.dtype)
+    return out, scale
+
+
+def int8_from(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A dense [n, k] as (int8 [n, k], scale [n] float32): the largest of each row becomes 127, as models.quant.packed.quantize_rows
+    has it, to the bit."""
+    largest = torch.maximum(weight.amax(1), -weight.amin(1)).float().abs()  # (of zeros: not -0)
+    is_used, most = largest.isfinite() & (largest >= 1e-30), torch.full_like(largest, INT8_MAX)
+    scale = torch.where(largest.isfinite(), largest / most, float("nan"))
+    out = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    step = max(1, _AT_ONCE // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        codes = (weight[rows].float() / largest[rows, None] * INT8_MAX).round_()
+        out[rows] = torch.where(is_used[rows, None], codes, 0.0).to(out.dtype)
     return out, scale
 
 

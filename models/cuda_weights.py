@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from models.cuda_blocks import laid_out
-from models.cuda_rounding import fp8_blocks_from, fp8_blocks_layout, fp8_from, q4_k_from, w4_from, w4_layout
+from models.cuda_rounding import (
+    fp8_blocks_from,
+    fp8_blocks_layout,
+    fp8_from,
+    int8_from,
+    q4_k_from,
+    w4_from,
+    w4_layout,
+)
 from models.cuda_staging import THREADS, Staging
 from models.dummy import DEVIATION, DummySource
 from models.layers.cuda_linear import DeviceMatrix
@@ -29,6 +37,7 @@ from trireme.mesh import Span
 ROUNDED: dict[str, Callable[[Tensor], DeviceMatrix]] = {
     "half": lambda dense: DeviceMatrix("half", dense),
     "fp8": lambda dense: DeviceMatrix("fp8", *fp8_from(dense)),
+    "int8": lambda dense: DeviceMatrix("int8", *int8_from(dense)),
     "q4_k": lambda dense: DeviceMatrix("q4_k", q4_k_from(dense)),
     "w4_32": lambda dense: DeviceMatrix("w4_32", *w4_from(dense, 32)),
     "w4_64": lambda dense: DeviceMatrix("w4_64", *w4_from(dense, 64)),
@@ -37,6 +46,7 @@ ROUNDED: dict[str, Callable[[Tensor], DeviceMatrix]] = {
 }
 """A dense matrix in each format."""
 _EXPANDED = 1 << 22  # values of a part
+_SCALED = {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}  # kinds whose raw rows begin with their scale
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -118,16 +128,16 @@ class StoredWeights:
         return out
 
     def _as_it_lies(self, form: str, raw: RawMatrix) -> DeviceMatrix:
-        """Raw rows on the device; those of FP8 begin with their scale."""
+        """Raw rows on the device."""
         sent = self._staging.send(raw.raw)
         if raw.kind in GROUPED:
             return DeviceMatrix(form, *w4_layout(sent, GROUPED[raw.kind]))
         if raw.kind == "FP8_BLOCKS":
             return DeviceMatrix(form, *fp8_blocks_layout(sent))
-        if raw.kind != "FP8":
+        if raw.kind not in _SCALED:
             return DeviceMatrix(form, laid_out(raw.kind, sent, raw.k))
         scale = sent[:, :4].contiguous().view(torch.float32).view(-1)
-        return DeviceMatrix(form, sent[:, 4:].contiguous().view(torch.float8_e4m3fn), scale)
+        return DeviceMatrix(form, sent[:, 4:].contiguous().view(_SCALED[raw.kind]), scale)
 
 
 class NoiseWeights:

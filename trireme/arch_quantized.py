@@ -1,8 +1,8 @@
 """Which quantized safetensors checkpoints can be loaded: int8 and float8 weights of compressed-tensors (its `int-quantized` and
 `float-quantized` formats), and float8 ones of Hugging Face's `fp8` and `fbgemm_fp8`. Called by trireme.arch_hf.
 
-int8 comes with a scale for each channel and activations rounded to int8 for each token; float8 with a scale for the tensor, each
-channel or each block of 128 x 128, its activations rounded as the device does it.
+int8 comes with a scale for the tensor or each channel, and activations rounded to int8 for each token; float8 with a scale for the
+tensor, each channel or each block of 128 x 128, its activations rounded as the device does it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 # What a config_group must say, by the kind of matrix it makes; activations may be left dense where a part is not named.
 _WANTED: dict[str, dict[str, dict[str, Any]]] = {
     "INT8": {
-        "weights": {**_INT8, "strategy": "channel"},
-        "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+        "weights": {**_INT8, "strategy": ("channel", "tensor")},
+        "input_activations": {**_INT8, "dynamic": True, "strategy": "token"},
     },
     "FP8": {"weights": {**_FP8, "strategy": ("channel", "tensor")}},
     "FP8_BLOCKS": {"weights": {**_FP8, "strategy": "block", "block_structure": [FP8_BLOCK, FP8_BLOCK]}},
@@ -45,9 +45,9 @@ def check_quantized(config: Mapping[str, object], where: Path) -> str:
         likely = _likely_kind(config)
         raise ModelError(
             f"{where} has compressed-tensors weights with {misfits[likely]}; supported are int8 weights with a symmetric scale for "
-            "each channel and activations rounded to int8 for each token, and float8 weights with a scale for the tensor, each "
-            "channel or each block of 128 x 128",
-            hint="use the unquantized checkpoint with --quantize int8 (a GPU: fp8), or a GGUF file of this model",
+            "the tensor or each channel and activations rounded to int8 for each token, and float8 weights with a scale for the "
+            "tensor, each channel or each block of 128 x 128",
+            hint="use the unquantized checkpoint with --quantize int8, or a GGUF file of this model",
         )
     return fitting
 
@@ -74,6 +74,8 @@ def _misfit(config: Mapping[str, object], parts: Mapping[str, Mapping[str, Any]]
     """The first thing of a compressed-tensors config that the kernels do not compute, "" when there is none."""
     if config.get("kv_cache_scheme") is not None:
         return "a scheme for the KV cache"
+    if config.get("transform_config"):
+        return "transforms"
     sparsity = config.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         return f"sparse weights ({sparsity['format']})"
@@ -81,10 +83,13 @@ def _misfit(config: Mapping[str, object], parts: Mapping[str, Mapping[str, Any]]
     if not isinstance(groups, Mapping) or not groups:
         return "no config_groups"
     for name, group in groups.items():
+        if isinstance(group, Mapping) and group.get("output_activations"):
+            return f"output_activations of {name}"
         for part, wanted in parts.items():
             have = group.get(part) if isinstance(group, Mapping) else None
             have = have if isinstance(have, Mapping) else {}
             for key, value in wanted.items():
-                if have.get(key) != value and not (isinstance(value, tuple) and have.get(key) in value):
-                    return f"{key} {have.get(key)!r} of the {part} of {name}, not {value!r}"
+                known = value if isinstance(value, tuple) else (value,)
+                if have.get(key) not in known:
+                    return f"{key} {have.get(key)!r} of the {part} of {name}, not {' or '.join(map(repr, known))}"
     return ""

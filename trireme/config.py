@@ -34,8 +34,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantize: Annotated[
         Literal["q8_0", "q4_0", "int8", "fp8", "q4_k"] | None,
         _text(
-            "round dense weights while loading (int8: a scale per output, inputs rounded per token; a GPU has fp8 and q4_k, a CPU "
-            "the others); default: as dtype says"
+            "round dense weights while loading (int8: a scale per output, inputs rounded per token; a GPU has int8, fp8 and q4_k, "
+            "a CPU int8, q8_0 and q4_0); default: as dtype says"
         ),
     ] = None
     load_format: Annotated[

@@ -12,7 +12,7 @@ from trireme.arch_spec import ArchSpec
 from trireme.config import Decision, EngineConfig
 from trireme.device import DeviceFacts
 from trireme.errors import ConfigError
-from trireme.gpu_formats import SCHEMES
+from trireme.gpu_formats import FOR_GPUS_ALONE, SCHEMES
 
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8")
 FP8_HEAD_DIMS = (64, 96, 128, 256)  # of csrc/cuda/decode.cu over a cache of float8
@@ -99,7 +99,7 @@ def compute_dtype(config: EngineConfig, arch: ArchSpec) -> str:
 def refuse_on_cpu(config: EngineConfig, choice: Decision) -> None:
     """Raises ConfigError for what only a GPU has, where the CPU was chosen."""
     for flag, value, has_it, cure in (
-        ("--quantize", config.model.quantize, config.model.quantize in SCHEMES, "--quantize q8_0"),
+        ("--quantize", config.model.quantize, config.model.quantize in FOR_GPUS_ALONE, "--quantize q8_0"),
         ("--kv-dtype", config.cache.kv_dtype, config.cache.kv_dtype == "fp8", "--kv-dtype int8"),
         (
             "--graph-sizes",

@@ -28,6 +28,7 @@ class WeightFormat(NamedTuple):
 FORMATS = {
     "half": WeightFormat(2.0),  # bfloat16 or float16
     "fp8": WeightFormat(1.0, 64),  # e4m3 with a float32 scale for each output
+    "int8": WeightFormat(1.0, 16),  # likewise
     # GGUF's types by 256 values, all but q4_k and q5_k laid out anew (models/cuda_blocks), for which q6_k takes 14 bytes more
     "q4_k": WeightFormat(144 / 256, 256),
     "q5_k": WeightFormat(176 / 256, 256),
@@ -45,11 +46,15 @@ FORMATS = {
     "fp8_blocks": WeightFormat(1 + 4 / 128, 128),  # e4m3 with a float32 scale for 128 inputs of an output
 }
 LEAST_CAPABILITY = {"fp8": (8, 9)}  # of a card, for the products of a format
-SCHEMES = ("fp8", "q4_k")  # of --quantize, by their format
+SCHEMES = ("fp8", "int8", "q4_k")  # of --quantize, by their format
+FOR_GPUS_ALONE = ("fp8", "q4_k")  # of those
 _BLOCKS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 OF_BLOCKS = {kind: kind.lower() for kind in _BLOCKS}  # GGUF types that are computed with, every value as it is
 # Kinds of models.weights.RawMatrix, likewise.
-OF_CHECKPOINTS = {"FP8": "fp8", "FP8_BLOCKS": "fp8_blocks", **{f"W4_{size}": f"w4_{size}" for size in BLOCK_SIZES}}
+OF_CHECKPOINTS = {
+    **{"FP8": "fp8", "FP8_BLOCKS": "fp8_blocks", "INT8": "int8"},
+    **{f"W4_{size}": f"w4_{size}" for size in BLOCK_SIZES},
+}
 _DENSE = ("F32", "F16", "BF16")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
@@ -112,7 +117,7 @@ def check_card(formats: Iterable[str], capability: tuple[int, int], name: str) -
             least, have = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY[form], capability))
             raise ConfigError(
                 f"products of {form} weights need a GPU of compute capability {least}; {name} has {have}",
-                hint="--quantize q4_k, or weights of 16 bits",
+                hint="--quantize int8 or q4_k, or weights of 16 bits",
             )
 
 

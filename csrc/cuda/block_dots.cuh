@@ -98,13 +98,6 @@ __device__ __forceinline__ void ask_for_turn(const SkinnyArgs& args, const DotPl
   for (int at = 0; at < Block::kBytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
 }
 
-// The larger magnitude, NaN if either is.
-__device__ __forceinline__ float larger(float a, float b) {
-  float c;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-}
-
 // 8 values of a run, of which 4 neighbouring lanes have a part each, as int8 with scale and sum; `to` are the 256 values of x.
 template <class T>
 __device__ __forceinline__ void round_run(const Pack<T>& values, uint8_t* to, int run) {

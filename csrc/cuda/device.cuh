@@ -76,9 +76,16 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+// The larger of two, NaN if either is.
+__device__ __forceinline__ float larger(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
+  for (int lane = 16; lane > 0; lane /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, lane));
   return x;
 }
 
@@ -166,7 +173,8 @@ void with_type(Type type, F&& f) {
     case Type::f32: return f(float{});
     case Type::f16: return f(f16{});
     case Type::bf16: return f(bf16{});
-    case Type::fp8: break;
+    case Type::fp8:
+    case Type::int8: break;
   }
   throw std::invalid_argument("this kernel takes float32, float16 or bfloat16");
 }

@@ -11,7 +11,7 @@ namespace trireme::cuda {
 
 using Stream = void*;
 
-enum class Type { f32 = 0, f16 = 1, bf16 = 2, fp8 = 3 };  // fp8: e4m3
+enum class Type { f32 = 0, f16 = 1, bf16 = 2, fp8 = 3, int8 = 4 };  // fp8: e4m3
 
 // What a product of float8 leaves to its reader: values are meant times that of their row, and that of their column. Null: nothing.
 struct Scales {
@@ -34,10 +34,11 @@ struct NormArgs {
   float eps;
   float weight_offset;  // 1 for families that store the weight less one
   Type type;            // of x, residual, weight, out
-  float* scale;         // not null: out is fp8, one scale per token is written here (largest magnitude / 448)
+  float* scale;         // not null: out is `narrow` times one scale per token, written here (largest magnitude / 448 or 127)
+  Type narrow;          // fp8 or int8
 };
 void rms_norm(const NormArgs& args, Stream stream);
-// x [T, H] as fp8 values and a scale per token, without a norm; of args only x, out, scale, sizes and type count.
+// x [T, H] as narrow values and a scale per token, without a norm; of args only x, out, scale, sizes and types count.
 void quantize_rows(const NormArgs& args, Stream stream);
 
 // ---- rotary.cu: rotates q and k in place, writes rotated k, and v, into the cache
@@ -81,6 +82,8 @@ struct GatedArgs {
   int tokens, width;
   Gate gate;
   Type type;            // of gate_up and out
+  float* scale;         // not null: out is `narrow` times one scale per token, as of NormArgs
+  Type narrow;
 };
 void gated_activation(const GatedArgs& args, Stream stream);
 

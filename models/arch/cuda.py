@@ -227,8 +227,7 @@ class CudaModel:
             gates = self._product(
                 layer.gate_up, self._normed(layer.gate_up, normed, layer.ffn_norm, residual, branch), gate_up
             )
-            ops.gated_activation(gates.values, product, arch.activation, gates.scales)
-            x = _narrowed(layer.down, product)
+            x = self._gated(layer.down, gates, product)
             pending = self._post(self._product(layer.down, x, normed, is_part=True), layer.ffn_post)
         if not self.mesh.is_last_stage:
             self.group.send_next(self._norm_into(normed, None, residual, pending))
@@ -279,6 +278,15 @@ class CudaModel:
         else:
             x, scales = self._scaled_branch(branch)
             ops.rms_norm_narrow(x, weight, self.arch.norm_eps, narrow, scale, residual=residual, scales=scales)
+        return Narrow(narrow, scale)
+
+    def _gated(self, linear: Linear, gates: Product, out: Tensor) -> Tensor | Narrow:
+        """act(gate) * up as `linear` wants it, in the same pass; `out` has room for 16 bits of it."""
+        dtype = linear.narrow_type(out.shape[0])
+        if dtype is None:
+            return ops.gated_activation(gates.values, out, self.arch.activation, gates.scales)
+        narrow, scale = narrow_like(out, dtype)
+        ops.gated_activation_narrow(gates.values, narrow, scale, self.arch.activation, gates.scales)
         return Narrow(narrow, scale)
 
     def _scaled_branch(self, branch: Product) -> Product:

@@ -18,6 +18,7 @@ from models.cuda_ops import Scales
 from models.cuda_rounding import fp8_from
 from models.layers.cuda_contract import Linear, OfHalves, narrow_like
 from models.layers.cuda_crossover import Launch, rows_of_own_kernel
+from models.layers.cuda_int8 import Int8Linear
 from models.layers.cuda_narrow import BlockLinear, Fp8BlocksLinear, Q4Linear, W4Linear
 
 _TRIED = (8, 16, 32)  # rows
@@ -26,9 +27,9 @@ _UNSCALED_ROWS = 64  # of float8, up to which a product is the faster for leavin
 
 
 class DeviceMatrix(NamedTuple):
-    """A matrix [n, k] on the device in a format of trireme.gpu_formats: `values` are 16-bit or float8 [n, k], or bytes of blocks
-    [n, row bytes]; `scale` [n] float32 is that of each output, where the format has one, or [n, groups] what groups of its inputs
-    share (models/cuda_rounding)."""
+    """A matrix [n, k] on the device in a format of trireme.gpu_formats: `values` are 16-bit, float8 or int8 [n, k], or bytes of
+    blocks [n, row bytes]; `scale` [n] float32 is that of each output, where the format has one, or [n, groups] what groups of its
+    inputs share (models/cuda_rounding)."""
 
     format: str
     values: Tensor
@@ -152,12 +153,9 @@ class SideBySide(OfHalves):
         return out
 
 
-def _fp8(matrix: DeviceMatrix, bias: Tensor | None) -> Linear:
-    assert matrix.scale is not None
-    return Fp8Linear(matrix.values, matrix.scale, bias)
-
-
-def _grouped(kind: type[W4Linear | Fp8BlocksLinear]) -> Callable[[DeviceMatrix, Tensor | None], Linear]:
+def _scaled(
+    kind: type[Fp8Linear | Int8Linear | W4Linear | Fp8BlocksLinear],
+) -> Callable[[DeviceMatrix, Tensor | None], Linear]:
     def make(matrix: DeviceMatrix, bias: Tensor | None) -> Linear:
         assert matrix.scale is not None
         return kind(matrix.values, matrix.scale, bias)
@@ -171,10 +169,11 @@ def _blocks(form: str, matrix: DeviceMatrix, bias: Tensor | None) -> Linear:
 
 LINEARS: dict[str, Callable[[DeviceMatrix, Tensor | None], Linear]] = {
     "half": lambda matrix, bias: CudaLinear(matrix.values, bias),
-    "fp8": _fp8,
+    "fp8": _scaled(Fp8Linear),
+    "int8": _scaled(Int8Linear),
     "q4_k": lambda matrix, bias: Q4Linear(matrix.values, bias),
-    **dict.fromkeys(("w4_32", "w4_64", "w4_128"), _grouped(W4Linear)),
-    "fp8_blocks": _grouped(Fp8BlocksLinear),
+    **dict.fromkeys(("w4_32", "w4_64", "w4_128"), _scaled(W4Linear)),
+    "fp8_blocks": _scaled(Fp8BlocksLinear),
     **{form: partial(_blocks, form) for form in ops.BLOCKS if form != "q4_k"},
 }
 

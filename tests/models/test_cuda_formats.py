@@ -13,13 +13,17 @@ from torch import Tensor
 from models import cuda_ops, cuda_reference
 from models.arch.cuda import CudaModel
 from models.cuda_batch import HostModel
+from models.cuda_shards import own_weights
 from models.cuda_shelf import Shelf, tensors_of
 from models.cuda_weights import device_weights
 from models.load import open_weights
+from models.shards import Shares
 from tests.models.drive import Driver, load
 from tests.models.test_cuda_linear import TWINS, WIDE, dense_of, error
 from tests.models.test_cuda_spread import OPS, OnCpu, plain_ops  # noqa: F401  (a fixture)
+from tests.models.test_cuda_spread import logits_of as spread_logits
 from tests.models.test_families import MODELS, make
+from tests.models.test_int8_model import compressed
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme.arch import read_arch
@@ -27,7 +31,7 @@ from trireme.gpu import lacks_on_gpu
 from trireme.packaged import find_model
 
 CPU = torch.device("cpu")
-TOKENS = [[(7 * row + 11 * i * i) % 250 for i in range(24)] for row in range(12)]
+TOKENS = [[(7 * row + 11 * i * i) % 250 for i in range(24)] for row in range(20)]
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +103,43 @@ def test_rounded_weights_in_a_whole_model(scheme: str, tmp_path: Path) -> None:
     many = error(decoded(model, 12), expected_of(same, 12))
     assert many < (0.15 if scheme == "fp8" else 1e-3)
     assert (many > 0.002) is (scheme == "fp8"), "the inputs of many rows are rounded to float8, and only there"
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_an_int8_checkpoint_is_what_it_is_on_a_cpu(strategy: str, tmp_path: Path) -> None:
+    """Both round inputs by the same formula, so only values on the border of two steps may part them."""
+    path = compressed(make_tiny(tmp_path, **WIDE), strategy)
+    expected = expected_of(path, 12)
+    model = body(path)
+    few, many = decoded(model, 2), decoded(model, 12)
+    assert error(few, expected[:2]) < 0.01
+    assert error(many, expected) < 0.01
+    prompts = decoded(body(path), 20)[:12]  # more rows than torch's product needs
+    assert error(prompts, expected) < 0.01
+
+
+def test_ranks_round_their_own_part_of_the_inputs(tmp_path: Path) -> None:
+    """Which makes finer steps of them, so the logits are near those of one rank, not the same; rows of weights keep their scale."""
+    path = compressed(make_tiny(tmp_path, **WIDE))
+    files = find_model(path)
+    arch = read_arch(files)
+
+    def own(shares: Shares) -> Any:
+        return own_weights(open_weights(files, arch), torch.float32, CPU, shares)
+
+    alone, spread = (torch.stack(spread_logits(arch, tp, 1, own)) for tp in (1, 2))
+    assert 1e-4 < error(spread, alone) < 0.05
+
+
+def test_weights_rounded_to_int8_are_those_of_such_a_checkpoint(tmp_path: Path) -> None:
+    dense, stored = make_tiny(tmp_path / "a", **WIDE), compressed(make_tiny(tmp_path / "b", **WIDE))
+    models = body(dense, scheme="int8"), body(stored)
+    mine, theirs = ([x for x in tensors_of(model) if x.dtype == torch.int8] for model in models)
+    assert len(mine) == 2 * 4 * models[0].num_kv_layers  # each weight, and its transposed view
+    apart = torch.cat([(a.int() - b.int()).abs().flatten() for a, b in zip(mine, theirs, strict=True)])
+    assert apart.max() <= 1
+    assert apart.float().mean() < 1e-4, "of values on the border of two steps"
+    assert error(*(decoded(model, 3) for model in models)) < 0.01
 
 
 def test_a_gguf_file_of_mixed_types(tmp_path: Path) -> None:

@@ -13,15 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models import cuda_ops, cuda_reference
-from models.cuda_rounding import fp8_from, q4_k_from
+from models.cuda_rounding import fp8_from, int8_from, q4_k_from
+from models.cuda_shards import own_weights
 from models.cuda_staging import Staging
 from models.cuda_weights import ROUNDED, device_weights
 from models.dummy import DummySource
+from models.layers.cuda_int8 import Int8Linear
 from models.layers.cuda_linear import CudaLinear, DeviceMatrix, Fp8Linear, SideBySide, make_linear
 from models.layers.cuda_narrow import Q4Linear
 from models.load import open_weights
 from models.quant.gguf_expand import dequantize
-from models.shards import columns_of
+from models.quant.packed import quantize_rows
+from models.shards import Shares, columns_of
 from tests.models.drive import load
 from tests.models.test_int8_model import compressed
 from tests.models.tiny import make_tiny
@@ -32,14 +35,14 @@ from trireme.config import ModelConfig
 from trireme.errors import ModelError
 from trireme.gpu_formats import gpu_weight_bytes
 from trireme.loaded import stored_of
-from trireme.mesh import Span
+from trireme.mesh import Mesh, Span
 from trireme.packaged import find_model
 
 CPU = torch.device("cpu")
 TWINS = (
     *("skinny_linear", "fp8_linear", "quantize_rows", "expand_q4_k"),
     *("skinny_w4", "expand_w4", "skinny_fp8_blocks", "expand_fp8_blocks"),
-    *("block_linear", "block_linear_rows", "expand_blocks"),
+    *("block_linear", "block_linear_rows", "expand_blocks", "skinny_int8", "scale_int8"),
 )
 
 
@@ -131,6 +134,46 @@ def test_rows_of_float8_that_keep_their_bits(
         out = linear(x[:rows], torch.empty(rows, 32).bfloat16())
         found = error(out, x[:rows].float() @ dense_of(matrix).T)
         assert bound / 10 < found < bound
+
+
+@pytest.mark.parametrize("n", [8, 64, 13])
+@pytest.mark.parametrize("biased", [False, True])
+def test_int8_is_the_same_whichever_way(n: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, many, in slices of rows with a short one last, and outputs that torch's product does not take."""
+    monkeypatch.setattr("models.layers.cuda_int8._SUMS", 32 * n)
+    monkeypatch.setattr("models.layers.cuda_int8._ROWS", 32)
+    weight, x = torch.randn(n, 80).bfloat16(), torch.randn(135, 80).bfloat16()
+    bias = torch.randn(n).bfloat16() if biased else None
+    matrix = ROUNDED["int8"](weight)
+    assert matrix.scale is not None
+    linear = make_linear([matrix], bias)
+    assert isinstance(linear, Int8Linear)
+    narrow, scale = torch.empty(135, 80, dtype=torch.int8), torch.empty(135)
+    cuda_ops.quantize_rows(x, narrow, scale)
+    whole = torch.empty(135, n).bfloat16()
+    cuda_reference.skinny_int8_reference(narrow, scale, matrix.values, matrix.scale, whole, bias)
+    exact = x.float() @ dense_of(matrix).T + (0 if bias is None else bias.float())
+    assert error(whole, exact) < 0.012
+    for rows in (1, 8, 16, 17, 31, 64, 65, 135):
+        out = torch.full((rows, n + 3), float("nan")).bfloat16()
+        linear(x[:rows], out[:, 2 : n + 2])
+        assert torch.equal(out[:, 2 : n + 2], whole[:rows])
+        assert out[:, [0, 1, n + 2]].isnan().all()
+        assert linear.narrow_type(rows) == torch.int8
+        given = torch.empty(rows, n).bfloat16()
+        assert linear.unscaled(narrow[:rows], scale[:rows], given) is None
+        assert torch.equal(given, whole[:rows])
+
+
+def test_int8_is_rounded_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(9, 200)
+    weight[2], weight[3], weight[4, 5], weight[5, 7] = 0.0, 1e-31, float("nan"), float("inf")
+    kind, raw = quantize_rows("int8", weight.numpy())
+    monkeypatch.setattr("models.cuda_rounding._AT_ONCE", 400)  # in several parts
+    values, scale = int8_from(weight)
+    assert kind == "INT8"
+    np.testing.assert_array_equal(raw[:, 4:].view(np.int8), values.numpy())
+    np.testing.assert_array_equal(raw[:, :4].copy().view(np.float32)[:, 0], scale.numpy())
 
 
 def test_formats_stand_side_by_side() -> None:
@@ -292,7 +335,7 @@ def test_packed_checkpoints(config: dict[str, Any], form: str, tmp_path: Path) -
 BLOCKS = {**WIDE, "intermediate_size": 512}
 
 
-@pytest.mark.parametrize("scheme", [None, "fp8", "q4_k"])
+@pytest.mark.parametrize("scheme", [None, "fp8", "int8", "q4_k"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_plan_counts_what_a_load_takes(tmp_path: Path, scheme: Any, tied: bool) -> None:
     path = make_tiny(tmp_path, dtype="bfloat16", tie_word_embeddings=tied, **BLOCKS)
@@ -350,18 +393,39 @@ def test_rows_are_sent_piece_by_piece(piece: int) -> None:
     staging.close()
 
 
-def test_dummy_weights_are_rounded_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
+def test_dummy_weights_are_rounded_too(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
     files = find_model(make_tiny(tmp_path, dtype="bfloat16", **BLOCKS))
     source = DummySource(read_arch(files), (), files.path)
-    matrix = device_weights(source, torch.bfloat16, CPU, scheme="fp8").factor("x.weight", 32, 256)
-    assert matrix.values.dtype == torch.float8_e4m3fn
+    matrix = device_weights(source, torch.bfloat16, CPU, scheme=scheme).factor("x.weight", 32, 256)
+    assert matrix.values.dtype == dtype
     assert error(dense_of(matrix), device_weights(source, torch.bfloat16, CPU).matrix("x.weight", 32, 256)) < 0.04
 
 
-def test_int8_checkpoints_become_halves(tmp_path: Path) -> None:
-    files = find_model(compressed(make_tiny(tmp_path, **BLOCKS)))
-    source = open_weights(files, read_arch(files))
-    assert (
-        device_weights(source, torch.bfloat16, CPU).factor("model.layers.0.mlp.gate_proj.weight", 512, 256).format
-        == "half"
-    )
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_int8_checkpoints(strategy: str, tmp_path: Path) -> None:
+    """The very codes and scales of the file, whole and in the shares of two ranks; the ends keep 16 bits."""
+    path = compressed(make_tiny(tmp_path, **BLOCKS), strategy)
+    files, stored = find_model(path), load_file(path / "model.safetensors")
+    arch = read_arch(files)
+    source = open_weights(files, arch)
+    name = "model.layers.0.mlp.down_proj.weight"
+    scale = stored[name + "_scale"].view(-1).expand(256)
+    matrix = device_weights(source, torch.bfloat16, CPU).factor(name, 256, 512)
+    assert matrix.format == "int8"
+    assert matrix.scale is not None
+    assert torch.equal(matrix.values, stored[name])
+    assert torch.equal(matrix.scale, scale)
+    assert device_weights(source, torch.bfloat16, CPU).factor("lm_head.weight", 320, 256).format == "half"
+    halves = []
+    for rank in range(2):
+        shares = Shares(arch, Mesh(1, 1, 2).at_worker(rank))
+        own = own_weights(source, torch.bfloat16, CPU, shares)
+        halves.append(own.factor(name, 256, 256))
+        rows = own.factor("model.layers.0.mlp.up_proj.weight", 256, 256)
+        up = stored["model.layers.0.mlp.up_proj.weight"]
+        assert torch.equal(rows.values, up[shares.ffn.start : shares.ffn.stop])
+    assert torch.equal(torch.cat([half.values for half in halves], 1), stored[name])
+    assert all(torch.equal(half.scale, scale) for half in halves if half.scale is not None)
+    taken, planned = bytes_of_layers(path, None)
+    assert planned <= taken < planned * 1.02, "scales are not counted"

@@ -12,7 +12,9 @@ from models import ops
 from models.cuda_ops import FP8_MAX, PagedKV, Scales
 from models.forward import ForwardBatch, KVLayer
 from models.layers.cuda_linear import Fp8Linear
+from models.quant.base import linear, pack
 from models.quant.gguf_expand import dequantize
+from models.quant.packed import int8_rows
 from tests.models.attention_case import Shape, make_batch, make_kv
 
 FP8 = torch.float8_e4m3fn
@@ -196,6 +198,27 @@ def test_quantize_rows() -> None:
     weight = torch.randn(8, 64)
     narrow, scales = Fp8Linear.quantize(weight)
     assert float((narrow.float() * scales[:, None] - weight).norm() / weight.norm()) < 0.03
+
+
+def test_quantize_rows_to_int8() -> None:
+    """The CPU's definition: its INT8 products with a weight of ones give the same sums."""
+    x = torch.randn(7, 96)
+    x[1], x[2], x[3, 5], x[4, 9], x[5, 0] = 0.0, 1e-31, float("nan"), float("inf"), 1e30
+    out, scale = torch.full((7, 96), 99, dtype=torch.int8), torch.empty(7)
+    reference.quantize_rows_reference(x, out, scale)
+    assert out.abs().amax(1).tolist() == [127, 0, 0, 0, 0, 127, 127]
+    assert scale.isnan().tolist() == [False, False, False, True, True, False, False]
+    assert scale[1:3].tolist() == [0.0, 0.0]
+    usual = out[[0, 6]].float() * scale[[0, 6], None]
+    assert ((usual - x[[0, 6]]).abs() <= x[[0, 6]].abs().amax(1, keepdim=True) / 254 * 1.0001).all()
+    weight, w_scale = torch.randint(-127, 128, (20, 96), dtype=torch.int8), torch.rand(20)
+    packed = pack("INT8", int8_rows(weight.numpy(), w_scale.numpy()), 20, 96)
+    expected, bias = linear(x, packed, bias=torch.linspace(-1, 1, 20)), torch.linspace(-1, 1, 20)
+    found = reference.skinny_int8_reference(out, scale, weight, w_scale, torch.empty(7, 20), bias)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    sums = torch._int_mm(out, weight.T)
+    scaled = reference.scale_int8_reference(sums, scale, w_scale, torch.empty(7, 20), bias)
+    torch.testing.assert_close(scaled, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_gather_rows_and_copy_blocks() -> None:

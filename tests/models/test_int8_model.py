@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from launch.cli import main
+from models.load import open_weights
 from models.quant.packed import SCHEMES
 from tests.models.drive import RankedModel, greedy, load, logits_of
 from tests.models.test_parity import reference, reference_logits
@@ -31,11 +33,12 @@ GROUP = {
 }
 
 
-def compressed(path: Path, **changes: Any) -> Path:
+def compressed(path: Path, strategy: str = "channel", **changes: Any) -> Path:
     """Turns a dense tiny checkpoint into one of compressed-tensors: int8 layers, the embedding and the head left alone."""
     weights = load_file(path / "model.safetensors")
     for name in [name for name in weights if "_proj.weight" in name]:
-        scale = weights[name].float().abs().amax(1, keepdim=True) / 127
+        magnitudes = weights[name].float().abs()
+        scale = (magnitudes.amax(1, keepdim=True) if strategy == "channel" else magnitudes.max().view(1)) / 127
         weights[name] = torch.round(weights[name].float() / scale).to(torch.int8)
         weights[name + "_scale"] = scale
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -44,7 +47,7 @@ def compressed(path: Path, **changes: Any) -> Path:
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "ignore": ["lm_head"],
-        "config_groups": {"group_0": GROUP},
+        "config_groups": {"group_0": {**GROUP, "weights": {**GROUP["weights"], "strategy": strategy}}},
         **changes,
     }
     (path / "config.json").write_text(json.dumps(config))
@@ -115,9 +118,46 @@ def test_stored_int8_is_what_rounding_gives(tmp_path: Path) -> None:
     assert torch.equal(logits_of(load(stored, quantize="int8"), TEXT), logits_of(load(dense, quantize="int8"), TEXT))
 
 
+def test_one_scale_for_a_whole_matrix(tmp_path: Path) -> None:
+    """Exactly the stored values; logits as near to those of one scale for each channel as its coarser steps are."""
+    path = compressed(make_tiny(tmp_path / "tensor"), "tensor")
+    files = find_model(path)
+    stored, name = load_file(path / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
+    n, k = stored[name].shape
+    matrix = open_weights(files, read_arch(files)).matrix(name, n, k)
+    assert matrix.kind == "INT8"
+    assert torch.equal(torch.from_numpy(matrix.as_float32()), stored[name].float() * stored[name + "_scale"])
+    model = load(path)
+    assert matrix_kinds(model) == {"INT8"}
+    logits = logits_of(model, TEXT)
+    channels = logits_of(load(compressed(make_tiny(tmp_path / "channel"))), TEXT)
+    assert 0 < rms(logits - channels) < 0.1 * rms(channels)
+
+
+STATIC = {**BYTES, "strategy": "tensor", "dynamic": False}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"config_groups": {"g": {**GROUP, "input_activations": STATIC}}},
+            r"dynamic False of the input_activations of g",
+        ),
+        (
+            {
+                "config_groups": {
+                    "g": {**GROUP, "input_activations": {**GROUP["input_activations"], "symmetric": False}}
+                }
+            },
+            r"symmetric False of the input_activations",
+        ),
+        (
+            {"config_groups": {"g": {**GROUP, "weights": {**GROUP["weights"], "symmetric": False}}}},
+            r"symmetric False of the weights",
+        ),
+        ({"config_groups": {"g": {**GROUP, "output_activations": STATIC}}}, "output_activations of g"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "transforms"),
         ({"quant_method": "bitsandbytes"}, r"quantized weights \(bitsandbytes\)"),
         (
             {"config_groups": {"g": {**GROUP, "input_activations": None}}},
@@ -135,8 +175,32 @@ def test_stored_int8_is_what_rounding_gives(tmp_path: Path) -> None:
 )
 def test_other_schemes_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = compressed(make_tiny(tmp_path), **changes)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message) as caught:
         load(path)
+    assert "unquantized checkpoint" in caught.value.hint
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_commands_know_such_checkpoints(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = compressed(make_tiny(tmp_path, dtype="bfloat16"), strategy)
+    assert main(["plan", str(path), "--json"]) == 0
+    share = json.loads(capsys.readouterr().out)["memory"][0]
+    weights = load(path).weights
+    taken = sum(part.nbytes for part in (*weights.layers, weights.head, weights.embedding))
+    assert share["what"] == "weights"
+    assert share["total"] == pytest.approx(taken, rel=0.1), "of so small matrices many scales, and a header"
+    assert main(["models", "inspect", str(path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["supported"]
+    assert facts["shape"]["weights_kind"] == "INT8"
+
+
+def test_commands_refuse_static_activations_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = compressed(make_tiny(tmp_path), config_groups={"g": {**GROUP, "input_activations": STATIC}})
+    assert main(["plan", str(path)]) != 0
+    told = capsys.readouterr().err
+    assert "dynamic False of the input_activations of g, not True" in told
+    assert "--quantize int8" in told
 
 
 def test_int8_without_scales_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from launch.plan import make_plan
@@ -45,7 +46,12 @@ CARD = GpuFacts("H100", 79 * GIB, 80 * GIB)
         ("W4_64", 4096, "fp8", "w4_64"),  # never rounded twice
         ("W4_32", 96, None, "half"),
         ("W4_32", 192, "fp8", "fp8"),
-        ("INT8", 4096, None, "half"),
+        ("BF16", 4096, "int8", "int8"),
+        ("BF16", 72, "int8", "half"),
+        ("Q3_K", 4096, "int8", "int8"),
+        ("INT8", 4096, None, "int8"),
+        ("INT8", 80, "fp8", "int8"),  # never rounded twice
+        ("INT8", 72, None, "half"),
     ],
 )
 def test_a_matrix_keeps_its_blocks_where_a_kernel_knows_them(kind: str, k: int, scheme: Any, expected: str) -> None:
@@ -82,11 +88,25 @@ def test_weights_of_a_file_are_counted_by_type() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "bytes_of_8b"),
-    [({}, 16.06e9), ({"quantize": "fp8"}, 9.08e9), ({"quantize": "q4_k"}, 6.03e9)],
+    [({}, 16.06e9), ({"quantize": "fp8"}, 9.08e9), ({"quantize": "int8"}, 9.08e9), ({"quantize": "q4_k"}, 6.03e9)],
 )
 def test_a_plan_counts_rounded_weights(flags: dict[str, str], bytes_of_8b: float) -> None:
     plan = make_plan(load(flags, environ={}).config, ModelFacts(llama_8b(), "8b", 16 * GIB), BOX, CARD)
     assert plan.shares[0].total == pytest.approx(bytes_of_8b, rel=0.005)
+
+
+def test_a_plan_counts_int8_checkpoints() -> None:
+    """By what lies on the card, not by the size of the files."""
+    arch = msgspec.structs.replace(llama_8b(), weights_kind="INT8")
+    plan = make_plan(load({}, environ={}).config, ModelFacts(arch, "8b", 1), BOX, CARD)
+    assert plan.config.parallel.device == "cuda"
+    assert plan.shares[0].total == pytest.approx(9.08e9, rel=0.005)
+
+
+def test_int8_is_for_both() -> None:
+    assert resolved(quantize="int8")[0].parallel.device == "cuda"
+    config, _ = resolved(device=LAPTOP, quantize="int8")
+    assert (config.parallel.device, config.model.quantize) == ("cpu", "int8")
 
 
 def test_a_cache_of_fp8_holds_twice_as_much() -> None:
@@ -132,4 +152,4 @@ def test_a_card_without_float8_products_is_told() -> None:
     check_card({"fp8": 5}, (8, 9), "L4")
     with pytest.raises(ConfigError, match="fp8 weights need a GPU of compute capability 8.9; A100 has 8.0") as caught:
         check_card({"fp8": 5}, (8, 0), "A100")
-    assert "--quantize q4_k" in caught.value.hint
+    assert "--quantize int8 or q4_k" in caught.value.hint
