@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,11 @@ def row_cases() -> Iterator[Case]:
         gate_up, out = random(rows, 2 * FFN), random(rows, FFN)
         return lambda: ops.gated_activation(gate_up, out, "silu")
 
+    def gated_narrow(rows: int) -> Callable[[], object]:
+        gate_up, out = random(rows, 2 * FFN), torch.empty(rows, FFN, device="cuda", dtype=torch.int8)
+        scale = torch.empty(rows, device="cuda")
+        return lambda: ops.gated_activation_narrow(gate_up, out, scale, "silu")
+
     def rotary(rows: int, dtype: torch.dtype) -> Callable[[], object]:
         kv = make_cache(rows, dtype)
         table = torch.randn(max(rows, 4096), DIM, device="cuda")
@@ -220,6 +226,7 @@ def row_cases() -> Iterator[Case]:
         yield Case("rms_norm_fp8", f"{rows}x{HIDDEN}", rows * HIDDEN * 7, lambda rows=rows: norm_fp8(rows))
         yield Case("quantize_rows", f"{rows}x{FFN}", rows * FFN * 3, lambda rows=rows: quantize(rows))
         yield Case("gated_activation", f"{rows}x{FFN}", rows * FFN * 6, lambda rows=rows: gated(rows))
+        yield Case("gated to int8", f"{rows}x{FFN}", rows * FFN * 5, lambda rows=rows: gated_narrow(rows))
         moved = rows * DIM * (2 * HEADS + 5 * KV_HEADS)
         for dtype, size in ((torch.bfloat16, 2), (fp8, 1)):
             num_bytes = 2 * moved - rows * DIM * 2 * KV_HEADS * (2 - size)
@@ -301,14 +308,22 @@ def choose_splits(rows: int, context: int) -> int:
     return max(1, min(int(wanted), context // 64, 32))
 
 
-ROWS_OF = {"linear fp8": (1, 8, 16, 32, 128), "linear q4_k": (1, 2, 4, 5, 8, 16, 32)}
+ROWS_OF = {
+    **{
+        "linear fp8": (1, 8, 16, 32, 128),
+        "linear q4_k": (1, 2, 4, 5, 8, 16, 32),
+        "linear int8": (1, 8, 16, 32, 64, 128, 2048),
+    },
+    **dict.fromkeys(("linear q5_k", "linear q6_k", "linear q8_0"), (1, 2, 4)),
+}
 
 
 def product_cases() -> Iterator[Case]:
-    """Products of few rows with bfloat16, float8, Q4_K and grouped weights; the rival is cuBLAS in bfloat16."""
+    """Products of few rows with bfloat16, float8, int8, grouped weights and GGUF's blocks; the rival is cuBLAS in bfloat16."""
     import torch
 
     from models import cuda_ops as ops
+    from models.layers.cuda_int8 import Int8Linear
     from models.layers.cuda_linear import Fp8Linear
 
     def dense(rows: int, n: int, k: int) -> Callable[[], object]:
@@ -324,7 +339,20 @@ def product_cases() -> Iterator[Case]:
         x, out = random(rows, k), random(rows, n)
         return lambda: linear(x, out)
 
-    def blocks(rows: int, n: int, k: int) -> Callable[[], object]:
+    def int8(rows: int, n: int, k: int) -> Callable[[], object]:
+        """Of inputs that the norm before has rounded."""
+        weight, x = (torch.randint(-127, 128, (size, k), device="cuda", dtype=torch.int8) for size in (n, rows))
+        linear = Int8Linear(weight, torch.ones(n, device="cuda"), None)
+        scale, out = torch.ones(rows, device="cuda"), random(rows, n)
+        return lambda: linear.of_narrow(x, scale, out)
+
+    def of_blocks(form: str, rows: int, n: int, k: int) -> Callable[[], object]:
+        size = (n, k // ops.BLOCK_VALUES * ops.BLOCK_BYTES[form])
+        weight = torch.randint(0, 60, size, device="cuda", dtype=torch.uint8)
+        x, out = random(rows, k), random(rows, n)
+        return lambda: ops.block_linear(x, weight, out, form=form)
+
+    def q4_k(rows: int, n: int, k: int) -> Callable[[], object]:
         size = (n, k // ops.Q4_K_VALUES * ops.Q4_K_BYTES)
         weight = torch.randint(0, 60, size, device="cuda", dtype=torch.uint8)
         x, out = random(rows, k), random(rows, n)
@@ -346,7 +374,12 @@ def product_cases() -> Iterator[Case]:
     kinds: dict[str, tuple[float, Callable[[int, int, int], Callable[[], object]]]] = {
         "linear bf16": (2.0, dense),
         "linear fp8": (1.0, narrow),
-        "linear q4_k": (ops.Q4_K_BYTES / ops.Q4_K_VALUES, blocks),
+        "linear int8": (1.0, int8),
+        "linear q4_k": (ops.Q4_K_BYTES / ops.Q4_K_VALUES, q4_k),
+        **{
+            f"linear {form}": (ops.BLOCK_BYTES[form] / ops.BLOCK_VALUES, partial(of_blocks, form))
+            for form in ("q5_k", "q6_k", "q8_0")
+        },
         "linear w4_128": (1 / 2 + 4 / 128, codes),
         "linear fp8 blocks": (1 + 4 / 128, float8_blocks),
     }
