@@ -70,6 +70,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         _text("split the experts of a mixture over the engines (dp), which then step together and restart together"),
     ] = False
+    sequence_parallel: Annotated[
+        bool, _text("on GPUs, keep and norm a part of a long prompt's hidden states on each worker of tp")
+    ] = False
     device: Annotated[
         Literal["auto", "cpu", "cuda"], _text("what computes; auto: an NVIDIA GPU where there is one that can")
     ] = "auto"

@@ -265,6 +265,8 @@ class _Resolver:
             self.check_experts()
         elif parallel.ep:
             self.decisions.append(Decision("ep", "off", "one engine has all experts"))
+        if parallel.sequence_parallel:
+            self.check_sequence()
         if parallel.executor == "auto":
             if per_engine == 1:
                 self.decide("parallel", "one worker: it runs inside the engine process", executor="inproc")
@@ -276,6 +278,15 @@ class _Resolver:
             threads = max(1, self.device.cores // self.num_workers)
             because = f"{self.device.cores} cores over {self.num_workers} worker{'s' * (self.num_workers > 1)}"
             self.decide("parallel", because, threads=threads)
+
+    def check_sequence(self) -> None:
+        """Refuses to split hidden states where nothing can."""
+        tp = self.config.parallel.tp
+        if not self.is_on_gpu:
+            raise ConfigError("--sequence-parallel splits hidden states over GPUs", hint="leave it out")
+        value = f"{tp} parts" if tp > 1 else "off"
+        because = "of prompts' hidden states" if tp > 1 else "one worker has all of a layer"
+        self.decisions.append(Decision("sequence-parallel", value, because))
 
     def check_experts(self) -> None:
         """Refuses to split experts that there are not, or where nothing can."""

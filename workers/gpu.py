@@ -19,6 +19,7 @@ import torch
 from models import cuda_ops
 from models.arch.cuda import DTYPES, CudaModel
 from models.cuda_batch import HostModel
+from models.cuda_rows import SPLIT_FROM
 from models.cuda_shards import own_weights
 from models.cuda_shelf import Shelf, tensors_of
 from models.forward import HostKV, Model, SoloGroup
@@ -147,6 +148,7 @@ class Worker:
             progress=self._progress,
             place=(self.mesh, self._group),
             kv_dtype=DTYPES.get(config.cache.kv_dtype),
+            split_from=SPLIT_FROM if config.parallel.sequence_parallel else 0,
         )
         weights.close()
         torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from models.arch.stage import NORM_NAMES, attention_scale_of
 from models.attention.cuda_prompt import Prompts
 from models.attention.cuda_registry import Need, choose_on_card
 from models.cuda_ops import PagedKV
+from models.cuda_rows import RowGroup, Rows, SplitRows, WholeRows
 from models.cuda_weights import DeviceWeights
 from models.forward import Group, SoloGroup
 from models.layers.cuda_contract import Linear, narrow_like
@@ -35,6 +36,7 @@ from trireme.gpu import lacks_on_gpu
 from trireme.mesh import Mesh
 
 ALONE = Mesh(1, 1, 1)
+_HIDDEN = 2  # buffers of hidden states, the first ones
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
@@ -123,12 +125,14 @@ class CudaModel:
         progress: Callable[[str, int, int], None],
         place: tuple[Mesh, Group | None] = (ALONE, None),
         kv_dtype: torch.dtype | None = None,
+        split_from: int = 0,
     ) -> None:
         """`place` says which share, and who has the others; `kv_dtype` is that of keys and values, as the weights' unless float8 is
-        asked for."""
+        asked for; in steps of `split_from` tokens and more, with prompts, each rank keeps a part of the hidden states (0: none)."""
         refuse_uncovered(arch)
         mesh, group = place
         self.mesh, self.group = mesh, group or SoloGroup()
+        self._split_from = split_from if mesh.tp > 1 else 0
         self.shares = Shares(arch, mesh)
         self.arch = arch
         self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
@@ -203,11 +207,13 @@ class CudaModel:
         """Logits [S, V] of one step, in the model's dtype. A stage that is not the last passes its hidden states [T, H] on, and
         gives them too."""
         arch = self.arch
-        residual, normed, qkv, attended, gate_up, product = self._views(batch.token_ids.shape[0])
-        self._begin(batch, residual)
+        rows = self._rows(batch.token_ids.shape[0], batch.prompts)
+        residual, normed, qkv, attended, gate_up, product = self._views(rows)
+        self._begin(batch, rows, residual)
         pending: Product | None = None
         for layer, cache in zip(self._layers, kv, strict=True):
-            turned = self._product(layer.qkv, self._normed(layer.qkv, normed, layer.attn_norm, residual, pending), qkv)
+            x = self._normed(rows, layer.qkv, normed, layer.attn_norm, residual, pending)
+            turned = self._product(layer.qkv, x, qkv)
             ops.rotary_and_cache(
                 qkv,
                 self.q_heads,
@@ -221,18 +227,21 @@ class CudaModel:
                 scales=turned.scales,
             )
             found = self._attend(batch, qkv, cache, attended, layer.window, scratch)
-            branch = self._post(
-                self._product(layer.o, _narrowed(layer.o, found), normed, is_part=True), layer.attn_post
-            )
-            gates = self._product(
-                layer.gate_up, self._normed(layer.gate_up, normed, layer.ffn_norm, residual, branch), gate_up
-            )
+            x = _narrowed(layer.o, found)
+            branch = self._post(self._branch(rows, layer.o, x, normed), layer.attn_post)
+            x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm, residual, branch)
+            gates = self._product(layer.gate_up, x, gate_up)
             x = self._gated(layer.down, gates, product)
-            pending = self._post(self._product(layer.down, x, normed, is_part=True), layer.ffn_post)
+            pending = self._post(self._branch(rows, layer.down, x, normed), layer.ffn_post)
         if not self.mesh.is_last_stage:
-            self.group.send_next(self._norm_into(normed, None, residual, pending))
-            return residual
-        x = self._norm_into(normed, self._norm, residual, pending)
+            hidden = rows.whole(self._norm_into(rows, normed, None, residual, pending))
+            self.group.send_next(hidden)
+            return hidden
+        hidden = rows.whole(self._norm_into(rows, normed, self._norm, residual, pending))
+        return self._logits(hidden, batch)
+
+    def _logits(self, x: Tensor, batch: CudaBatch) -> Tensor:
+        """Of the rows of x that are wanted."""
         if batch.logits_index is not None:
             x = x.index_select(0, batch.logits_index)
             if not x.shape[0]:
@@ -241,44 +250,54 @@ class CudaModel:
         own = torch.empty(x.shape[0], sizes[self.mesh.tp_rank], dtype=self.dtype, device="cuda")
         return self._finished(self.group.all_gather(self._head(x, own), sizes))
 
-    def _begin(self, batch: CudaBatch, residual: Tensor) -> None:
+    def _rows(self, num_tokens: int, prompts: Prompts | None) -> Rows:
+        """What this rank keeps of the hidden states of a step."""
+        if prompts is not None and 0 < self._split_from <= num_tokens:
+            return SplitRows(num_tokens, cast(RowGroup, self.group))
+        return WholeRows(num_tokens, self.group)
+
+    def _begin(self, batch: CudaBatch, rows: Rows, residual: Tensor) -> None:
         """The embeddings of the tokens, each from the rank that has it, or what the stage before has computed."""
+        x = residual[: rows.num]
         if not self.mesh.is_first_stage:
-            residual.copy_(self.group.recv_prev(tuple(residual.shape), residual.dtype))
+            x.copy_(self.group.recv_prev(tuple(x.shape), x.dtype))
             return
         first = self.shares.vocab.start
-        ops.gather_rows(self._embedding, batch.token_ids, residual, first=first, scale=self.arch.embed_scale)
-        self._summed(residual)
+        ops.gather_rows(self._embedding, batch.token_ids, x, first=first, scale=self.arch.embed_scale)
+        rows.summed(residual)
 
-    def _summed(self, x: Tensor) -> Tensor:
-        """Over the ranks that have a part of it."""
-        return x if self.mesh.tp == 1 else self.group.all_reduce(x)
-
-    def _product(self, linear: Linear, x: Tensor | Narrow, out: Tensor, *, is_part: bool = False) -> Product:
-        """Of x, in `out`; with `is_part` the sum over the ranks that have a part of it."""
-        is_part = is_part and self.mesh.tp > 1
+    def _product(self, linear: Linear, x: Tensor | Narrow, out: Tensor) -> Product:
+        """Of x, in `out`."""
         if isinstance(x, Tensor):
-            linear(x, out)
-        elif is_part:
-            linear.of_narrow(x.values, x.scale, out)
+            return Product(linear(x, out))
+        return Product(out, linear.unscaled(x.values, x.scale, out))
+
+    def _branch(self, rows: Rows, linear: Linear, x: Tensor | Narrow, out: Tensor) -> Product:
+        """The product of x summed over the ranks that have a part of it, in `out`: the rows of it that are kept here."""
+        some = out[: rows.num]
+        if self.mesh.tp == 1:
+            return self._product(linear, x, some)
+        if isinstance(x, Tensor):
+            linear(x, some)
         else:
-            return Product(out, linear.unscaled(x.values, x.scale, out))
-        return Product(self._summed(out) if is_part else out)
+            linear.of_narrow(x.values, x.scale, some)
+        return Product(rows.summed(out))
 
     def _normed(
-        self, linear: Linear, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Product | None
+        self, rows: Rows, linear: Linear, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Product | None
     ) -> Tensor | Narrow:
-        """residual += branch; what is normed as `linear` wants it, in the same pass."""
-        dtype = linear.narrow_type(residual.shape[0])
+        """residual += branch; all rows of what is normed as `linear` wants it, in the same pass."""
+        dtype = linear.narrow_type(rows.num)
         if weight is None or dtype is None:
-            return self._norm_into(out, weight, residual, branch)
+            return rows.whole(self._norm_into(rows, out, weight, residual, branch))
         narrow, scale = narrow_like(residual, dtype)
+        kept, own = rows.own(residual), (rows.own(narrow), rows.own(scale))
         if branch is None:
-            ops.rms_norm_narrow(residual, weight, self.arch.norm_eps, narrow, scale)
+            ops.rms_norm_narrow(kept, weight, self.arch.norm_eps, *own)
         else:
             x, scales = self._scaled_branch(branch)
-            ops.rms_norm_narrow(x, weight, self.arch.norm_eps, narrow, scale, residual=residual, scales=scales)
-        return Narrow(narrow, scale)
+            ops.rms_norm_narrow(x, weight, self.arch.norm_eps, *own, residual=kept, scales=scales)
+        return Narrow(rows.whole(narrow), rows.whole(scale))
 
     def _gated(self, linear: Linear, gates: Product, out: Tensor) -> Tensor | Narrow:
         """act(gate) * up as `linear` wants it, in the same pass; `out` has room for 16 bits of it."""
@@ -294,17 +313,25 @@ class CudaModel:
             branch.values.mul_(self.arch.residual_scale)
         return branch
 
-    def _norm_into(self, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Product | None) -> Tensor:
-        """residual += branch; the normed residual in `out`, or the residual itself where there is no norm."""
-        eps = self.arch.norm_eps
+    def _norm_into(
+        self, rows: Rows, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Product | None
+    ) -> Tensor:
+        """residual += branch, in the rows that are kept here; what has the normed ones: `out`, or the residual itself where there
+        is no norm."""
+        eps, kept = self.arch.norm_eps, rows.own(residual)
         if branch is None:
-            return residual if weight is None else ops.rms_norm(residual, weight, eps, out)
+            if weight is None:
+                return residual
+            ops.rms_norm(kept, weight, eps, rows.own(out))
+            return out
         x, scales = self._scaled_branch(branch)
         if weight is not None:
-            return ops.rms_norm(x, weight, eps, out, residual=residual, scales=scales)
+            ops.rms_norm(x, weight, eps, rows.own(out), residual=kept, scales=scales)
+            return out
         if scales is not None:
             x.mul_(scales.rows[:, None]).mul_(scales.columns)
-        return residual.add_(x)
+        kept.add_(x)
+        return residual
 
     def _post(self, branch: Product, weight: Tensor | None) -> Product:
         if weight is None:
@@ -343,10 +370,11 @@ class CudaModel:
             logits.div_(arch.logit_softcap).tanh_().mul_(arch.logit_softcap)
         return logits
 
-    def _views(self, num_tokens: int) -> list[Tensor]:
-        if self.buffers[0].shape[0] < num_tokens:
-            self.buffers = self._allocate(num_tokens)
-        return [buffer[:num_tokens] for buffer in self.buffers]
+    def _views(self, rows: Rows) -> list[Tensor]:
+        """Hidden states have all rows that are kept anywhere."""
+        if self.buffers[0].shape[0] < rows.total:
+            self.buffers = self._allocate(rows.total)
+        return [buffer[: rows.total if i < _HIDDEN else rows.num] for i, buffer in enumerate(self.buffers)]
 
     def reserve(self, num_tokens: int) -> None:
         """Makes the activations of the largest step, so that no later one moves them: graphs remember addresses."""
@@ -354,7 +382,9 @@ class CudaModel:
         self.prompt_attention.prepare(self.buffers[2], self.q_heads, self.kv_heads, self._scale)
 
     def _allocate(self, num_tokens: int) -> list[Tensor]:
+        """Room for a step of so many tokens, however its rows are split."""
         hidden, ffn = self.arch.hidden, self.shares.ffn.size
+        num_tokens = -(-num_tokens // self.mesh.tp) * self.mesh.tp if self._split_from else num_tokens
         q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
         widths = (hidden, hidden, q + 2 * kv, q, 2 * ffn, ffn)
         return [torch.empty(num_tokens, width, dtype=self.dtype, device="cuda") for width in widths]

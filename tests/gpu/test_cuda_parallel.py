@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.cuda_rows import SPLIT_FROM
 from tests.e2e.deployment import Deployment, is_alive, wait_for
 from tests.gpu.test_cuda_engine import (
     GREEDY,
@@ -61,6 +62,18 @@ def test_tokens_are_those_of_one_card(model: Path, alone: dict[str, Any], shape:
     assert_same_up_to_ties(model, again, greedy)
     same = sum(a == b for a, b in zip(seeded, alone["seeded"], strict=True))
     assert same >= len(PROMPTS) // 2  # one near tie changes all that follows
+
+
+def test_sequence_parallel_changes_no_token(model: Path) -> None:
+    """Beside short prompts, two that alone are long enough to be split, one of them into parts of unequal use."""
+    prompts = [*PROMPTS, *([(7 * i + 3 * n) % 250 for i in range(n)] for n in (SPLIT_FROM, SPLIT_FROM + 301))]
+    found = []
+    for shape in ({}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}):
+        with engine(model, share_gpus=CARDS < 2, max_len=2048, prefix_cache=False, **shape) as llm:
+            found.append(tokens(llm.generate(prompts, GREEDY)))
+    for other in found[1:]:
+        assert_same_up_to_ties(model, other[: len(PROMPTS)], found[0][: len(PROMPTS)])
+        assert [a[0] for a in other[len(PROMPTS) :]] == [a[0] for a in found[0][len(PROMPTS) :]]
 
 
 def test_dummy_weights_are_the_same_numbers(model: Path, tmp_path: Path) -> None:

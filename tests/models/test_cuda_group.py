@@ -70,6 +70,10 @@ class Nccl:
         assert self.gather is not None
         return out.copy_(torch.stack(self.gather(x)))
 
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> Tensor:
+        assert self.gather is not None
+        return out.copy_(torch.stack(self.gather(x)).sum(0).view(self.size, -1)[self.rank].view(out.shape))
+
     def failure(self) -> str:
         return ""
 
@@ -121,6 +125,35 @@ def test_ranks_that_share_a_card_do_without_nccl() -> None:
     groups = meet(2, 1, 1)
     assert all(group._nccl is None and group._peers is not None and group.can_be_captured for group in groups)
     assert all(group.ways[-1].way is Way.TWO_SHOT for group in groups)
+
+
+@pytest.mark.parametrize("num_cards", [2, 1], ids=["nccl", "peer memory"])
+def test_rows_are_summed_where_they_are_kept_and_gathered_again(num_cards: int) -> None:
+    """Of any type that travels; peer memory takes a part at a time."""
+    groups = meet(2, 1, num_cards)
+    sums = torch.arange(24.0).view(6, 4)
+
+    def one(group: Any) -> list[Tensor]:
+        group._staged = 8
+        if group._nccl is None:  # (its stand-in has no memory: sums and gathers go through the host's meeting)
+            group._reduce = lambda x, way: x.copy_(torch.stack(group._host._parts(x)).sum(0))
+            group._peers.all_gather = lambda x, sizes: torch.cat(group._host._parts(x), -1)
+        x = sums * (0.25 + 0.5 * group.rank)
+        own = group.reduce_rows(x)
+        assert own.data_ptr() == x[3 * group.rank].data_ptr()
+        found = [group.gather_rows(x)]
+        for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+            kept = torch.zeros(6, 4).to(dtype)
+            kept[3 * group.rank :][:3].copy_(sums[3 * group.rank :][:3])
+            found.append(group.gather_rows(kept).float())
+        scales = torch.where(torch.arange(6) // 3 == group.rank, sums[:, 0], -1.0)
+        return [*found, group.gather_rows(scales)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(one, groups):
+            rounded = [sums.to(dtype).float() for dtype in (torch.float8_e4m3fn, torch.bfloat16)]
+            for a, b in zip(found, [sums, *rounded, sums[:, 0]], strict=True):
+                assert torch.equal(a, b)
 
 
 def test_one_rank_without_peer_memory_is_enough_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:

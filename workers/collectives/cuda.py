@@ -170,6 +170,29 @@ class CudaGroup:
         joined = torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
         return joined.view(*x.shape[:-1], sum(sizes))
 
+    def reduce_rows(self, x: Tensor) -> Tensor:
+        """The sum over ranks of this rank's part of x [T, ...], in its place there; the parts are equal, the others are spoilt."""
+        own = x.view(self.size, -1, *x.shape[1:])[self.rank]
+        if self._nccl is not None:
+            return self._nccl.reduce_scatter(x, own)
+        self.all_reduce(x)
+        return own
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """Fills x [T, ...], of which each rank has its own part; of any type."""
+        parts = x.view(torch.uint8).view(self.size, -1)
+        if self._nccl is not None:
+            self._nccl.all_gather(parts[self.rank], parts)
+            return x
+        halves = parts.view(torch.float16)  # (peer memory passes no single bytes)
+        most = self._staged // halves.itemsize
+        for start in range(0, halves.shape[1], most):
+            of_all = halves[:, start : start + most]
+            width = of_all.shape[1]
+            own = of_all[self.rank :][:1].clone()  # (whose address is a multiple of 16)
+            of_all.copy_(self.all_gather(own, [width] * self.size).view(self.size, width))
+        return x
+
     def send_next(self, x: Tensor) -> None:
         """Pass hidden states to the same tp rank of the next stage."""
         if self._behind is not None:
