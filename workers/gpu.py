@@ -354,7 +354,10 @@ class Worker:
             return []
         with self._group.guard(self.config.launch.start_timeout):
             self._group.barrier()
-        return [("sums over GPUs", self._group.measure(), "the fastest way of each size, measured at the start")]
+        found = [("sums over GPUs", *self._group.measure())]
+        if not self._group.can_be_captured:
+            found.append(("CUDA graphs", "off", "a step waits for what passes between GPUs through the host"))
+        return found
 
     @contextmanager
     def _together(self, stuck_s: float = START_S) -> Iterator[None]:

@@ -107,6 +107,28 @@ def test_a_stopped_rank_is_noticed(started: list[Ranks]) -> None:
     assert "does not come" in ranks.line(1)
 
 
+@pytest.mark.parametrize("tp", [2, 3])
+def test_values_are_right_by_torch_alone(started: list[Ranks], tp: int) -> None:
+    ranks = start(started, "all@torch", Mesh(1, 1, tp))
+    assert [ranks.line(worker) for worker in range(tp)] == ["fine"] * tp
+
+
+def test_by_torch_a_stopped_rank_is_noticed(started: list[Ranks]) -> None:
+    ranks = start(started, "absent@torch", Mesh(1, 1, 2))
+    os.kill(ranks.processes[0].pid, signal.SIGSTOP)
+    said = ranks.line(1)
+    assert said.startswith("after 3."), said
+    assert "does not come" in said, said
+
+
+def test_by_torch_a_killed_rank_is_noticed_at_once(started: list[Ranks]) -> None:
+    ranks = start(started, "quit@torch", Mesh(1, 1, 2))
+    ranks.processes[0].kill()
+    said = ranks.line(1)
+    assert "torch.distributed: " in said, said
+    assert said.startswith(("after 0.", "after 1.")), said
+
+
 def test_nccl_with_one_rank() -> None:
     from workers.collectives.nccl import NcclComm, load_nccl
 

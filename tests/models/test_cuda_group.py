@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 from tests.models.test_cuda_spread import PATIENCE_S, Meeting, ThreadGroup
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from workers.collectives import cuda
+from workers.collectives import meeting
 from workers.collectives.cuda import CudaGroup
 from workers.collectives.nccl import ID_BYTES
 from workers.collectives.ways import Way
@@ -90,18 +92,18 @@ class Library:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "PeerMemory", Peers)
-    monkeypatch.setattr(cuda, "NcclComm", Nccl)
-    monkeypatch.setattr(cuda, "load_nccl", Library)
+    monkeypatch.setattr(meeting, "PeerMemory", Peers)
+    monkeypatch.setattr(meeting, "NcclComm", Nccl)
+    monkeypatch.setattr(meeting, "load_nccl", Library)
 
 
 def meet(tp: int, pp: int, num_cards: int) -> list[Any]:
     mesh = Mesh(1, pp, tp)
-    meeting = Meeting(mesh)
+    place_to_meet = Meeting(mesh)
 
     def one(worker: int) -> CudaGroup:
         place = mesh.at_worker(worker)
-        group = CudaGroup(place, cast(Any, Host(place, meeting)), num_cards, gathered_bytes=1000)
+        group = CudaGroup(place, cast(Any, Host(place, place_to_meet)), num_cards, gathered_bytes=1000)
         if group._nccl is not None:
             cast(Any, group._nccl).gather = cast(Any, group._host)._parts
         return group
@@ -160,8 +162,81 @@ def test_one_rank_without_peer_memory_is_enough_to_leave_it(monkeypatch: pytest.
     monkeypatch.setattr(Peers, "unable", (1,))
     groups = meet(2, 1, 2)
     assert all(group._peers is None and group._nccl is not None for group in groups)
-    with pytest.raises(CollectiveError, match="neither by peer memory nor by NCCL"):
-        meet(2, 1, 1)
+
+
+@pytest.mark.parametrize("num_cards", [1, 2])
+def test_without_peer_memory_and_nccl_torch_is_the_last_resort(
+    monkeypatch: pytest.MonkeyPatch, num_cards: int, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Peers, "unable", (1,))
+    monkeypatch.setattr(Library, "unique_id", no_nccl)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    groups = meet(2, 1, num_cards)
+    assert [*tmp_path.iterdir()] == []
+    assert not any(group.can_be_captured or group._peers or group._nccl for group in groups)
+    lacks = "ranks share a GPU" if num_cards == 1 else "no interface"
+    assert [group._lacks() for group in groups] == [
+        f"no peer memory: another rank has none; no NCCL: {lacks}",
+        f"no peer memory: no memory for collectives; no NCCL: {lacks}",
+    ]
+    parts = [torch.arange(24.0).view(6, 4) * (rank + 1) for rank in range(2)]
+
+    def one(group: Any) -> list[Tensor]:
+        own = parts[group.rank]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group, "_staged", 16)
+            return [
+                group.all_reduce(own[:, :3].bfloat16()).float(),
+                group.all_gather(own[:, : 3 - group.rank], [3, 2]),
+                group.reduce_rows(own.clone()),
+                group.gather_rows(own.clone()),
+            ]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(one, groups))
+    whole = torch.cat([parts[0][:3], parts[1][3:]])
+    for rank, (summed, columns, rows, gathered) in enumerate(found):
+        assert torch.equal(summed, 3 * parts[0][:, :3])
+        assert torch.equal(columns, torch.cat([parts[0][:, :3], parts[1][:, :2]], 1))
+        assert torch.equal(rows, 3 * parts[0][3 * rank :][:3])
+        assert torch.equal(gathered, whole)
+    monkeypatch.setattr(meeting, "lacks_torch", lambda: "torch was built without gloo")
+    with pytest.raises(
+        CollectiveError, match="do not reach each other: no peer memory: .*; no torch.distributed: torch was"
+    ):
+        meet(2, 1, num_cards)
+
+
+def test_one_rank_whose_communicator_fails_takes_nccl_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(library: Any, unique_id: bytes, rank: int, size: int, *, timeout_s: float) -> Nccl:
+        made.append(Nccl(library, unique_id, rank, size, timeout_s=timeout_s))
+        if rank:
+            raise CollectiveError("unhandled system error")
+        return made[-1]
+
+    made: list[Nccl] = []
+    monkeypatch.setattr(meeting, "NcclComm", refuse)
+    groups = meet(2, 1, 2)
+    assert all(group._nccl is None and group._peers is not None and group.can_be_captured for group in groups)
+    assert [comm.aborts for comm in made if comm.rank == 0] == [1]
+    assert [group.measure().why for group in groups] == [
+        "no NCCL: another rank has none",
+        "no NCCL: unhandled system error",
+    ]
+
+
+def no_nccl(library: Library) -> bytes:
+    raise CollectiveError("no interface")
+
+
+def test_stages_without_nccl_pass_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Library, "unique_id", no_nccl)
+    first, last = meet(1, 2, 2)
+    assert not first.can_be_captured
+    assert not last.can_be_captured
+    sent = torch.randn(3, 5).bfloat16()
+    first.send_next(sent)
+    assert torch.equal(last.recv_into(torch.empty(3, 5, dtype=torch.bfloat16)), sent)
 
 
 def test_stages_have_a_communicator_for_each_pair_of_neighbours() -> None:

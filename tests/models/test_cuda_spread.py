@@ -59,6 +59,11 @@ class OnCpu(TorchFunctionMode):
 
 @pytest.fixture(autouse=True)
 def plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_plain(monkeypatch)
+
+
+def make_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops in plain torch in the places of the kernels."""
     for name in OPS:
         monkeypatch.setattr(cuda_ops, name, getattr(cuda_reference, name + "_reference"))
     kernel = Kernel("reference", "pieces", lambda: cuda_reference.piece_attention_reference)

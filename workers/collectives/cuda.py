@@ -1,25 +1,30 @@
-"""Collectives between the GPUs of one engine on one host: peer memory for small messages, NCCL for large ones and between stages.
+"""Collectives between the GPUs of one engine on one host: peer memory for small messages, NCCL for large ones and between stages,
+torch.distributed where neither can be had.
 
 Implements models.forward.Group over tensors on the current device; all calls launch on the current stream and can be captured in a
-graph (but where ranks share a card, stages meet through the host). The ranks find each other over the engine's arena. All ranks get
-the same bits. A rank that fails, stops or falls silent makes `check` raise CollectiveError within 15 s.
+graph, but for what passes through the host: torch.distributed, and stages that share a card. The ranks find each other over the
+engine's arena (workers.collectives.meeting). All ranks get the same bits. A rank that fails, stops or falls silent makes `check` or
+the call that waits for it raise CollectiveError within 15 s.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from workers.collectives.nccl import ID_BYTES, NcclComm, load_nccl
-from workers.collectives.peer import PeerMemory
+from workers.collectives.meeting import Meeting
+from workers.collectives.nccl import NcclComm
 from workers.collectives.shm import ShmGroup
 from workers.collectives.timing import time_ways
+from workers.collectives.torch_comm import TorchComm
 from workers.collectives.watch import Watch
 from workers.collectives.ways import (
     PUSHED_BYTES,
@@ -34,6 +39,14 @@ from workers.collectives.ways import (
 )
 
 MEET_S = 120.0  # ranks of one engine start at about the same time
+TOLD = (8 << 10, 8 << 20)  # bytes of sums whose times are told where they are long
+
+
+class Chosen(NamedTuple):
+    """Which way sums go, and why."""
+
+    how: str
+    why: str
 
 
 class CudaGroup:
@@ -47,16 +60,17 @@ class CudaGroup:
         self, mesh: Mesh, host: ShmGroup, num_cards: int, *, gathered_bytes: int = 0, timeout_s: float = MEET_S
     ) -> None:
         self.rank, self.size = mesh.tp_rank, mesh.tp
-        self._mesh, self._host, self._num_cards = mesh, host, num_cards
+        self._mesh, self._host = mesh, host
         self._staged = min(max(STAGED_BYTES, _rounded(gathered_bytes)), 8 * STAGED_BYTES)
-        self._nccl: NcclComm | None = None
-        self._peers: PeerMemory | None = None
-        self._before: NcclComm | None = None  # with the stage before this one, and the one behind it
-        self._behind: NcclComm | None = None
+        self._met: Meeting | None = None
         self.watch = Watch(self._failure, self.abort)
         self.watch.start()
         with self.watch.guard(timeout_s):
-            self._meet(timeout_s)
+            met = self._met = Meeting(
+                mesh, host, num_cards, staged_bytes=self._staged, timeout_s=timeout_s, reason=self._reason
+            )
+        self._peers, self._nccl, self._before, self._behind = met.peers, met.nccl, met.before, met.behind
+        self._large: NcclComm | TorchComm | None = met.nccl or met.torch
         self.ways = default_steps(PUSHED_BYTES, self._staged, has_nccl=self._nccl is not None)
 
     # ------------------------------------------------------------ start
@@ -65,61 +79,43 @@ class CudaGroup:
     def can_be_captured(self) -> bool:
         """Whether everything here may be part of a CUDA graph: not what passes through the host."""
         mesh = self._mesh
-        return (mesh.is_first_stage or self._before is not None) and (mesh.is_last_stage or self._behind is not None)
+        is_linked = (mesh.is_first_stage or self._before is not None) and (
+            mesh.is_last_stage or self._behind is not None
+        )
+        return is_linked and not self._is_staged
 
-    def _meet(self, timeout_s: float) -> None:
-        mesh = self._mesh
-        if self.size > 1:
-            self._open_peers()
-            if len(self._cards(mesh.tp_group())) == self.size:
-                self._nccl = NcclComm(load_nccl(), self._shared_id(), self.rank, self.size, timeout_s=timeout_s)
-            if self._peers is None and self._nccl is None:
-                raise CollectiveError("the GPUs of this engine reach each other neither by peer memory nor by NCCL")
-        if not mesh.is_first_stage and len(self._cards([mesh.worker - mesh.tp, mesh.worker])) == 2:
-            unique_id = bytes(self._host.recv_prev((ID_BYTES,), torch.uint8).tolist())
-            self._before = NcclComm(load_nccl(), unique_id, 1, 2, timeout_s=timeout_s)
-        if not mesh.is_last_stage and len(self._cards([mesh.worker, mesh.worker + mesh.tp])) == 2:
-            unique_id = load_nccl().unique_id()
-            self._host.send_next(torch.frombuffer(bytearray(unique_id), dtype=torch.uint8))
-            self._behind = NcclComm(load_nccl(), unique_id, 0, 2, timeout_s=timeout_s)
+    @property
+    def _is_staged(self) -> bool:
+        """Whether sums pass through the host."""
+        return isinstance(self._large, TorchComm)
 
-    def _cards(self, workers: list[int]) -> set[int]:
-        return {self._mesh.at_worker(worker).card(self._num_cards) for worker in workers}
-
-    def _open_peers(self) -> None:
-        """Peer memory, if every rank can have it."""
-        peers: PeerMemory | None = None
-        handle = torch.zeros(PeerMemory.HANDLE_BYTES, dtype=torch.uint8)
-        try:
-            peers = PeerMemory(self.rank, self.size, pushed_bytes=PUSHED_BYTES, staged_bytes=self._staged)
-            handle = torch.frombuffer(bytearray(peers.handle()), dtype=torch.uint8)
-        except CollectiveError:
-            peers = None
-        handles = self._host.all_gather(handle, [handle.numel()] * self.size).view(self.size, -1)
-        is_open = peers is not None and all(bool(one.any()) for one in handles)
-        try:
-            if peers is not None and is_open:
-                peers.open([bytes(one.tolist()) for one in handles])
-        except CollectiveError:
-            is_open = False
-        open_everywhere = self._host.all_gather(torch.tensor([int(is_open)]), [1] * self.size)
-        self._peers = peers if bool(open_everywhere.all()) else None
-
-    def _shared_id(self) -> bytes:
-        """A unique id of rank 0."""
-        made = load_nccl().unique_id() if self.rank == 0 else bytes(ID_BYTES)
-        held = torch.frombuffer(bytearray(made), dtype=torch.uint8)
-        return bytes(self._host.broadcast(held).tolist())
-
-    def measure(self) -> str:
+    def measure(self) -> Chosen:
         """Times every way once, and takes the fastest for each size; all ranks call it together. Says what was chosen."""
         if self.size == 1:
-            return "none needed"
-        if self._nccl is not None and self._peers is not None:
-            with self.watch.guard(MEET_S):
-                self.barrier()
-                self.ways = steps_from(self._agreed({size: dict(self._times(size)) for size in TRIED}))
-        return describe(self.ways)
+            return Chosen("none needed", "one GPU has all of a layer")
+        if self._is_staged:
+            return Chosen("torch.distributed (gloo)", f"{self._lacks()}. {self._cost()}")
+        if self._nccl is None or self._peers is None:
+            return Chosen(describe(self.ways), self._lacks())
+        with self.watch.guard(MEET_S):
+            self.barrier()
+            self.ways = steps_from(self._agreed({size: dict(self._times(size)) for size in TRIED}))
+        return Chosen(describe(self.ways), "the fastest way of each size, measured at the start")
+
+    def _lacks(self) -> str:
+        return self._met.all_lacks() if self._met is not None else ""
+
+    def _cost(self) -> str:
+        """What sums through the host take, in words."""
+        times = []
+        with self.watch.guard(MEET_S):
+            for size in TOLD:
+                x = torch.zeros(size // 2, dtype=torch.bfloat16, device="cuda")
+                self.all_reduce(x)
+                begun = time.perf_counter()
+                self.all_reduce(x)
+                times.append(f"{(time.perf_counter() - begun) * 1e3:.1f} ms for {size >> 10} KiB")
+        return f"Every sum waits for the GPU and passes through the host: {', '.join(times)}"
 
     def _times(self, size: int) -> Iterator[tuple[Way, float]]:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device="cuda")
@@ -141,15 +137,15 @@ class CudaGroup:
             return x
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        if x.nbytes % 16 and self._nccl is None:
+        if x.nbytes % 16 and self._large is None:
             padded = torch.nn.functional.pad(x.view(-1), (0, -x.numel() % 16))
             return x.copy_(self.all_reduce(padded)[: x.numel()].view(x.shape))
         return self._reduce(x, Way.NCCL if x.nbytes % 16 else way_of(self.ways, x.nbytes))
 
     def _reduce(self, x: Tensor, way: Way) -> Tensor:
         if way is Way.NCCL or self._peers is None:
-            assert self._nccl is not None
-            return self._nccl.all_reduce(x)
+            assert self._large is not None
+            return self._large.all_reduce(x)
         return self._peers.all_reduce(x, way)
 
     def all_gather(self, x: Tensor, sizes: list[int]) -> Tensor:
@@ -162,11 +158,11 @@ class CudaGroup:
         x = x.contiguous()
         if self._peers is not None and max(sizes) * x.itemsize <= self._staged and x.itemsize > 1:
             return self._peers.all_gather(x.view(rows, x.shape[-1]), sizes).view(*x.shape[:-1], sum(sizes))
-        if self._nccl is None:
+        if self._large is None:
             raise CollectiveError(f"rows of {max(sizes)} columns are too long to be gathered")
         widest = max(sizes)
         padded = torch.nn.functional.pad(x.view(rows, x.shape[-1]), (0, widest - x.shape[-1])).contiguous()
-        parts = self._nccl.all_gather(padded, padded.new_empty(self.size, rows, widest))
+        parts = self._large.all_gather(padded, padded.new_empty(self.size, rows, widest))
         joined = torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
         return joined.view(*x.shape[:-1], sum(sizes))
 
@@ -231,8 +227,9 @@ class CudaGroup:
 
     def abort(self) -> None:
         """Ends all that is under way on this rank's device, and makes the other ranks fail too."""
-        if self._peers is not None:
-            self._peers.abort()
+        met = self._met
+        if met is not None and met.peers is not None:
+            met.peers.abort()
         self._host.abort()
         for comm in self._comms():
             comm.abort()
@@ -241,11 +238,17 @@ class CudaGroup:
         """No more is looked after."""
         self.watch.close()
 
-    def _comms(self) -> list[NcclComm]:
-        return [comm for comm in (self._nccl, self._before, self._behind) if comm is not None]
+    def _comms(self) -> list[NcclComm | TorchComm]:
+        met = self._met  # (the watch may ask before there is one)
+        found = (met.nccl, met.torch, met.before, met.behind) if met is not None else ()
+        return [comm for comm in found if comm is not None]
 
     def _failure(self) -> str:
         return next((text for text in (comm.failure() for comm in self._comms()) if text), "")
+
+    def _reason(self) -> str:
+        """Why the watch has ended everything."""
+        return f"rank {self._mesh.worker}: {self.watch.reason}" if self.watch.reason else ""
 
 
 def _rounded(size: int) -> int:

@@ -1,0 +1,140 @@
+"""Sums over GPUs by torch.distributed: a gloo process group over loopback, tensors staged in the host's memory.
+
+Used by workers.collectives.cuda where neither peer memory nor NCCL can be had. Every call waits for the device and for the other
+ranks, so none can be part of a graph. A rank that died is noticed at once, one that is stuck by the watch or after `deadline_s`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from trireme.errors import CollectiveError
+
+dist: Any = torch.distributed  # (much of it has no types)
+DEADLINE_S = 14.0  # of one piece; the watch aborts a little earlier
+PIECE_BYTES = 8 << 20
+_LOOK_S = 0.1  # between looks at whether the wait is still wanted
+
+
+def lacks_torch() -> str:
+    """Why this torch cannot do it; "" when it can."""
+    if not dist.is_available():
+        return "torch was built without torch.distributed"
+    return "" if dist.is_gloo_available() else "torch was built without gloo"
+
+
+class TorchComm:
+    """One process group. All its ranks make the same calls in the same order, from one thread.
+
+    `meeting` is a path that all of them open. Raises CollectiveError when they do not meet within `timeout_s`; `reason` says why
+    the group was aborted.
+    """
+
+    def __init__(
+        self,
+        meeting: str,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        deadline_s: float = DEADLINE_S,
+        reason: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._deadline_s, self._reason = deadline_s, reason
+        self._is_aborted = False
+        is_pinned = torch.cuda.is_available()
+        self._own = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+        self._all = torch.empty(size * PIECE_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+        self._options = dist.distributed_c10d.AllgatherOptions()
+        self._options.timeout = timedelta(seconds=deadline_s)  # so that no thread of gloo waits on
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        try:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            self._group = dist.ProcessGroupGloo(dist.FileStore(meeting, size), rank, size, options)
+        except RuntimeError as error:
+            raise CollectiveError(f"torch.distributed: {_first_line(error)}") from None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, in place: in rank order, added in float32, rounded once. x is contiguous."""
+        for piece in _pieces(x):
+            first, *others = self._gathered(piece)
+            total = first.float()
+            for part in others:
+                total += part
+            piece.copy_(total)
+        return x
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
+        """out = all ranks' x, one after the other. Both are contiguous."""
+        parts, start = out.view(self.size, x.numel()), 0
+        for piece in _pieces(x):
+            parts[:, start : start + piece.numel()].copy_(self._gathered(piece))
+            start += piece.numel()
+        return out
+
+    def failure(self) -> str:
+        """ "" : what goes wrong shows in the call."""
+        return ""
+
+    def abort(self) -> None:
+        """Ends a call that waits; later ones fail. Any thread may, any number of times."""
+        self._is_aborted = True
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """All ranks' x [n], as [size, n] where x is."""
+        count = x.nbytes
+        own = self._own[:count]
+        own.copy_(x.view(torch.uint8))
+        parts = self._all[: self.size * count].view(self.size, count)
+        self._wait(lambda: self._group.allgather([list(parts)], [own], self._options))
+        return parts.to(x.device, copy=True).view(x.dtype)
+
+    def _wait(self, start: Callable[[], Any]) -> None:
+        until = time.monotonic() + self._deadline_s
+        try:
+            self._need_alive()
+            work = start()
+            while not self._is_over(work):
+                self._need_alive()
+                if time.monotonic() > until:
+                    raise CollectiveError(f"torch.distributed: another rank did not come within {self._deadline_s:g} s")
+        except CollectiveError:
+            self._is_aborted = True
+            raise
+        except RuntimeError as error:
+            self._is_aborted = True
+            raise CollectiveError(f"torch.distributed: {_first_line(error)}") from None
+
+    def _is_over(self, work: Any) -> bool:
+        """After a slice of waiting. Raises RuntimeError when it failed."""
+        try:
+            work.wait(timedelta(seconds=_LOOK_S))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+
+    def _need_alive(self) -> None:
+        if self._is_aborted:
+            raise CollectiveError(self._reason() or "the collectives were aborted")
+
+
+def _pieces(x: Tensor) -> Sequence[Tensor]:
+    """The values of x, as many at a time as there is room for."""
+    return x.view(-1).split(PIECE_BYTES // x.itemsize) if x.numel() else ()
+
+
+def _first_line(error: RuntimeError) -> str:
+    """Without the place in gloo's sources, and what may have been the cause."""
+    text = str(error).partition("\n")[0]
+    return (text.partition("] ")[2] if text.startswith("[") else text).partition(". This")[0]
