@@ -11,6 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -108,9 +109,10 @@ class GpuRunner:
             self._needs_host[new.row] = not is_for_device(params, has_rules=LogitRules.needed(params))
             self._scores[new.row] = params.prompt_logprobs >= 0
         rows = self._batch.rows_of(plan)
-        is_slow = bool(plan.copies) or bool(self._scores[rows].any())
+        is_slow = bool(self._scores[rows].any())
         self._catch_up(wait=is_slow or bool(self._needs_host[rows].any()))
         self.num_launched += 1
+        self._steps.copy_blocks(plan.copies)
         return self._wait_out(plan) if is_slow else self._launch(plan, started)
 
     def _launch(self, plan: StepPlan, started: float) -> Ticket:
@@ -192,7 +194,7 @@ class GpuRunner:
         """The whole step with the host in between; then the device is told what it would know by itself."""
         self.num_slow += 1
         started = time.perf_counter()
-        result = self._slow.execute(plan)
+        result = self._slow.execute(msgspec.structs.replace(plan, copies=[]) if plan.copies else plan)
         self._place(plan.new)
         self._steps.change_blocks(block_changes(plan, self._batch))
         if result is None:  # another stage samples

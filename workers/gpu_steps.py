@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models import cuda_ops
 from models.arch.cuda import CudaBatch
 from models.attention.cuda_prompt import Prompts
 from models.attention.prompt_plan import PromptPlan, Rules, order_prompts, plan_prompts
@@ -23,6 +24,7 @@ from trireme.mesh import Mesh
 from workers.batch import Batch
 from workers.gpu_rows import DeviceRows, Indices, Ints
 from workers.inputs import StepRows, check_rows, slot_values
+from workers.kv_tensors import independent
 from workers.staging import Upload
 
 COLUMNS = ("rows", "ids", "positions", "slots", "context", "jobs", "at", "blocks")  # of a decode step, each [P]
@@ -221,6 +223,15 @@ class Steps:
             self._sample(logits, table.jobs, asking_at, tokens, slots=jobs)
             table.keep(asking, tokens)
         return logits
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies (source, destination) blocks of all layers, as if one after the other."""
+        for batch in independent(copies):
+            columns = np.array(batch, np.int32).T
+            pairs = torch.stack(self._send(*columns), 1)
+            for layer in self._kv:
+                for side in (layer.k, layer.v):
+                    cuda_ops.copy_blocks(side, pairs)
 
     def change_blocks(self, changes: tuple[Indices, Ints]) -> None:
         """Block-table differences by themselves."""

@@ -1,6 +1,6 @@
 """Allocates the paged KV memory of one worker and does their arithmetic: element type, bytes per block, block copies.
 
-Called by workers.worker (sizes, allocation) and workers.runner (copies). Layout: models.forward.PagedKV.
+Called by workers.worker (sizes, allocation), workers.runner and workers.gpu_steps (copies). Layout: models.forward.PagedKV.
 """
 
 from __future__ import annotations
@@ -72,13 +72,25 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: KvDtype) -> NDArray[Any]:
     return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
+def independent(copies: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The copies as batches whose order inside does not matter: there no destination is a source, or another's destination."""
+    batches: list[list[tuple[int, int]]] = []
+    sources, destinations = set[int](), set[int]()
+    for source, destination in copies:
+        if source == destination:
+            continue
+        if not batches or source in destinations or destination in sources or destination in destinations:
+            batches.append([])
+            sources, destinations = set(), set()
+        batches[-1].append((source, destination))
+        sources.add(source)
+        destinations.add(destination)
+    return batches
+
+
 def copy_blocks(kv: list[HostKV], copies: list[tuple[int, int]]) -> None:
     """Copies (source, destination) blocks of all layers, as if one after the other."""
-    if not copies:
-        return
-    sources, destinations = {source for source, _ in copies}, {destination for _, destination in copies}
-    is_independent = sources.isdisjoint(destinations) and len(destinations) == len(copies)
-    for batch in [copies] if is_independent else [[pair] for pair in copies]:
+    for batch in independent(copies):
         source, destination = [pair[0] for pair in batch], [pair[1] for pair in batch]
         for layer in kv:
             layer.k[destination] = layer.k[source]

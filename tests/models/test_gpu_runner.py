@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from models import cuda_ops
 from models.attention.prompt_plan import PIECES, Rules
 from models.cuda_batch import HostModel
 from models.forward import HostKV, SoloGroup
@@ -29,6 +31,7 @@ from workers.gpu_steps import Steps, choose_splits
 from workers.graph_policy import GraphPolicy
 from workers.graph_sizes import fixed, mixed_sizes, sizes_up_to
 from workers.inputs import InputBuilder
+from workers.kv_tensors import independent
 from workers.runner import Runner
 from workers.staging import Answer
 
@@ -66,6 +69,19 @@ def make_runner(
     return GpuRunner(steps, graphs, slow._batch, slow, mixed), [
         HostKV(layer.k.numpy(), layer.v.numpy()) for layer in kv
     ]
+
+
+@pytest.fixture(autouse=True)
+def copy_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies all blocks at once, as the kernel does."""
+
+    def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
+        sources, destinations = (set(column) for column in pairs.T.tolist())
+        assert len(destinations) == len(pairs)
+        assert not sources & destinations
+        cache[pairs[:, 1].long()] = cache[pairs[:, 0].long()]
+
+    monkeypatch.setattr(cuda_ops, "copy_blocks", copy_blocks)
 
 
 def alone(job: tuple[list[int], RowParams]) -> Job:
@@ -173,6 +189,49 @@ def test_logits_that_are_not_finite_end_their_row_alone() -> None:
     result = runner.execute(plan_of(step=2, rows=[0, 1], num_computed=[4, 2], tokens=[-1, -1]))
     assert [(fault.row, fault.error) for fault in result.faults] == [(0, NOT_FINITE)]
     assert rows_and_tokens(result)[0] == [1]
+
+
+@pytest.mark.parametrize("scores", [False, True], ids=["launched", "waited for"])
+def test_a_plans_copies_come_before_what_it_computes(monkeypatch: pytest.MonkeyPatch, scores: bool) -> None:
+    """Row 1 begins with copies of what row 0 has written in the step under way, one of them by way of a third block. A row beside
+    them that scores its prompt makes the step a slow one."""
+    monkeypatch.setattr(Answer, "has_come", lambda self: False)
+    runner, _ = make_runner()
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    expected = alone((prompt, RowParams(3))).outputs
+    first = runner.launch(plan_of(new=[new_row(0, prompt, RowParams(3), blocks=[3, 8, 1])], rows=[0], num_tokens=[10]))
+    new = [new_row(1, prompt, RowParams(3), blocks=[20, 21, 22])]
+    new += [new_row(2, [5, 6], RowParams(3, prompt_logprobs=0), blocks=[30])] if scores else []
+    rows = [0, 1, 2][: 1 + len(new)]
+    second = runner.launch(
+        plan_of(
+            step=2,
+            new=new,
+            copies=[(3, 40), (8, 21), (40, 20), (1, 40)],
+            rows=rows,
+            num_tokens=[1, 2, 2][: len(rows)],
+            num_computed=[10, 8, 0][: len(rows)],
+        )
+    )
+    assert rows_and_tokens(first.result()) == ([0], expected[:1])
+    found = dict(zip(*rows_and_tokens(second.result()), strict=True))
+    assert (found[0], found[1]) == (expected[1], expected[0])
+    assert runner.num_slow == int(scores)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_copies_in_batches_are_copies_one_after_the_other(copies: list[tuple[int, int]]) -> None:
+    expected, found = [*range(10)], [*range(10)]
+    for source, destination in copies:
+        expected[destination] = expected[source]
+    batches = independent(copies)
+    for batch in batches:
+        before = [*found]
+        assert not {source for source, _ in batch} & {destination for _, destination in batch}
+        for source, destination in reversed(batch):
+            found[destination] = before[source]
+    assert found == expected
+    assert [pair for batch in batches for pair in batch] == [pair for pair in copies if pair[0] != pair[1]]
 
 
 def test_a_row_that_cannot_be_placed_fails_alone() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trireme.errors import CollectiveError
-from workers.collectives.nccl import ID_BYTES, SIGNATURES, Nccl, NcclComm, load_nccl, within
+from workers.collectives.nccl import ID_BYTES, SIGNATURES, Nccl, NcclComm, load_nccl, places, within
 
 
 class Function:
@@ -112,3 +112,11 @@ def test_aborting_twice_aborts_once() -> None:
 def test_tensors_that_nccl_would_misread_are_refused(call: Any, says: str) -> None:
     with pytest.raises(CollectiveError, match=says):
         call(comm_over(Library()))
+
+
+def test_nccl_is_looked_for_in_torch_before_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A torch that has NCCL linked in brings no library of that name along."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    assert places()[-2:] == [str(tmp_path / "lib" / "libtorch_cuda.so"), "libnccl.so.2"]

@@ -93,12 +93,13 @@ class Nccl:
 
 
 def places() -> list[str]:
-    """Where the library may be, the likeliest first: torch's packages, then where the system looks."""
+    """Where the library may be, the likeliest first: torch's packages, what torch itself is linked with, where the system looks."""
     found = []
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations or [] if spec else []:
         found += sorted(str(path) for path in Path(root).glob("*/lib/libnccl.so.2"))
-    found += [str(path) for path in Path(torch.__file__).parent.glob("lib/libnccl.so.2")]
+    own = Path(torch.__file__).parent / "lib"
+    found += [str(path) for name in ("libnccl.so.2", "libtorch_cuda.so") for path in own.glob(name)]
     return [*found, "libnccl.so.2"]
 
 
