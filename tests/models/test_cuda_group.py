@@ -162,6 +162,10 @@ def test_one_rank_without_peer_memory_is_enough_to_leave_it(monkeypatch: pytest.
     monkeypatch.setattr(Peers, "unable", (1,))
     groups = meet(2, 1, 2)
     assert all(group._peers is None and group._nccl is not None for group in groups)
+    assert [group.measure() for group in groups] == [
+        ("nccl always", "no peer memory: another rank has none"),
+        ("nccl always", "no peer memory: no memory for collectives"),
+    ]
 
 
 @pytest.mark.parametrize("num_cards", [1, 2])

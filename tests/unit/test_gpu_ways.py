@@ -32,9 +32,13 @@ def test_one_way_for_all() -> None:
 
 @pytest.mark.parametrize("has_nccl", [True, False])
 def test_without_measuring_small_messages_are_pushed(has_nccl: bool) -> None:
-    steps = default_steps(512 * K, 8192 * K, has_nccl=has_nccl)
+    steps = default_steps(512 * K, 8192 * K, has_peers=True, has_nccl=has_nccl)
     assert [way_of(steps, size) for size in (16, 8 * K, 512 * K)] == [Way.PUSHED, Way.PUSHED, Way.ONE_SHOT]
     assert way_of(steps, 1 << 28) is (Way.NCCL if has_nccl else Way.TWO_SHOT)
+
+
+def test_without_peer_memory_everything_goes_one_way() -> None:
+    assert describe(default_steps(512 * K, 8192 * K, has_peers=False, has_nccl=True)) == "nccl always"
 
 
 def test_ways_have_limits() -> None:

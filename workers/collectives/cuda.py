@@ -71,7 +71,9 @@ class CudaGroup:
             )
         self._peers, self._nccl, self._before, self._behind = met.peers, met.nccl, met.before, met.behind
         self._large: NcclComm | TorchComm | None = met.nccl or met.torch
-        self.ways = default_steps(PUSHED_BYTES, self._staged, has_nccl=self._nccl is not None)
+        self.ways = default_steps(
+            PUSHED_BYTES, self._staged, has_peers=self._peers is not None, has_nccl=self._nccl is not None
+        )
 
     # ------------------------------------------------------------ start
 

@@ -48,8 +48,10 @@ def steps_from(times: Mapping[int, Mapping[Way, float]]) -> list[Step]:
     return steps
 
 
-def default_steps(pushed: int, staged: int, *, has_nccl: bool) -> list[Step]:
+def default_steps(pushed: int, staged: int, *, has_peers: bool, has_nccl: bool) -> list[Step]:
     """Where nothing was measured."""
+    if not has_peers:
+        return [Step(staged, Way.NCCL)]
     most = Way.NCCL if has_nccl else Way.TWO_SHOT
     return [Step(min(128 << 10, pushed), Way.PUSHED), Step(min(1 << 20, staged), Way.ONE_SHOT), Step(staged, most)]
 
