@@ -33,7 +33,7 @@ from trireme.arena import create_arena
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh
 from workers.collectives.shm import ShmGroup
-from workers.gpu_graphs import DECODES, PROMPT_TOKENS
+from workers.graph_sizes import DECODES, PROMPT_TOKENS
 
 plain_ops = spread.plain_ops
 SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2)]
@@ -211,7 +211,7 @@ def test_float8_inputs_travel_with_their_scales(tp: int, biased: bool, monkeypat
     monkeypatch.setattr(cuda_ops, "quantize_rows", cuda_reference.quantize_rows_reference)
     monkeypatch.setattr("models.layers.cuda_linear._EXACT_ROWS", 0)
     left: list[bool] = []
-    unscaled = Fp8Linear.unscaled_fp8
+    unscaled = Fp8Linear.unscaled
 
     def counted(self: Fp8Linear, x: Tensor, scale: Tensor, out: Tensor) -> Any:
         assert x.dtype == torch.float8_e4m3fn
@@ -220,7 +220,7 @@ def test_float8_inputs_travel_with_their_scales(tp: int, biased: bool, monkeypat
         left.append(scales is not None)
         return scales
 
-    monkeypatch.setattr(Fp8Linear, "unscaled_fp8", counted)
+    monkeypatch.setattr(Fp8Linear, "unscaled", counted)
     biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), biased)
     sizes = {"hidden": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "ffn": 256, "vocab_size": 64}
     arch = arch_of(tie_embeddings=True, **sizes, **biases)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from models import cuda_ops
 from models.cuda_shelf import Shelf, tensors_of
 from models.cuda_weights import ROUNDED
 from models.layers.cuda_linear import Fp8Linear, SideBySide, make_linear
+
+
+@pytest.fixture(autouse=True)
+def _no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ops, "fp8_linear_rows", lambda k: 0)
 
 
 def layers() -> list[Any]:

@@ -66,6 +66,7 @@ def make_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops in plain torch in the places of the kernels."""
     for name in OPS:
         monkeypatch.setattr(cuda_ops, name, getattr(cuda_reference, name + "_reference"))
+    monkeypatch.setattr(cuda_ops, "fp8_linear_rows", lambda k: 0)
     kernel = Kernel("reference", "pieces", lambda: cuda_reference.piece_attention_reference)
     monkeypatch.setattr(cuda, "choose_on_card", lambda need, *_: choose(need, [Timing(kernel, (1.0,) * len(LENGTHS))]))
 
