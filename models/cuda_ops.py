@@ -35,13 +35,28 @@ JOB = np.dtype(
         ("temperature", np.float64),
         ("top_p", np.float64),
         ("min_depth", np.float64),
+        ("record", np.uint64),  # address; 0: no rules
         ("choice", np.int32),
         ("top_k", np.int32),
         ("is_greedy", np.int32),
+        ("only_allowed", np.int32),
+        ("num_listed", np.int32),
+        ("ends_from", np.int32),
+        ("repetition_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("presence_penalty", np.float32),
         ("unused", np.int32),
     ]
 )
+OUTPUTS, IN_PROMPT, BARRED, ALLOWED, LISTED = (
+    2**28 - 1,
+    1 << 28,
+    1 << 29,
+    1 << 30,
+    1 << 31,
+)  # marks in a record of rules
 NOT_FINITE = -2  # what sample_rows gives for a row whose logits hold NaN or +inf, or nothing finite
+NOTHING_LEFT = -3  # and where its rules bar every token
 
 _native: Any = None
 
@@ -544,11 +559,17 @@ def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
     load().copy_blocks(cache.data_ptr(), pairs.data_ptr(), pairs.shape[0], block_bytes, _stream())
 
 
+def touched_words(vocab: int) -> int:
+    """Words of bits at the beginning of a record of rules; then a mark for each token, then pairs of token and bias."""
+    return -(-vocab // 32)
+
+
 def sample_rows(
     logits: Tensor, jobs: Tensor, positions: Tensor, tokens: Tensor, *, slots: Tensor | None = None
 ) -> Tensor:
     """Draws tokens [R] int32 from logits [R, V]. jobs: bytes of JOB entries on the GPU, row i has job slots[i] (i without
-    slots; negative: none is drawn). positions [R] int32: index of each new token. NOT_FINITE where logits are not."""
+    slots; negative: none is drawn). positions [R] int32: index of each new token. NOT_FINITE where logits are not, NOTHING_LEFT
+    where the rules bar all. A job's record of rules (csrc/cuda/ops.h) counts the token if the job has penalties."""
     rows, vocab = logits.shape
     load().sample_rows(
         logits.data_ptr(),

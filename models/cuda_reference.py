@@ -5,11 +5,27 @@ None of them is fast and some wait for the device. Legend as in models/cuda_ops.
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from models.attention.cuda_prompt import Prompts
-from models.cuda_ops import BLOCK_BYTES, FP8_MAX, INT8_MAX, Q4_K_BYTES, PagedKV, Scales
+from models.cuda_ops import (
+    ALLOWED,
+    BARRED,
+    BLOCK_BYTES,
+    FP8_MAX,
+    IN_PROMPT,
+    INT8_MAX,
+    LISTED,
+    OUTPUTS,
+    Q4_K_BYTES,
+    PagedKV,
+    Scales,
+    touched_words,
+)
 from models.quant.gguf_expand import IQ4_VALUES
 
 
@@ -401,3 +417,45 @@ def copy_blocks_reference(cache: Tensor, pairs: Tensor) -> None:
     """Block by block."""
     for source, destination in pairs.tolist():
         cache[destination] = cache[source]
+
+
+def _host_record(job: Any, vocab: int) -> Tensor:
+    """The record of rules of a job, which lies in the host's memory."""
+    words = touched_words(vocab) + vocab + 2 * int(job["num_listed"])
+    return torch.frombuffer((ctypes.c_int32 * words).from_address(int(job["record"])), dtype=torch.int32)
+
+
+def ruled_logits_reference(logits: Tensor, job: Any, position: int) -> Tensor:
+    """Logits [V] of one row as sample_rows draws from: after the rules of its job (of cuda_ops.JOB), float32, one rounding each."""
+    wide, vocab = logits.float(), logits.numel()
+    if not job["record"]:
+        return wide
+    record = _host_record(job, vocab)
+    bits, marks, listed = record.split([touched_words(vocab), vocab, 2 * int(job["num_listed"])])
+    is_touched = (bits[:, None] >> torch.arange(32) & 1).flatten()[:vocab] == 1
+    marks = torch.where(is_touched, marks.long() & 0xFFFFFFFF, 0)
+    counts = (marks & OUTPUTS).float()
+    rate, frequency, presence = (
+        torch.full_like(wide, float(job[f"{name}_penalty"])) for name in ("repetition", "frequency", "presence")
+    )
+    scaled = torch.where(wide > 0, wide / rate, wide * rate) if job["repetition_penalty"] != 1 else wide
+    found = scaled - frequency * counts
+    found = torch.where(counts > 0, found - presence, found)
+    found = torch.where((counts > 0) | (marks & IN_PROMPT != 0), found, wide)
+    biases = listed.view(-1, 2)[:, 1].contiguous().view(torch.float32)
+    for token, bias in zip(listed[::2].tolist(), biases, strict=True):
+        if marks[token] & LISTED and (bias > -torch.inf or position < job["ends_from"]):
+            found[token] += bias
+    is_barred = marks & BARRED != 0
+    if job["only_allowed"]:
+        is_barred |= marks & ALLOWED == 0
+    return found.masked_fill(is_barred, -torch.inf)
+
+
+def count_output_reference(job: Any, vocab: int, token: int) -> None:
+    """What sample_rows does when a row with penalties is given a token."""
+    if not job["record"] or (job["repetition_penalty"], job["frequency_penalty"], job["presence_penalty"]) == (1, 0, 0):
+        return
+    record = _host_record(job, vocab)
+    record[token // 32] |= torch.tensor(1 << token % 32).to(torch.int32)
+    record[touched_words(vocab) + token] += 1

@@ -80,13 +80,8 @@ def _span(batch: Batch, row: int, start: int) -> tuple[Indices, Ints]:
     return row * batch.blocks.shape[1] + np.arange(max(start, 0), stop), batch.blocks[row, max(start, 0) : stop]
 
 
-def is_for_device(params: RowParams, *, has_rules: bool) -> bool:
-    """Whether the device can draw a row's tokens: no rules over its logits, no log-probabilities."""
-    return not has_rules and params.logprobs < 0
-
-
 def job_of(params: RowParams, vocab_size: int) -> NDArray[Any]:
-    """A row's parameters as the device's sampler takes them."""
+    """A row's parameters as the device's sampler takes them; it has no rules yet (workers.gpu_rules)."""
     job = np.zeros((), JOB)
     job["seed"] = params.seed & (2**64 - 1)
     job["choice"] = params.choice
@@ -95,4 +90,7 @@ def job_of(params: RowParams, vocab_size: int) -> NDArray[Any]:
     job["min_depth"] = params.temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
     job["top_k"] = params.top_k if 0 < params.top_k < vocab_size else 0
     job["is_greedy"] = params.is_greedy
+    job["repetition_penalty"] = params.repetition_penalty
+    job["frequency_penalty"] = params.frequency_penalty
+    job["presence_penalty"] = params.presence_penalty
     return job

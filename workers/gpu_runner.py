@@ -1,8 +1,8 @@
 """Carries out StepPlans on a GPU: launches a step, and gives a Ticket that waits for its tokens. Owned by workers.gpu.
 
 While a step runs the next one may be launched: the tokens in between stay on the device. A step with rows that the host must
-sample (rules, log-probabilities) is waited for, and their logits alone come over; one that scores a prompt takes the way of
-workers.runner. One thread launches; any thread may wait.
+sample (log-probabilities, rules that the device cannot apply) is waited for, and their logits alone come over; one that scores a
+prompt takes the way of workers.runner. One thread launches; any thread may wait.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from models.attention.prompt_plan import PIECES
-from models.cuda_ops import JOB
+from models.cuda_ops import JOB, NOTHING_LEFT
 from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
 from transport.packed import pack, unpack, unpack_flags
 from workers.batch import Batch
 from workers.gpu_graphs import MOST_PIECES, DecodeGraphs, GraphSet, MixedGraphs
-from workers.gpu_rows import block_changes, is_for_device, job_of
+from workers.gpu_rows import block_changes, job_of
+from workers.gpu_rules import DeviceRules, is_for_device
 from workers.gpu_steps import Mixed, Steps, mix
 from workers.graph_policy import Size
 from workers.inputs import StepRows
@@ -32,6 +33,7 @@ from workers.sampler import Sampler
 from workers.staging import Answer
 
 NOT_FINITE = "sampling failed: the model gave logits that are not finite"
+ALL_BARRED = "sampling failed: no token is left to sample: the parameters bar every one"
 
 
 @dataclass(slots=True)
@@ -59,7 +61,14 @@ class Ticket:
         bad = tokens < 0
         if bad.any():
             told = {fault.row for fault in faults}
-            faults = [*faults, *(RowFault(row, NOT_FINITE) for row in rows[bad].tolist() if row not in told)]
+            faults = [
+                *faults,
+                *(
+                    RowFault(row, ALL_BARRED if why == NOTHING_LEFT else NOT_FINITE)
+                    for row, why in zip(rows[bad].tolist(), tokens[bad].tolist(), strict=True)
+                    if row not in told
+                ),
+            ]
             rows, tokens = rows[~bad], tokens[~bad]
         elapsed = time.perf_counter() - self.started
         return StepResult(self.step, pack(rows), pack(tokens), logprobs, [], faults, elapsed)
@@ -75,6 +84,7 @@ class GpuRunner:
         self._mixed_graphs = mixed
         num_rows = len(batch.params)
         self._sampler = Sampler(batch.vocab_size)
+        self._rules = DeviceRules(num_rows, batch.vocab_size, steps.device)
         self._needs_host = np.zeros(num_rows, np.bool_)
         self._scores = np.zeros(num_rows, np.bool_)  # rows that want log-probabilities of their prompt
         self._placed = np.zeros(num_rows, np.int64)  # launches before the row got its request
@@ -104,10 +114,16 @@ class GpuRunner:
     def launch(self, plan: StepPlan) -> Ticket:
         """Starts a step behind those under way. Raises EngineError for a plan that does not fit the batch."""
         started = time.perf_counter()
+        for row in plan.freed:
+            self._rules.drop(row)
         for new in plan.new:
-            params = new.params
-            self._needs_host[new.row] = not is_for_device(params, has_rules=LogitRules.needed(params))
-            self._scores[new.row] = params.prompt_logprobs >= 0
+            self._rules.drop(new.row)
+        for new in plan.new:
+            is_free = is_for_device(new.params)
+            self._needs_host[new.row] = not (
+                is_free and (not LogitRules.needed(new.params) or self._rules.admit(new.row))
+            )
+            self._scores[new.row] = new.params.prompt_logprobs >= 0
         rows = self._batch.rows_of(plan)
         is_slow = bool(self._scores[rows].any())
         self._catch_up(wait=is_slow or bool(self._needs_host[rows].any()))
@@ -199,8 +215,12 @@ class GpuRunner:
         self._steps.change_blocks(block_changes(plan, self._batch))
         if result is None:  # another stage samples
             return Ticket(plan.step, started, np.zeros(0, np.int64), np.zeros(0, np.int32), None, [])
-        rows = unpack(result.rows)
-        self._steps.tell_tokens(rows, unpack(result.tokens))
+        rows, tokens = unpack(result.rows), unpack(result.tokens)
+        self._steps.tell_tokens(rows, tokens)
+        counted = {new.row for new in plan.new} if self.keeps_tokens else ()  # in their records already
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            if row not in counted:
+                self._rules.count(row, token)
         return Ticket(plan.step, started, rows.astype(np.int64), np.zeros(0, np.int32), None, [], result)
 
     def _place(self, new: list[NewRow]) -> None:
@@ -210,8 +230,14 @@ class GpuRunner:
         rows = np.array([row.row for row in new], np.int32)
         self._placed[rows] = self.num_launched
         jobs = np.zeros(rows.size, JOB)
+        ruled = {}
         for i, row in enumerate(new):
             jobs[i] = job_of(row.params, self._batch.vocab_size)
+            rules = self._batch.rules[row.row]
+            if rules is not None and row.row in self._rules and self._steps.samples:
+                ruled[i] = row.row, rules
+        if ruled:
+            self._rules.write(jobs, ruled, self._steps.send)
         self._steps.write_jobs(rows, jobs)
 
     def _catch_up(self, *, wait: bool) -> None:

@@ -237,20 +237,21 @@ class Steps:
         """Block-table differences by themselves."""
         at, blocks = changes
         if at.size:
-            self.rows.write_blocks(*self._send(at, blocks))
+            self.rows.write_blocks(*self.send(at, blocks))
 
     def tell_tokens(self, rows: NDArray[Any], tokens: NDArray[Any]) -> None:
         """Newest tokens that the host has sampled."""
         if rows.size:
-            self.rows.keep(*self._send(rows, tokens))
+            self.rows.keep(*self.send(rows, tokens))
 
     def write_jobs(self, rows: NDArray[Any], jobs: NDArray[Any]) -> None:
         """Sampling jobs of rows that are new."""
         words = jobs.view(np.int32)
-        at, values = self._send(rows, words)
+        at, values = self.send(rows, words)
         self.rows.jobs.view(torch.int32).index_copy_(0, at.long(), values.view(rows.size, -1))
 
-    def _send(self, first: NDArray[Any], second: NDArray[Any]) -> tuple[Tensor, Tensor]:
+    def send(self, first: NDArray[Any], second: NDArray[Any]) -> tuple[Tensor, Tensor]:
+        """Both on the device, as int32."""
         host = self._upload.take(first.size + second.size)
         host[: first.size], host[first.size :] = first, second.reshape(-1)
         sent = self._upload.send(host.size)

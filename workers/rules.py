@@ -6,6 +6,8 @@ Order and meaning: a bias is the caller's last word, so penalties never scale it
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,12 +53,23 @@ class SeenTokens:
         return self._ids[: self._size], self._counts[: self._size]
 
 
+class RuleParts(NamedTuple):
+    """The rules of a row as token ids; bad words of one token only."""
+
+    seen: Ids
+    counts: Tokens  # how often each was output
+    bias_ids: Ids
+    bias: Floats
+    allowed: Ids
+    barred: Ids
+    ends: Ids  # barred while the row is short
+
+
 class LogitRules:
     """The logit rules of one row. Raises ValueError when a named id is outside the vocabulary."""
 
     def __init__(self, params: RowParams, vocab_size: int, tokens: Tokens, num_prompt: int) -> None:
         self._params = params
-        self._num_prompt = num_prompt
         self._seen: SeenTokens | None = None
         if params.has_penalties:
             self._seen = SeenTokens(tokens, num_prompt, with_prompt=params.repetition_penalty != 1.0)
@@ -66,6 +79,8 @@ class LogitRules:
         self._bad = BadWords(params.bad_token_ids, vocab_size)
         ends = np.array(sorted({*params.eos_token_ids, *params.stop_token_ids}), np.int64)
         self._ends = ends[(ends >= 0) & (ends < vocab_size)]  # an end the model cannot emit needs no bar
+        self.has_allowed = bool(self._allowed.size)
+        self.ends_from = num_prompt + params.min_tokens  # the position of the first token that may end the row
         fixed = (self._bias_ids, self._bias, self._allowed)
         self._fixed = [array.ctypes.data if array.size else 0 for array in fixed]
 
@@ -85,11 +100,18 @@ class LogitRules:
         if self._seen is not None:
             self._seen.add(token)
 
+    def parts(self) -> RuleParts:
+        """What a device is told of the row."""
+        none = np.zeros(0, np.int64)
+        seen = (none, np.zeros(0, np.int32)) if self._seen is None else self._seen.columns()
+        ends = self._ends if self._params.min_tokens > 0 else none
+        return RuleParts(*seen, self._bias_ids, self._bias, self._allowed, self._bad.singles, ends)
+
     def describe(self, tokens: Tokens) -> tuple[tuple[int, ...], tuple[int, ...], Ids]:
         """The rules as workers.native_sampler.JOB has them: counts, addresses, and an array that must live meanwhile."""
         ids, counts, num_seen = (0, 0, 0) if self._seen is None else self._seen.addresses()
         barred = self._bad.barred(tokens)
-        if tokens.size - self._num_prompt < self._params.min_tokens:
+        if tokens.size < self.ends_from:
             barred = np.concatenate([barred, self._ends])
         bias_ids, bias, allowed = self._fixed
         where = barred.ctypes.data if barred.size else 0
@@ -107,7 +129,7 @@ class LogitRules:
             logits.fill(-np.inf)
             logits[self._allowed] = kept
         logits[self._bad.barred(tokens)] = -np.inf
-        if tokens.size - self._num_prompt < self._params.min_tokens:
+        if tokens.size < self.ends_from:
             logits[self._ends] = -np.inf
 
     def _penalise(self, logits: Floats, ids: Ids, counts: Tokens) -> None:
@@ -126,20 +148,20 @@ class BadWords:
 
     def __init__(self, sequences: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
         _checked(tuple(token for sequence in sequences for token in sequence), vocab_size, "bad_words")
-        self._singles = np.array([s[0] for s in sequences if len(s) == 1], np.int64)
+        self.singles = np.array([s[0] for s in sequences if len(s) == 1], np.int64)
         self._longer = [(np.array(s[:-1], np.int32), s[-1]) for s in sequences if len(s) > 1]
         self._before_last = np.array([s[-2] for s in sequences if len(s) > 1], np.int32)
 
     def barred(self, tokens: Tokens) -> Ids:
         """Tokens that would complete one of the sequences after `tokens`."""
         if not self._longer or not tokens.size:
-            return self._singles
+            return self.singles
         completing = [
             last
             for head, last in (self._longer[i] for i in np.flatnonzero(self._before_last == tokens[-1]).tolist())
             if tokens.size >= head.size and np.array_equal(tokens[-head.size :], head)
         ]
-        return np.concatenate([self._singles, np.array(completing, np.int64)])
+        return np.concatenate([self.singles, np.array(completing, np.int64)])
 
 
 def _checked(ids: tuple[int, ...], vocab_size: int, name: str) -> Ids:

@@ -174,15 +174,38 @@ void copy_blocks(void* cache, const int32_t* pairs, int count, int64_t block_byt
 
 // ---- sampling.cu
 
+// What a row's rules ask of its tokens, beside the numbers in its job: so many words of 32 bits, one after the other.
+//   touched [ceil(vocab / 32)]  bit i: token i has a mark
+//   marks [vocab]               the bits below
+//   listed [num_listed]         by rising token
+// A row that is drawn and has penalties gets the token counted here.
+constexpr uint32_t kOutputs = 0x0fffffff;  // how often it was output
+constexpr uint32_t kInPrompt = 1u << 28;   // set where that counts: for the penalty of repetition
+constexpr uint32_t kBarred = 1u << 29;
+constexpr uint32_t kAllowed = 1u << 30;
+constexpr uint32_t kListed = 1u << 31;
+
+struct Listed {
+  int32_t token;
+  float bias;  // added; -inf: the token ends the row and is barred up to the job's ends_from
+};
+
 // What is asked of one row; workers/native_sampler.py knows the meaning of each.
 struct SampleJob {
   uint64_t seed;
   double temperature;
   double top_p;      // 1: off
   double min_depth;  // temperature * log(min_p); -inf: off
+  void* record;      // of its rules; null: it has none, and the last six do not count
   int32_t choice;
   int32_t top_k;     // 0: off
   int32_t is_greedy;
+  int32_t only_allowed;  // tokens without that mark are barred
+  int32_t num_listed;
+  int32_t ends_from;     // position from which on the row may end
+  float repetition_penalty;  // 1: off, and the next two at 0
+  float frequency_penalty;
+  float presence_penalty;
   int32_t unused;
 };
 
@@ -194,7 +217,7 @@ struct SampleArgs {
   const SampleJob* jobs;     // [slots]
   const int32_t* slots;      // [rows], the job of each row, negative: none is drawn; null: row i has job i
   const int32_t* positions;  // [rows], index that the new token will have
-  int32_t* tokens;           // [rows]; -2: the logits are not finite
+  int32_t* tokens;           // [rows]; -2: the logits are not finite, -3: the rules bar every token
 };
 void sample_rows(const SampleArgs& args, Stream stream);
 

@@ -4,6 +4,7 @@
 // whole numbers and so exact in any order, the draw is argmax((logit - peak) / temperature + Gumbel noise), the noise a hash of
 // (seed, choice, position, token). Only the few tokens that could win are scored in double.
 #include "cuda/device.cuh"
+#include "cuda/rules.cuh"
 
 namespace trireme::cuda {
 namespace {
@@ -63,6 +64,7 @@ struct Shared {
   unsigned long long bins[kBins];
   double doubles[32];
   unsigned long long longs[32];
+  float floats[32];
   int ints[32];
   uint32_t low;
   unsigned long long before;
@@ -178,50 +180,37 @@ __device__ int end_of_ties(int vocab, Cut cut, Shared& s, Keys keys) {
 
 // ---------------------------------------------------------------- one row
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
-  __shared__ Shared s;
-  wait_for_inputs();
-  let_next_start();
-  const int row = blockIdx.x, vocab = args.vocab;
-  const T* logits = static_cast<const T*>(args.logits) + row * args.logits_stride;
-  const int slot = args.slots == nullptr ? row : args.slots[row];
-  if (slot < 0) return;
-  const SampleJob job = args.jobs[slot];
+constexpr int kNotFinite = -2, kNothingLeft = -3;
+
+// The token of a row whose logits are values(i), or why there is none; all threads get it.
+template <class Row>
+__device__ int draw(const Row& values, const SampleJob& job, int vocab, int position, Shared& s) {
   auto larger = [](float a, float b) { return fmaxf(a, b); };
-  float best = -INFINITY;
+  auto least = [](int a, int b) { return a < b ? a : b; };
+  float best = -INFINITY, best_raw = -INFINITY;
+  int found = 0x7fffffff;
   bool is_sound = true;
   for (int i = threadIdx.x; i < vocab; i += kThreads) {
-    const float x = to_float(logits[i]);
-    is_sound &= x == x && x < INFINITY;
-    best = fmaxf(best, x);
-  }
-  __shared__ float floats[32];
-  const float peak = reduce(best, floats, larger);
-  if (__syncthreads_or(!is_sound) != 0 || peak == -INFINITY) {
-    if (threadIdx.x == 0) args.tokens[row] = -2;
-    return;
-  }
-  int found = 0x7fffffff;
-  auto least = [](int a, int b) { return a < b ? a : b; };
-  if (job.is_greedy) {
-    for (int i = threadIdx.x; i < vocab; i += kThreads) {
-      if (to_float(logits[i]) == peak) {
-        found = i;
-        break;
-      }
+    const float raw = values.raw(i), x = values.ruled(i, raw);
+    is_sound &= raw == raw && raw < INFINITY;
+    best_raw = fmaxf(best_raw, raw);
+    if (x > best) {
+      best = x;
+      found = i;
     }
-    found = reduce(found, s.ints, least);
-    if (threadIdx.x == 0) args.tokens[row] = found;
-    return;
   }
+  is_sound = __syncthreads_and(is_sound) != 0 && __syncthreads_or(best_raw > -INFINITY) != 0;
+  if (!is_sound) return kNotFinite;
+  const float peak = reduce(best, s.floats, larger);
+  if (!(peak > -INFINITY && peak < INFINITY)) return kNothingLeft;
+  if (job.is_greedy) return reduce(best == peak ? found : 0x7fffffff, s.ints, least);
   // Cuts, each among what the one before left.
   uint32_t k_key = 0xffffffffu;
   int k_end = 0;
   const bool has_k = job.top_k > 0 && job.top_k < vocab;
   if (has_k) {
     auto keys = [&](int i, uint32_t* key, int* mass) {
-      const float x = to_float(logits[i]);
+      const float x = values(i);
       *key = falling_key(x);
       *mass = 1;
       return x > -INFINITY;
@@ -241,7 +230,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
   const bool has_p = job.top_p < 1.0;
   if (has_p) {
     auto keys = [&](int i, uint32_t* key, int* mass) {
-      const float x = to_float(logits[i]);
+      const float x = values(i);
       const float depth = __fmul_rn(__fsub_rn(peak, x), inverse);
       *key = __float_as_uint(depth);
       *mass = mass_of(depth);
@@ -267,11 +256,11 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
     return key < p_key || (key == p_key && i < p_end);
   };
   // The race: a bound first, then those within it in double.
-  const uint64_t key = noise_key(job.seed, job.choice, args.positions[row]);
+  const uint64_t key = noise_key(job.seed, job.choice, position);
   float leader = INFINITY;
   uint32_t leader_noise = 0;
   for (int i = threadIdx.x; i < vocab; i += kThreads) {
-    const float x = to_float(logits[i]);
+    const float x = values(i);
     if (!stays(i, x)) continue;
     const uint32_t h = noise(key, i);
     const float ratio = (static_cast<float>(h) + 0.5f) * expf((peak - x) * inverse);
@@ -282,11 +271,11 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
   }
   const double v = (static_cast<double>(leader_noise) + 0.5) * 0x1p-32;
   const float bound = leader == INFINITY ? INFINITY : static_cast<float>(leader * (-log1p(-v) / v) * kSlack);
-  const float limit = reduce(bound, floats, [](float a, float b) { return fminf(a, b); });
+  const float limit = reduce(bound, s.floats, [](float a, float b) { return fminf(a, b); });
   double top = -INFINITY;
   int winner = 0x7fffffff;
   for (int i = threadIdx.x; i < vocab; i += kThreads) {
-    const float x = to_float(logits[i]);
+    const float x = values(i);
     if (!stays(i, x)) continue;
     const uint32_t h = noise(key, i);
     if (!((static_cast<float>(h) + 0.5f) * expf((peak - x) * inverse) <= limit)) continue;
@@ -298,8 +287,26 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
     }
   }
   const double highest = reduce(top, s.doubles, [](double a, double b) { return a > b ? a : b; });
-  found = reduce(top == highest ? winner : 0x7fffffff, s.ints, least);
-  if (threadIdx.x == 0) args.tokens[row] = found;
+  return reduce(top == highest ? winner : 0x7fffffff, s.ints, least);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
+  __shared__ Shared s;
+  wait_for_inputs();
+  let_next_start();
+  const int row = blockIdx.x, vocab = args.vocab;
+  const T* logits = static_cast<const T*>(args.logits) + row * args.logits_stride;
+  const int slot = args.slots == nullptr ? row : args.slots[row];
+  if (slot < 0) return;
+  const SampleJob& job = args.jobs[slot];
+  const int position = args.positions[row];
+  const bool has_rules = job.record != nullptr;
+  const int token = has_rules ? draw(RuledRow<T>(logits, &job, vocab, position), job, vocab, position, s)
+                              : draw(PlainRow<T>{logits}, job, vocab, position, s);
+  if (threadIdx.x != 0) return;
+  args.tokens[row] = token;
+  if (has_rules && token >= 0) count_output(job, vocab, token);
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from models.attention.prompt_plan import PIECES, Rules
-from models.cuda_ops import JOB, NOT_FINITE, PagedKV
+from models.cuda_ops import JOB, NOT_FINITE, NOTHING_LEFT, PagedKV
+from models.cuda_reference import count_output_reference, ruled_logits_reference
 from trireme.mesh import Mesh
 from workers.noise import NoiseField, noise_key, race_among
 from workers.truncation import survivors
@@ -88,8 +89,14 @@ def sample_rows(logits: Tensor, jobs: Tensor, positions: Tensor, tokens: Tensor,
     table = np.frombuffer(jobs.numpy().tobytes(), JOB)
     noise = NoiseField(logits.shape[1])
     for i, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            tokens[i] = _drawn(logits[i].numpy(), table[slot], int(positions[i]), noise)
+        if slot < 0:
+            continue
+        job, position = table[slot], int(positions[i])
+        tokens[i] = NOT_FINITE
+        if np.isfinite(float(logits[i].max())):
+            tokens[i] = _drawn(ruled_logits_reference(logits[i], job, position).numpy(), job, position, noise)
+        if tokens[i] >= 0:
+            count_output_reference(job, logits.shape[1], int(tokens[i]))
     return tokens
 
 
@@ -97,12 +104,15 @@ def _drawn(row: np.ndarray, job: Any, position: int, noise: NoiseField) -> int:
     best = int(row.argmax())
     peak = float(row[best])
     if not np.isfinite(peak):
-        return NOT_FINITE
+        return NOTHING_LEFT
     if job["is_greedy"]:
         return best
     key = noise_key(int(job["seed"]), int(job["choice"]), position)
     temperature = float(job["temperature"])
-    if job["top_k"] == 0 and job["top_p"] >= 1.0:
+    if job["top_k"] == 0 and job["top_p"] >= 1.0 and job["min_depth"] == -np.inf:
         return noise.race(row, peak, temperature, key)
-    ids = survivors(row, peak, (int(job["top_k"]), float(job["top_p"]), 0.0, temperature))
+    ids = np.flatnonzero(row > -np.inf)
+    if job["top_k"] > 0 or job["top_p"] < 1.0:
+        ids = survivors(row, peak, (int(job["top_k"]), float(job["top_p"]), 0.0, temperature))
+    ids = ids[row[ids] >= np.float32(peak + float(job["min_depth"]))]
     return race_among(ids, row[ids], peak, temperature, key)

@@ -104,6 +104,7 @@ def is_plain(job: tuple[list[int], RowParams]) -> tuple[list[int], RowParams]:
     st.booleans(),
     st.sampled_from([PIECES, Rules(whole_from=4, packs_fresh=True), Rules(whole_from=2, whole_to=6)]),
     st.sampled_from([(), ((0, 8), (2, 4), (4, 40))]),
+    st.sampled_from([0, 1, NUM_ROWS]),
 )
 def test_any_plan_gives_what_the_host_gives(
     jobs: list[Any],
@@ -113,13 +114,15 @@ def test_any_plan_gives_what_the_host_gives(
     are_late: bool,
     rules: Rules,
     sizes: tuple[tuple[int, int], ...],
+    most_ruled: int,
 ) -> None:
-    """With graphs for few rows or all, tokens kept or told again, answers that are seen at once or as late as can be, and prompts
-    that go any way."""
+    """With graphs for few rows or all, tokens kept or told again, answers that are seen at once or as late as can be, prompts that
+    go any way, and room for the rules of some rows."""
     with pytest.MonkeyPatch.context() as patch:
         if are_late:
             patch.setattr(Answer, "has_come", lambda self: False)
         runner, kv = make_runner(keeps=keeps, num_graphs=num_graphs, rules=rules, sizes=sizes)
+        runner._rules.most = most_ruled
         together = [Job(*job) for job in jobs]
         planner = RandomPlanner(
             random.Random(seed), together, cast(Any, runner), kv, num_rows=NUM_ROWS, block_size=BLOCK, tolerance=0.0

@@ -1,0 +1,80 @@
+// One row's logits as the draw sees them: as the model gave them, or after the row's rules. The meaning and the order of rules are
+// those of workers/rules.py, in float32, one rounding each. Used by sampling.cu.
+//
+// A record of rules (RuleRecord in ops.h) has a bit for every token that any rule may concern, so that others cost no more than that bit.
+#pragma once
+
+#include "cuda/device.cuh"
+
+namespace trireme::cuda {
+
+__device__ __forceinline__ int touched_words(int vocab) { return (vocab + 31) / 32; }
+
+template <class T>
+struct PlainRow {
+  const T* logits;
+  __device__ __forceinline__ float raw(int i) const { return to_float(logits[i]); }
+  __device__ __forceinline__ float ruled(int, float x) const { return x; }
+  __device__ __forceinline__ float operator()(int i) const { return raw(i); }
+};
+
+template <class T>
+struct RuledRow {
+  const T* logits;
+  const uint32_t* touched;  // [ceil(vocab / 32)] bits
+  const uint32_t* marks;    // [vocab]
+  const Listed* listed;
+  const SampleJob* job;
+  int position;
+  bool only_allowed;
+
+  __device__ RuledRow(const T* row, const SampleJob* asked, int vocab, int at)
+      : logits(row), touched(static_cast<const uint32_t*>(asked->record)), marks(touched + touched_words(vocab)),
+        listed(reinterpret_cast<const Listed*>(marks + vocab)), job(asked), position(at), only_allowed(asked->only_allowed != 0) {}
+
+  __device__ __forceinline__ float raw(int i) const { return to_float(logits[i]); }
+  __device__ __forceinline__ float ruled(int i, float x) const {
+    if ((touched[i / 32] >> (i % 32) & 1u) == 0) return only_allowed ? -INFINITY : x;
+    return changed(i, x);
+  }
+  __device__ __forceinline__ float operator()(int i) const { return ruled(i, raw(i)); }
+
+  __device__ __forceinline__ float changed(int i, float x) const {
+    const uint32_t mark = marks[i];
+    if ((mark & kBarred) != 0 || (only_allowed && (mark & kAllowed) == 0)) return -INFINITY;
+    const uint32_t count = mark & kOutputs;
+    if (count > 0 || (mark & kInPrompt) != 0) {
+      const float rate = job->repetition_penalty;
+      if (rate != 1.0f) x = x > 0.0f ? __fdiv_rn(x, rate) : __fmul_rn(x, rate);
+      x = __fsub_rn(x, __fmul_rn(job->frequency_penalty, static_cast<float>(count)));
+      if (count > 0) x = __fsub_rn(x, job->presence_penalty);
+    }
+    return (mark & kListed) != 0 ? biased(i, x) : x;
+  }
+
+  // The sum with all that is listed for a token; an end, listed with -inf, is barred while the row is short.
+  __device__ float biased(int i, float x) const {
+    int low = 0;
+    for (int high = job->num_listed; low < high;) {
+      const int middle = (low + high) / 2;
+      if (listed[middle].token < i) low = middle + 1;
+      else high = middle;
+    }
+    for (; low < job->num_listed && listed[low].token == i; ++low) {
+      const float bias = listed[low].bias;
+      if (bias == -INFINITY && position >= job->ends_from) continue;
+      x = __fadd_rn(x, bias);
+    }
+    return x;
+  }
+};
+
+// Counts a token that the row has been given.
+__device__ __forceinline__ void count_output(const SampleJob& job, int vocab, int token) {
+  if (job.repetition_penalty == 1.0f && job.frequency_penalty == 0.0f && job.presence_penalty == 0.0f) return;
+  uint32_t* touched = static_cast<uint32_t*>(job.record);
+  touched[token / 32] |= 1u << token % 32;
+  touched[touched_words(vocab) + token] += 1;
+}
+
+}  // namespace trireme::cuda

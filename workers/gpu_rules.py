@@ -1,0 +1,111 @@
+"""Rows whose logit rules the device applies by itself (csrc/cuda/rules.cuh), and the record of rules that each has there.
+
+Owned by workers.gpu_runner. Which rows they are follows from plans alone, so all ranks agree; a row that finds no room stays with
+the host. A record is made when its row is placed, takes memory while the row is there, and counts the row's outputs on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.cuda_ops import ALLOWED, BARRED, IN_PROMPT, LISTED, touched_words
+from trireme.params import RowParams
+from workers.noise import Ids
+from workers.rules import LogitRules, RuleParts
+
+Ints = NDArray[np.int32]
+Send = Callable[[Ids, Ints], tuple[Tensor, Tensor]]
+"""workers.gpu_steps.Steps.send."""
+POOL_BYTES = 160 << 20  # of all records
+MOST_POSITION = 2**31 - 1
+
+
+def is_for_device(params: RowParams) -> bool:
+    """Whether the device can draw a row's tokens where it finds room for the rules: no log-probabilities, and no bad words of
+    several tokens, which would need the row's past."""
+    return params.logprobs < 0 and all(len(words) == 1 for words in params.bad_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a row's record begins with: values[i] at word at[i] of `size`, 0 elsewhere."""
+
+    size: int
+    num_listed: int
+    at: Ids
+    values: Ints
+
+
+def record_of(parts: RuleParts, vocab_size: int) -> Record:
+    """The layout of csrc/cuda/ops.h."""
+    marks = np.zeros(-(-vocab_size // 32) * 32, np.uint32)
+    marks[parts.seen] = np.where(parts.counts > 0, parts.counts, IN_PROMPT)
+    marks[parts.allowed] |= np.uint32(ALLOWED)
+    marks[parts.barred] |= np.uint32(BARRED)
+    tokens = np.concatenate([parts.bias_ids, parts.ends])
+    marks[tokens] |= np.uint32(LISTED)
+    order = np.argsort(tokens, kind="stable")
+    biases = np.concatenate([parts.bias, np.full(parts.ends.size, -np.inf, np.float32)])[order]
+    listed = np.stack([tokens[order].astype(np.int32), biases.view(np.int32)], axis=1).reshape(-1)
+    touched = np.packbits(marks != 0, bitorder="little").view(np.int32)
+    marked, words = np.flatnonzero(marks), np.flatnonzero(touched)
+    first = touched.size, touched.size + vocab_size
+    return Record(
+        size=first[1] + listed.size,
+        num_listed=tokens.size,
+        at=np.concatenate([words, first[0] + marked, first[1] + np.arange(listed.size)]),
+        values=np.concatenate([touched[words], marks[marked].view(np.int32), listed]),
+    )
+
+
+class DeviceRules:
+    """At most so many records as fit into POOL_BYTES."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, *, pool_bytes: int = POOL_BYTES) -> None:
+        self.most = min(num_rows, pool_bytes // (4 * (touched_words(vocab_size) + vocab_size)))
+        self._vocab_size, self._device = vocab_size, device
+        self._rows: set[int] = set()
+        self._records: dict[int, Tensor] = {}
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
+    def admit(self, row: int) -> bool:
+        """Takes room for a row's record, where there is some."""
+        if len(self._rows) >= self.most:
+            return False
+        self._rows.add(row)
+        return True
+
+    def drop(self, row: int) -> None:
+        """The row has no rules any more. Steps under way may still read its record: the memory goes to later work of the stream."""
+        self._rows.discard(row)
+        self._records.pop(row, None)
+
+    def write(self, jobs: NDArray[Any], rules: dict[int, tuple[int, LogitRules]], send: Send) -> None:
+        """Makes records; rules[i] are the row and the rules that jobs[i] is about."""
+        records = [record_of(each.parts(), self._vocab_size) for _, each in rules.values()]
+        sizes = [record.at.size for record in records]
+        at, values = send(np.concatenate([r.at for r in records]), np.concatenate([r.values for r in records]))
+        sent = zip(records, at.long().split(sizes), values.split(sizes), strict=True)
+        for (i, (row, each)), (record, places, words) in zip(rules.items(), sent, strict=True):
+            made = torch.zeros(record.size, dtype=torch.int32, device=self._device).index_copy_(0, places, words)
+            self._records[row] = made
+            job = jobs[i]
+            job["record"], job["num_listed"] = made.data_ptr(), record.num_listed
+            job["only_allowed"], job["ends_from"] = each.has_allowed, min(each.ends_from, MOST_POSITION)
+
+    def count(self, row: int, token: int) -> None:
+        """Counts a token that the host has sampled."""
+        record = self._records.get(row)
+        if record is None:
+            return
+        record[touched_words(self._vocab_size) + token] += 1
+        record[token // 32] |= int(np.uint32(1 << token % 32).view(np.int32))
