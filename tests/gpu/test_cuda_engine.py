@@ -106,6 +106,25 @@ def test_cached_prefixes_and_host_sampling_change_nothing(model: Path, found: di
     assert all(output.outputs[0].logprobs for output in found["scored"])
 
 
+RULES: dict[str, Any] = {
+    "temperature": 0,
+    "max_tokens": LENGTH,
+    "min_tokens": 8,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.5,
+    "logit_bias": {7: 2.0, 9: -3.0},
+}
+
+
+def test_rules_on_the_device_are_those_of_the_host(model: Path) -> None:
+    """A bad word of several tokens, which never comes, makes the host sample."""
+    with engine(model) as llm:
+        mine = tokens(llm.generate(PROMPTS, SamplingParams(**RULES)))
+        theirs = tokens(llm.generate(PROMPTS, SamplingParams(**RULES, bad_words=("never said",))))
+    same = sum(a == b for a, b in zip(mine, theirs, strict=True))
+    assert same >= len(PROMPTS) // 2  # one near tie changes all that follows
+
+
 @pytest.mark.parametrize("settings", [{"async_steps": False}, {"max_num_tokens": 32}, {"max_num_seqs": 3}], ids=str)
 def test_other_plans_say_the_same(model: Path, found: dict[str, Any], settings: dict[str, Any]) -> None:
     with engine(model, **settings) as llm:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.cuda_ops import JOB
+from models.cuda_ops import JOB, OUTPUTS, touched_words
 from models.cuda_reference import count_output_reference, ruled_logits_reference
+from tests.models.device_twin import VOCAB
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.test_gpu_runner import CPU, alone, make_runner
 from trireme.params import RowParams
@@ -162,24 +164,43 @@ def test_what_the_device_leaves_to_the_host() -> None:
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_step_of_the_host_counts_in_the_records(keeps: bool) -> None:
-    """A row that scores its prompt makes its whole step slow; penalties afterwards know what was sampled there."""
+    """A row that scores its prompt makes its steps slow; rows beside it, old and new, know what was sampled there."""
     runner, _ = make_runner(keeps=keeps)
-    jobs = [([5, 6], PENALTIES), ([8, 9], RowParams(8, presence_penalty=1.9, prompt_logprobs=0))]
+    often = RowParams(9, frequency_penalty=0.01)
+    jobs = [([5, 6], PENALTIES), ([8, 9], RowParams(3, prompt_logprobs=0)), ([7, 4, 4], often)]
     expected = [alone(job).outputs for job in jobs]
-    found: list[list[int]] = [[], []]
+    found: list[list[int]] = [[], [], []]
     new = [
         new_row(row, prompt, params, blocks=range(9 * row, 9 * row + 9)) for row, (prompt, params) in enumerate(jobs)
     ]
 
-    def take(rows: list[int], **columns: Any) -> None:
-        tokens = [-1 if keeps or not found[row] else found[row][-1] for row in rows]
-        result = runner.execute(plan_of(rows=rows, tokens=tokens, **columns))
-        for row, token in zip(*rows_and_tokens(cast(Any, result)), strict=True):
+    def take(rows: list[int], **placed: Any) -> None:
+        fresh = [not found[row] for row in rows]
+        result = runner.execute(
+            plan_of(
+                rows=rows,
+                num_tokens=[len(jobs[row][0]) if is_new else 1 for row, is_new in zip(rows, fresh, strict=True)],
+                num_computed=[0 if not found[row] else len(jobs[row][0]) + len(found[row]) - 1 for row in rows],
+                tokens=[-1 if keeps or not found[row] else found[row][-1] for row in rows],
+                **placed,
+            )
+        )
+        for row, token in zip(*rows_and_tokens(result), strict=True):
             found[row].append(token)
 
-    take([0], new=new[:1], num_tokens=[2])
-    take([0, 1], new=new[1:], num_tokens=[1, 2], num_computed=[2, 0])
-    for i in range(6):
-        take([0, 1] if i < 3 else [0], num_computed=[3 + i, 2 + i] if i < 3 else [3 + i])
-    assert found == [expected[0], expected[1][:4]]
-    assert runner.num_slow == 4
+    take([0], new=new[:1])
+    take([0, 1, 2], new=new[1:])
+    for _ in range(2):
+        take([0, 1, 2])
+    told = {row: marks_of(runner, row) for row in (0, 2)}
+    assert told == {row: dict(Counter(found[row])) for row in (0, 2)}
+    for _ in range(4):
+        take([0, 2])
+    assert found == [expected[0], expected[1], expected[2][:7]]
+    assert runner.num_slow == 3
+
+
+def marks_of(runner: GpuRunner, row: int) -> dict[int, int]:
+    """How often each token was output, as the device has it."""
+    marks = runner._rules._records[row][touched_words(VOCAB) : touched_words(VOCAB) + VOCAB].numpy() & OUTPUTS
+    return {token: int(marks[token]) for token in np.flatnonzero(marks).tolist()}
