@@ -119,10 +119,11 @@ PYBIND11_MODULE(_cuda, m) {
     copy_blocks(at(cache), ints(pairs), count, block_bytes, at(stream));
   });
   m.attr("SAMPLE_JOB_BYTES") = sizeof(SampleJob);
+  m.attr("LOGPROBS_BYTES") = sizeof(Logprobs);
   m.def("sample_rows", [](Address logits, int64_t logits_stride, int type, int rows, int vocab, Address jobs, Address slots, Address positions,
-                          Address tokens, Address stream) {
+                          Address tokens, Address logprobs, Address stream) {
     sample_rows({at(logits), logits_stride, static_cast<Type>(type), rows, vocab, reinterpret_cast<const SampleJob*>(jobs), ints(slots),
-                 ints(positions), reinterpret_cast<int32_t*>(tokens)}, at(stream));
+                 ints(positions), reinterpret_cast<int32_t*>(tokens), reinterpret_cast<Logprobs*>(logprobs)}, at(stream));
   });
   bind_peers(m);
   bind_grouped(m);

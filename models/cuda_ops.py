@@ -45,9 +45,11 @@ JOB = np.dtype(
         ("repetition_penalty", np.float32),
         ("frequency_penalty", np.float32),
         ("presence_penalty", np.float32),
-        ("unused", np.int32),
+        ("num_logprobs", np.int32),
     ]
 )
+MOST_LOGPROBS = 21  # the token's own, and those of the likeliest
+LOGPROB_WORDS = 1 + 2 * MOST_LOGPROBS  # of a row: rank, ids, then float32 values
 OUTPUTS, IN_PROMPT, BARRED, ALLOWED, LISTED = (
     2**28 - 1,
     1 << 28,
@@ -565,11 +567,18 @@ def touched_words(vocab: int) -> int:
 
 
 def sample_rows(
-    logits: Tensor, jobs: Tensor, positions: Tensor, tokens: Tensor, *, slots: Tensor | None = None
+    logits: Tensor,
+    jobs: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    *,
+    slots: Tensor | None = None,
+    logprobs: Tensor | None = None,
 ) -> Tensor:
     """Draws tokens [R] int32 from logits [R, V]. jobs: bytes of JOB entries on the GPU, row i has job slots[i] (i without
     slots; negative: none is drawn). positions [R] int32: index of each new token. NOT_FINITE where logits are not, NOTHING_LEFT
-    where the rules bar all. A job's record of rules (csrc/cuda/ops.h) counts the token if the job has penalties."""
+    where the rules bar all. A job's record of rules (csrc/cuda/ops.h) counts the token if the job has penalties.
+    logprobs [R, LOGPROB_WORDS] int32 are those of rows that get a token and whose jobs ask for some."""
     rows, vocab = logits.shape
     load().sample_rows(
         logits.data_ptr(),
@@ -581,6 +590,7 @@ def sample_rows(
         _address(slots),
         positions.data_ptr(),
         tokens.data_ptr(),
+        _address(logprobs),
         _stream(),
     )
     return tokens

@@ -21,13 +21,14 @@ from models.attention.prompt_plan import PIECES, plan_prompts
 from trireme.budget import GPU_GRAPHS
 from workers.batch import Batch
 from workers.gpu_rows import DeviceRows, Indices, Ints
-from workers.gpu_steps import COLUMNS, MIXED, SHORT, Mixed, Steps, fill_decode
+from workers.gpu_steps import COLUMNS, MIXED, SHORT, Mixed, Steps, drawn_tensors, fill_decode
 from workers.graph_policy import GraphPolicy, Size
 from workers.inputs import StepRows
 from workers.staging import Upload
 
 Progress = Callable[[str, int, int], None]
 Launch = Callable[[], Any]
+Drawn = tuple[Tensor, Tensor]
 MOST_PIECES = 32
 MOST_CHANGES = 128  # block-table entries in a step; more go ahead of it
 TIMED = 3  # replays
@@ -144,11 +145,11 @@ class DecodeGraphs:
         most = max((rows for (rows,) in policy.grid), default=0)
         self._upload = Upload(len(COLUMNS) * most, steps.device)
         self._inputs = torch.zeros(len(COLUMNS) * most, dtype=torch.int32, device=steps.device)
-        self._tokens = torch.zeros(most, dtype=torch.int32, device=steps.device)
+        self._tokens, self._logprobs = drawn_tensors(most, steps.device)
         self.set = GraphSet(policy, memory, self._captured)
 
-    def run(self, size: Size, batch: Batch, step: StepRows, changes: tuple[Indices, Ints], rows: DeviceRows) -> Tensor:
-        """Launches the step; the tokens [R] it samples are valid until the next one is launched."""
+    def run(self, size: Size, batch: Batch, step: StepRows, changes: tuple[Indices, Ints], rows: DeviceRows) -> Drawn:
+        """Launches the step; the tokens [R] it samples, and their log-probabilities, are valid until the next one is launched."""
         count, (most,) = step.rows.size, size
         if changes[0].size > most:
             self._steps.change_blocks(changes)
@@ -157,7 +158,7 @@ class DecodeGraphs:
         fill_decode(host.reshape(len(COLUMNS), most), batch, step, changes, rows)
         self._upload.send(host.size, self._inputs[: host.size])
         self.set.replay(size, self._steps.splits(most, int(step.num_computed.max()) + 1), most - count)
-        return self._tokens[:count]
+        return self._tokens[:count], self._logprobs[:count]
 
     def seconds_per_row(self) -> float:
         """What a row of padding costs, by steps without any row in the least and the largest size; 0 where that cannot be told."""
@@ -180,23 +181,25 @@ class DecodeGraphs:
 
     def _captured(self, size: Size) -> Mapping[int, Launch]:
         (rows,) = size
-        inputs, tokens = self._inputs_of(rows), self._tokens[:rows]
+        inputs, drawn = self._inputs_of(rows), (self._tokens[:rows], self._logprobs[:rows])
         if self._device.type == "cuda":
             self._pad(inputs)
         found: dict[int, Launch] = {}
         for longest in (SHORT, SHORT + 1):
             splits = self._steps.splits(rows, longest)
             if splits not in found:
-                found[splits] = self._capture_one(inputs, tokens, splits)
+                found[splits] = self._capture_one(inputs, drawn, splits)
             elif self._device.type == "cuda" and self._steps.num_ranks > 1:
-                self._steps.decode(inputs, tokens, splits)  # a rank with fewer heads launches the other variant now
+                self._decode(inputs, drawn, splits)  # a rank with fewer heads launches the other variant now
         return found
 
-    def _capture_one(self, inputs: Tensor, tokens: Tensor, splits: int) -> Launch:
+    def _capture_one(self, inputs: Tensor, drawn: Drawn, splits: int) -> Launch:
         memory = self._memory
-        return captured(
-            lambda: self._steps.decode(inputs, tokens, splits), self._device, memory.pool, memory.measured()
-        )
+        return captured(lambda: self._decode(inputs, drawn, splits), self._device, memory.pool, memory.measured())
+
+    def _decode(self, inputs: Tensor, drawn: Drawn, splits: int) -> None:
+        tokens, logprobs = drawn
+        self._steps.decode(inputs, tokens, splits, logprobs)
 
     def _inputs_of(self, rows: int) -> Tensor:
         return self._inputs[: len(COLUMNS) * rows].view(len(COLUMNS), rows)
@@ -218,11 +221,12 @@ class MixedGraphs:
         self._upload = Upload(most, steps.device)
         self._inputs = torch.zeros(most, dtype=torch.int32, device=steps.device)
         rows = max((decodes for decodes, _ in policy.grid), default=0)
-        self._tokens = torch.zeros(rows + MOST_PIECES, dtype=torch.int32, device=steps.device)
+        self._tokens, self._logprobs = drawn_tensors(rows + MOST_PIECES, steps.device)
         self.set = GraphSet(policy, memory, self._captured)
 
-    def run(self, size: Size, step: Mixed) -> Tensor:
-        """Launches a step whose plan has pieces only; the tokens [S] it samples are valid until the next one is launched."""
+    def run(self, size: Size, step: Mixed) -> Drawn:
+        """Launches a step whose plan has pieces only; the tokens [S] it samples, and their log-probabilities, are valid until the
+        next one is launched."""
         at, blocks = step.columns[-2:]
         if at.size > MOST_CHANGES:
             self._steps.change_blocks((at, blocks))
@@ -231,7 +235,8 @@ class MixedGraphs:
         fill_mixed(host, size, step, self._steps.rows)
         self._upload.send(host.size, self._inputs[: host.size])
         self.set.replay(size, 0, sum(size) - step.columns[0].size)
-        return self._tokens[: step.columns[MIXED.index("asking")].size]
+        asking = step.columns[MIXED.index("asking")].size
+        return self._tokens[:asking], self._logprobs[:asking]
 
     def _captured(self, size: Size) -> Mapping[int, Launch]:
         decodes, tokens = size
@@ -239,10 +244,11 @@ class MixedGraphs:
         inputs = self._inputs[: sum(widths)]
         parts = inputs.split(widths)
         splits = self._steps.splits(decodes, SHORT + 1)
-        sampled = self._tokens[: decodes + MOST_PIECES]
+        most = decodes + MOST_PIECES
+        sampled, logprobs = self._tokens[:most], self._logprobs[:most]
 
         def launch() -> None:
-            self._steps.launch_mixed(parts, PADDED, sampled, splits, most_queries=tokens)
+            self._steps.launch_mixed(parts, PADDED, sampled, splits, most_queries=tokens, logprobs=logprobs)
 
         if self._device.type == "cuda":
             host = np.empty(inputs.numel(), np.int32)

@@ -93,4 +93,5 @@ def job_of(params: RowParams, vocab_size: int) -> NDArray[Any]:
     job["repetition_penalty"] = params.repetition_penalty
     job["frequency_penalty"] = params.frequency_penalty
     job["presence_penalty"] = params.presence_penalty
+    job["num_logprobs"] = 1 + min(params.logprobs, vocab_size)
     return job

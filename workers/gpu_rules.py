@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.cuda_ops import ALLOWED, BARRED, IN_PROMPT, LISTED, touched_words
+from models.cuda_ops import ALLOWED, BARRED, IN_PROMPT, LISTED, MOST_LOGPROBS, touched_words
 from trireme.params import RowParams
 from workers.noise import Ids
 from workers.rules import LogitRules, RuleParts
@@ -28,9 +28,9 @@ MOST_POSITION = 2**31 - 1
 
 
 def is_for_device(params: RowParams) -> bool:
-    """Whether the device can draw a row's tokens where it finds room for the rules: no log-probabilities, and no bad words of
-    several tokens, which would need the row's past."""
-    return params.logprobs < 0 and all(len(words) == 1 for words in params.bad_token_ids)
+    """Whether the device can draw a row's tokens where it finds room for the rules: no more log-probabilities than it writes, and
+    no bad words of several tokens, which would need the row's past."""
+    return params.logprobs < MOST_LOGPROBS and all(len(words) == 1 for words in params.bad_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Carries out StepPlans on a GPU: launches a step, and gives a Ticket that waits for its tokens. Owned by workers.gpu.
 
 While a step runs the next one may be launched: the tokens in between stay on the device. A step with rows that the host must
-sample (log-probabilities, rules that the device cannot apply) is waited for, and their logits alone come over; one that scores a
+sample (rules that the device cannot apply) is waited for, and their logits alone come over; one that scores a
 prompt takes the way of workers.runner. One thread launches; any thread may wait.
 """
 
@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from models.attention.prompt_plan import PIECES
-from models.cuda_ops import JOB, NOTHING_LEFT
+from models.cuda_ops import JOB, MOST_LOGPROBS, NOTHING_LEFT
 from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
 from transport.packed import pack, unpack, unpack_flags
 from workers.batch import Batch
 from workers.gpu_graphs import MOST_PIECES, DecodeGraphs, GraphSet, MixedGraphs
-from workers.gpu_rows import block_changes, job_of
+from workers.gpu_rows import Ints, block_changes, job_of
 from workers.gpu_rules import DeviceRules, is_for_device
 from workers.gpu_steps import Mixed, Steps, mix
 from workers.graph_policy import Size
@@ -36,6 +36,16 @@ NOT_FINITE = "sampling failed: the model gave logits that are not finite"
 ALL_BARRED = "sampling failed: no token is left to sample: the parameters bar every one"
 
 
+def logprob_rows(rows: NDArray[np.int64], tokens: Ints, counts: Ints, words: Ints) -> list[LogprobRow]:
+    """What the device's words [n, LOGPROB_WORDS] say of rows that got a token and want so many log-probabilities."""
+    found = []
+    for i in np.flatnonzero((counts > 0) & (tokens >= 0)).tolist():
+        ranks, ids, values = np.split(words[i : i + 1].copy(), (1, 1 + MOST_LOGPROBS), axis=1)
+        count = int(counts[i])
+        found.append(LogprobRow(int(rows[i]), ids[:, :count], values[:, :count].view(np.float32), ranks[0]))
+    return found
+
+
 @dataclass(slots=True)
 class Ticket:
     """A launched step. `rows` sample, in plan order; `at` are the positions of their new tokens."""
@@ -47,13 +57,18 @@ class Ticket:
     answer: Answer | None  # None: the result is there
     faults: list[RowFault]
     found: StepResult | None = None
+    num_logprobs: Ints | None = None  # of each row, where the answer holds any
 
     def result(self) -> StepResult:
         """Waits for the step."""
         if self.found is not None:
             return self.found
-        tokens = self.answer.read() if self.answer is not None else np.zeros(0, np.int32)
-        return self.filled(tokens, [])
+        if self.answer is None:
+            return self.filled(np.zeros(0, np.int32), [])
+        tokens, words = self.answer.read(), self.answer.read_more()
+        if words is None or self.num_logprobs is None:
+            return self.filled(tokens, [])
+        return self.filled(tokens, logprob_rows(self.rows, tokens, self.num_logprobs, words))
 
     def filled(self, tokens: NDArray[np.int32], logprobs: list[LogprobRow]) -> StepResult:
         """The result, from the tokens of `rows`; those below 0 are faults, of the model where nobody has said so yet."""
@@ -86,6 +101,7 @@ class GpuRunner:
         self._sampler = Sampler(batch.vocab_size)
         self._rules = DeviceRules(num_rows, batch.vocab_size, steps.device)
         self._needs_host = np.zeros(num_rows, np.bool_)
+        self._num_logprobs = np.zeros(num_rows, np.int32)
         self._scores = np.zeros(num_rows, np.bool_)  # rows that want log-probabilities of their prompt
         self._placed = np.zeros(num_rows, np.int64)  # launches before the row got its request
         self._unseen: deque[tuple[int, Ticket]] = deque()  # launches whose tokens the host's batch lacks
@@ -123,6 +139,7 @@ class GpuRunner:
             self._needs_host[new.row] = not (
                 is_free and (not LogitRules.needed(new.params) or self._rules.admit(new.row))
             )
+            self._num_logprobs[new.row] = 1 + min(new.params.logprobs, self._batch.vocab_size)
             self._scores[new.row] = new.params.prompt_logprobs >= 0
         rows = self._batch.rows_of(plan)
         is_slow = bool(self._scores[rows].any())
@@ -158,14 +175,18 @@ class GpuRunner:
         if at_host.any() and samples_here:
             return self._launch_and_sample(ticket, mix(batch, step, changes, self._steps.rules, at_host), at_host)
         if graphs is None or (size := graphs.policy.fit(shape)) is None:
-            tokens, _ = self._steps.mixed(mix(batch, step, changes, self._steps.rules))
+            tokens, logprobs, _ = self._steps.mixed(mix(batch, step, changes, self._steps.rules))
         elif len(size) == 1:
-            tokens = self._graphs.run(size, batch, step, changes, self._steps.rows)
+            tokens, logprobs = self._graphs.run(size, batch, step, changes, self._steps.rows)
         else:
             assert self._mixed_graphs is not None
-            tokens = self._mixed_graphs.run(size, mix(batch, step, changes, PIECES))
+            tokens, logprobs = self._mixed_graphs.run(size, mix(batch, step, changes, PIECES))
         if asking.size:
-            ticket.answer = Answer(tokens)
+            counts = self._num_logprobs[asking]
+            if counts.any():
+                ticket.num_logprobs, ticket.answer = counts, Answer(tokens, logprobs)
+            else:
+                ticket.answer = Answer(tokens)
             if self.keeps_tokens:
                 batch.expect_sampled(asking)
                 self._unseen.append((self.num_launched, ticket))
@@ -191,7 +212,7 @@ class GpuRunner:
 
     def _launch_and_sample(self, ticket: Ticket, step: Mixed, at_host: NDArray[np.bool_]) -> Ticket:
         """A step of which the host samples the rows `at_host`, as soon as their logits are there."""
-        on_device, logits = self._steps.mixed(step)
+        on_device, logprobs, logits = self._steps.mixed(step)
         wanted = torch.from_numpy(np.flatnonzero(at_host)).to(logits.device)
         values = logits.index_select(0, wanted).float().cpu().numpy()
         tokens = on_device.cpu().numpy().copy()
@@ -203,6 +224,9 @@ class GpuRunner:
         if self.keeps_tokens:
             self._batch.keep_sampled(ticket.rows, tokens)
         self._steps.tell_tokens(np.array(sampled.rows, np.int64), np.array(sampled.tokens, np.int32))
+        counts = np.where(at_host, 0, self._num_logprobs[ticket.rows])
+        if counts.any():
+            sampled.logprobs += logprob_rows(ticket.rows, tokens, counts, logprobs.cpu().numpy())
         ticket.found = ticket.filled(tokens, sampled.logprobs)
         return ticket
 

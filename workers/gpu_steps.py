@@ -20,6 +20,7 @@ from models import cuda_ops
 from models.arch.cuda import CudaBatch
 from models.attention.cuda_prompt import Prompts
 from models.attention.prompt_plan import PromptPlan, Rules, order_prompts, plan_prompts
+from models.cuda_ops import LOGPROB_WORDS
 from trireme.mesh import Mesh
 from workers.batch import Batch
 from workers.gpu_rows import DeviceRows, Indices, Ints
@@ -135,6 +136,14 @@ def mix(
     return Mixed(decodes, int(contexts[:decodes].max(initial=0)), plan, columns)
 
 
+def drawn_tensors(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the tokens of so many rows go, and their log-probabilities."""
+    return (
+        torch.zeros(num_rows, dtype=torch.int32, device=device),
+        torch.zeros(num_rows, LOGPROB_WORDS, dtype=torch.int32, device=device),
+    )
+
+
 class Steps:
     """A model, its cache and the rows' tables on one device, and how a step is launched over them."""
 
@@ -165,8 +174,9 @@ class Steps:
     def splits(self, rows: int, longest: int) -> int:
         return choose_splits(rows, self._model.kv_heads, longest)
 
-    def decode(self, inputs: Tensor, tokens: Tensor, splits: int) -> None:
-        """One token for each row of `inputs` [8, P]; what they sample goes to `tokens` [P]. Allocates only what a graph may."""
+    def decode(self, inputs: Tensor, tokens: Tensor, splits: int, logprobs: Tensor | None = None) -> None:
+        """One token for each row of `inputs` [8, P]; what they sample goes to `tokens` [P] and `logprobs` [P, LOGPROB_WORDS].
+        Allocates only what a graph may."""
         rows, known, positions, slots, context, jobs, at, blocks = inputs
         table = self.rows
         table.write_blocks(at, blocks)
@@ -182,22 +192,31 @@ class Steps:
         )
         logits = self._model.run(batch, self._kv, self._scratch)
         if self.samples:
-            self._sample(logits, table.jobs, context, tokens, slots=jobs)
+            self._sample(logits, table.jobs, context, tokens, slots=jobs, logprobs=logprobs)
             table.keep(rows, tokens)
 
-    def mixed(self, step: Mixed) -> tuple[Tensor, Tensor]:
-        """Launches any step; returns tokens [S] and logits [S, V] of the rows that sample, in plan order."""
+    def mixed(self, step: Mixed) -> tuple[Tensor, Tensor, Tensor]:
+        """Launches any step; returns tokens [S], log-probabilities [S, LOGPROB_WORDS] and logits [S, V] of the rows that sample, in
+        plan order."""
         host = self._upload.take(sum(step.sizes))
         np.concatenate(step.columns, out=host, casting="same_kind")
         parts = self._upload.send(host.size).split(step.sizes)
-        tokens = torch.empty(step.columns[MIXED.index("asking")].size, dtype=torch.int32, device=self.device)
-        return tokens, self.launch_mixed(parts, step.plan, tokens, self.splits(step.num_decodes, step.longest))
+        tokens, logprobs = drawn_tensors(step.columns[MIXED.index("asking")].size, self.device)
+        splits = self.splits(step.num_decodes, step.longest)
+        return tokens, logprobs, self.launch_mixed(parts, step.plan, tokens, splits, logprobs=logprobs)
 
     def launch_mixed(
-        self, parts: Sequence[Tensor], plan: PromptPlan, tokens: Tensor, splits: int, *, most_queries: int = 0
+        self,
+        parts: Sequence[Tensor],
+        plan: PromptPlan,
+        tokens: Tensor,
+        splits: int,
+        *,
+        most_queries: int = 0,
+        logprobs: Tensor | None = None,
     ) -> Tensor:
-        """A step from its columns on the device: tokens [S] are filled, and logits [S, V] returned. Allocates only what a graph may
-        where `plan` has nothing but pieces, of `most_queries` queries at most."""
+        """A step from its columns on the device: tokens [S] and logprobs [S, LOGPROB_WORDS] are filled, and logits [S, V] returned.
+        Allocates only what a graph may where `plan` has nothing but pieces, of `most_queries` queries at most."""
         ids, positions, slots, rows, contexts, *of_prompts, last, asking, jobs, asking_at, at, blocks = parts
         table, decodes = self.rows, rows.numel()
         if at.numel():
@@ -220,7 +239,7 @@ class Steps:
         )
         logits = self._model.run(batch, self._kv, self._scratch)
         if asking.numel() and self.samples:
-            self._sample(logits, table.jobs, asking_at, tokens, slots=jobs)
+            self._sample(logits, table.jobs, asking_at, tokens, slots=jobs, logprobs=logprobs)
             table.keep(asking, tokens)
         return logits
 

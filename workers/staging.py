@@ -67,11 +67,11 @@ def _pinned(size: int, device: torch.device) -> Tensor:
 
 
 class Answer:
-    """Tokens [n] of one step on their way back."""
+    """Tokens [n] of one step, and what else it gives of each, on their way back."""
 
-    def __init__(self, tokens: Tensor) -> None:
-        self._found = _pinned(tokens.numel(), tokens.device)[: tokens.numel()]
-        self._found.copy_(tokens, non_blocking=True)
+    def __init__(self, tokens: Tensor, more: Tensor | None = None) -> None:
+        self._tokens = _sent_back(tokens)
+        self._more = None if more is None else _sent_back(more)
         self._event = Event(tokens.device)
         self._event.record()
 
@@ -81,5 +81,15 @@ class Answer:
     def read(self) -> Ints:
         """The tokens; waits for them. Any thread may, any number of times."""
         self._event.wait()
-        found: Ints = self._found.numpy()
+        found: Ints = self._tokens.numpy()
         return found
+
+    def read_more(self) -> Ints | None:
+        """The rest, likewise."""
+        self._event.wait()
+        return None if self._more is None else self._more.numpy()
+
+
+def _sent_back(values: Tensor) -> Tensor:
+    found = _pinned(values.numel(), values.device)[: values.numel()].view(values.shape)
+    return found.copy_(values, non_blocking=True)

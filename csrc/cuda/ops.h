@@ -196,7 +196,7 @@ struct SampleJob {
   double temperature;
   double top_p;      // 1: off
   double min_depth;  // temperature * log(min_p); -inf: off
-  void* record;      // of its rules; null: it has none, and the last six do not count
+  void* record;      // of its rules; null: it has none, and of the rest up to the penalties nothing counts
   int32_t choice;
   int32_t top_k;     // 0: off
   int32_t is_greedy;
@@ -206,7 +206,16 @@ struct SampleJob {
   float repetition_penalty;  // 1: off, and the next two at 0
   float frequency_penalty;
   float presence_penalty;
-  int32_t unused;
+  int32_t num_logprobs;  // 0: none; 1: the token's own; 1 + k: also those of the k likeliest
+};
+
+constexpr int kMostLogprobs = 21;
+
+// Under the logits as the model gave them; empty places have id -1 and -inf.
+struct Logprobs {
+  int32_t rank;  // of the token; 1: none is likelier
+  int32_t ids[kMostLogprobs];
+  float values[kMostLogprobs];
 };
 
 struct SampleArgs {
@@ -218,6 +227,7 @@ struct SampleArgs {
   const int32_t* slots;      // [rows], the job of each row, negative: none is drawn; null: row i has job i
   const int32_t* positions;  // [rows], index that the new token will have
   int32_t* tokens;           // [rows]; -2: the logits are not finite, -3: the rules bar every token
+  Logprobs* logprobs;        // [rows] or null; written where a token is drawn and its job asks for some
 };
 void sample_rows(const SampleArgs& args, Stream stream);
 

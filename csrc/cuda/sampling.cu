@@ -69,6 +69,9 @@ struct Shared {
   uint32_t low;
   unsigned long long before;
   int tie;  // id of the first tie that is out
+  float best_values[kMostLogprobs];
+  int best_ids[kMostLogprobs];
+  int num_best;
 };
 
 template <class T, class F>
@@ -178,6 +181,28 @@ __device__ int end_of_ties(int vocab, Cut cut, Shared& s, Keys keys) {
   return vocab;
 }
 
+// The k greatest, equal ones by rising id; all finite ones where they are fewer.
+struct Top {
+  uint32_t key;
+  int end;
+  __device__ __forceinline__ bool holds(int i, float x) const {
+    const uint32_t mine = falling_key(x);
+    return mine < key || (mine == key && i < end);
+  }
+};
+
+template <class Row>
+__device__ Top top_k(const Row& values, int vocab, int k, Shared& s) {
+  auto keys = [&](int i, uint32_t* key, int* mass) {
+    const float x = values(i);
+    *key = falling_key(x);
+    *mass = 1;
+    return x > -INFINITY;
+  };
+  const Cut cut = find_cut(vocab, static_cast<unsigned long long>(k), s, keys);
+  return {cut.key, end_of_ties(vocab, cut, s, keys)};
+}
+
 // ---------------------------------------------------------------- one row
 
 constexpr int kNotFinite = -2, kNothingLeft = -3;
@@ -205,26 +230,9 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
   if (!(peak > -INFINITY && peak < INFINITY)) return kNothingLeft;
   if (job.is_greedy) return reduce(best == peak ? found : 0x7fffffff, s.ints, least);
   // Cuts, each among what the one before left.
-  uint32_t k_key = 0xffffffffu;
-  int k_end = 0;
   const bool has_k = job.top_k > 0 && job.top_k < vocab;
-  if (has_k) {
-    auto keys = [&](int i, uint32_t* key, int* mass) {
-      const float x = values(i);
-      *key = falling_key(x);
-      *mass = 1;
-      return x > -INFINITY;
-    };
-    const Cut cut = find_cut(vocab, static_cast<unsigned long long>(job.top_k), s, keys);
-    k_key = cut.key;
-    k_end = end_of_ties(vocab, cut, s, keys);
-  }
+  const Top top = has_k ? top_k(values, vocab, job.top_k, s) : Top{0xffffffffu, vocab};
   const float inverse = static_cast<float>(1.0 / job.temperature);
-  auto passes_k = [&](int i, float x) {
-    if (!has_k) return true;
-    const uint32_t key = falling_key(x);
-    return key < k_key || (key == k_key && i < k_end);
-  };
   uint32_t p_key = 0xffffffffu;
   int p_end = 0;
   const bool has_p = job.top_p < 1.0;
@@ -234,7 +242,7 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
       const float depth = __fmul_rn(__fsub_rn(peak, x), inverse);
       *key = __float_as_uint(depth);
       *mass = mass_of(depth);
-      return passes_k(i, x);
+      return !has_k || top.holds(i, x);
     };
     unsigned long long total = 0;
     for (int i = threadIdx.x; i < vocab; i += kThreads) {
@@ -250,7 +258,7 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
   const float floor = static_cast<float>(static_cast<double>(peak) + job.min_depth);
   const bool has_floor = job.min_depth > -INFINITY;
   auto stays = [&](int i, float x) {
-    if (!(x > -INFINITY) || !passes_k(i, x) || (has_floor && x < floor)) return false;
+    if (!(x > -INFINITY) || (has_k && !top.holds(i, x)) || (has_floor && x < floor)) return false;
     if (!has_p) return true;
     const uint32_t key = __float_as_uint(__fmul_rn(__fsub_rn(peak, x), inverse));
     return key < p_key || (key == p_key && i < p_end);
@@ -272,7 +280,7 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
   const double v = (static_cast<double>(leader_noise) + 0.5) * 0x1p-32;
   const float bound = leader == INFINITY ? INFINITY : static_cast<float>(leader * (-log1p(-v) / v) * kSlack);
   const float limit = reduce(bound, s.floats, [](float a, float b) { return fminf(a, b); });
-  double top = -INFINITY;
+  double ahead = -INFINITY;
   int winner = 0x7fffffff;
   for (int i = threadIdx.x; i < vocab; i += kThreads) {
     const float x = values(i);
@@ -281,13 +289,65 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
     if (!((static_cast<float>(h) + 0.5f) * expf((peak - x) * inverse) <= limit)) continue;
     const double u = (static_cast<double>(h) + 0.5) * 0x1p-32;
     const double score = (static_cast<double>(x) - peak) / job.temperature - log(-log1p(-u));
-    if (score > top) {
-      top = score;
+    if (score > ahead) {
+      ahead = score;
       winner = i;
     }
   }
-  const double highest = reduce(top, s.doubles, [](double a, double b) { return a > b ? a : b; });
-  return reduce(top == highest ? winner : 0x7fffffff, s.ints, least);
+  const double highest = reduce(ahead, s.doubles, [](double a, double b) { return a > b ? a : b; });
+  return reduce(ahead == highest ? winner : 0x7fffffff, s.ints, least);
+}
+
+// Log-probabilities of `token` and of the `count` - 1 likeliest ones under the row's own logits.
+template <class T>
+__device__ __noinline__ void write_logprobs(const T* logits, int vocab, int token, int count, Shared& s, Logprobs& out) {
+  const PlainRow<T> values{logits};
+  auto plus = [](auto a, auto b) { return a + b; };
+  const float own = values(token);
+  float best = -INFINITY;
+  int above = 0;
+  for (int i = threadIdx.x; i < vocab; i += kThreads) {
+    const float x = values(i);
+    best = fmaxf(best, x);
+    above += x > own;
+  }
+  const float peak = reduce(best, s.floats, [](float a, float b) { return fmaxf(a, b); });
+  above = reduce(above, s.ints, plus);
+  double sum = 0.0;
+  for (int i = threadIdx.x; i < vocab; i += kThreads) sum += static_cast<double>(expf(values(i) - peak));
+  const double shift = log(reduce(sum, s.doubles, plus));
+  auto value = [&](float x) { return static_cast<float>(static_cast<double>(x) - static_cast<double>(peak) - shift); };
+  if (threadIdx.x == 0) {
+    out.rank = 1 + above;
+    out.ids[0] = token;
+    out.values[0] = value(own);
+    s.num_best = 0;
+  }
+  const int k = min(count, kMostLogprobs) - 1;
+  if (k > 0) {
+    const Top top = top_k(values, vocab, k, s);
+    for (int i = threadIdx.x; i < vocab; i += kThreads) {
+      const float x = values(i);
+      if (!(x > -INFINITY) || !top.holds(i, x)) continue;
+      const int at = atomicAdd(&s.num_best, 1);
+      s.best_values[at] = x;
+      s.best_ids[at] = i;
+    }
+  }
+  __syncthreads();
+  const int mine = threadIdx.x, found = s.num_best;
+  if (mine >= kMostLogprobs - 1) return;
+  if (mine >= found) {
+    out.ids[1 + mine] = -1;
+    out.values[1 + mine] = -INFINITY;
+    return;
+  }
+  const float x = s.best_values[mine];
+  const int id = s.best_ids[mine];
+  int place = 1;
+  for (int i = 0; i < found; ++i) place += s.best_values[i] > x || (s.best_values[i] == x && s.best_ids[i] < id);
+  out.ids[place] = id;
+  out.values[place] = value(x);
 }
 
 template <class T>
@@ -304,6 +364,9 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
   const bool has_rules = job.record != nullptr;
   const int token = has_rules ? draw(RuledRow<T>(logits, &job, vocab, position), job, vocab, position, s)
                               : draw(PlainRow<T>{logits}, job, vocab, position, s);
+  if (args.logprobs != nullptr && token >= 0 && job.num_logprobs > 0) {
+    write_logprobs(logits, vocab, token, job.num_logprobs, s, args.logprobs[row]);
+  }
   if (threadIdx.x != 0) return;
   args.tokens[row] = token;
   if (has_rules && token >= 0) count_output(job, vocab, token);

@@ -1,4 +1,4 @@
-"""Rows with logit rules in the sampling kernel: what numpy draws after workers.rules, and what is counted."""
+"""Rows with logit rules in the sampling kernel: what numpy draws after workers.rules, and what is counted; log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from models import cuda_ops as ops
 from trireme.params import RowParams
 from workers.gpu_rows import job_of
 from workers.gpu_rules import DeviceRules
+from workers.logprobs import logprob_row_reference
 from workers.native_sampler import NOTHING_LEFT
 from workers.noise import noise_key, race_among
 from workers.rules import LogitRules
@@ -168,3 +169,61 @@ def test_rules_can_be_captured() -> None:
         found = tokens.tolist()
         assert found == rows.expected(logits)
         rows.keep(found)
+
+
+COUNTS = [0, 1, 2, 3, 11, ops.MOST_LOGPROBS]
+
+
+def scored(logits: Tensor, *, greedy: bool) -> tuple[list[int], np.ndarray[Any, np.dtype[np.int32]]]:
+    """Tokens and log-probabilities; row i asks for COUNTS[i % 6] of them."""
+    count = logits.shape[0]
+    jobs = np.zeros(count, ops.JOB)
+    jobs["temperature"], jobs["top_p"], jobs["min_depth"] = 1.0, 1.0, -math.inf
+    jobs["seed"], jobs["is_greedy"] = np.arange(count), greedy
+    jobs["num_logprobs"] = np.resize(COUNTS, count)
+    tokens = torch.zeros(count, dtype=torch.int32, device="cuda")
+    words = torch.full((count, ops.LOGPROB_WORDS), -7, dtype=torch.int32, device="cuda")
+    ops.sample_rows(
+        logits, torch.from_numpy(jobs.view(np.uint8)).cuda(), torch.zeros_like(tokens), tokens, logprobs=words
+    )
+    return tokens.tolist(), words.cpu().numpy()
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [7, 33, 1000, 49152, 151936])
+def test_log_probabilities_are_those_of_the_host(vocab: int, dtype: torch.dtype, greedy: bool) -> None:
+    """Half types tie often: equal ones go by rising id. Values may differ in their last digits."""
+    torch.manual_seed(vocab)
+    logits = (torch.randn(13, vocab, device="cuda") * 4).to(dtype)
+    logits[:, 3] = -math.inf
+    logits[5, 5:] = -math.inf  # fewer are left than are asked for
+    tokens, words = scored(logits, greedy=greedy)
+    values = logits.float().cpu().numpy()
+    most = ops.MOST_LOGPROBS
+    for row, count in enumerate(np.resize(COUNTS, 13).tolist()):
+        if count == 0:
+            assert (words[row] == -7).all()
+            continue
+        target = np.array([tokens[row]], np.int32)
+        theirs = logprob_row_reference(row, values[row : row + 1], target, count - 1)
+        width = theirs.token_ids.shape[1]
+        assert words[row, 0] == theirs.ranks[0]
+        assert words[row, 1 : 1 + width].tolist() == theirs.token_ids[0].tolist()
+        assert (words[row, 1 + width : 1 + most] == -1).all()
+        mine = words[row, 1 + most :].view(np.float32)
+        np.testing.assert_allclose(mine[:width], theirs.logprobs[0], rtol=1e-5, atol=1e-5)
+        assert (mine[width:] == -math.inf).all()
+
+
+def test_rows_without_a_token_have_no_log_probabilities() -> None:
+    logits = torch.randn(6, 100, device="cuda")
+    logits[5, 7] = math.nan
+    tokens, words = scored(logits, greedy=True)
+    assert tokens[5] == ops.NOT_FINITE
+    assert (words[5] == -7).all()
+    assert words[4, 0] == 1
+
+
+def test_log_probabilities_have_one_layout_on_both_sides() -> None:
+    assert ops.load().LOGPROBS_BYTES == 4 * ops.LOGPROB_WORDS

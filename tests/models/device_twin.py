@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from models.attention.prompt_plan import PIECES, Rules
-from models.cuda_ops import JOB, NOT_FINITE, NOTHING_LEFT, PagedKV
+from models.cuda_ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, PagedKV
 from models.cuda_reference import count_output_reference, ruled_logits_reference
 from trireme.mesh import Mesh
+from workers.logprobs import logprob_row
 from workers.noise import NoiseField, noise_key, race_among
 from workers.truncation import survivors
 
@@ -84,8 +85,16 @@ def _slots(blocks: Tensor, context: int, size: int) -> Tensor:
     return blocks[at // size].long() * size + at % size
 
 
-def sample_rows(logits: Tensor, jobs: Tensor, positions: Tensor, tokens: Tensor, *, slots: Tensor) -> Tensor:
-    """models.cuda_ops.sample_rows by the definitions of workers.noise and workers.truncation."""
+def sample_rows(
+    logits: Tensor,
+    jobs: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    *,
+    slots: Tensor,
+    logprobs: Tensor | None = None,
+) -> Tensor:
+    """models.cuda_ops.sample_rows by the definitions of workers.noise, workers.truncation and workers.logprobs."""
     table = np.frombuffer(jobs.numpy().tobytes(), JOB)
     noise = NoiseField(logits.shape[1])
     for i, slot in enumerate(slots.tolist()):
@@ -97,7 +106,17 @@ def sample_rows(logits: Tensor, jobs: Tensor, positions: Tensor, tokens: Tensor,
             tokens[i] = _drawn(ruled_logits_reference(logits[i], job, position).numpy(), job, position, noise)
         if tokens[i] >= 0:
             count_output_reference(job, logits.shape[1], int(tokens[i]))
+            if logprobs is not None and job["num_logprobs"] > 0:
+                _write_logprobs(logprobs[i], logits[i : i + 1].float().numpy(), tokens[i : i + 1], job["num_logprobs"])
     return tokens
+
+
+def _write_logprobs(out: Tensor, logits: np.ndarray, token: Tensor, count: int) -> None:
+    count = min(int(count), MOST_LOGPROBS)
+    found = logprob_row(0, logits, token.numpy(), count - 1)
+    ids, values = torch.full((MOST_LOGPROBS,), -1, dtype=torch.int32), torch.full((MOST_LOGPROBS,), -torch.inf)
+    ids[:count], values[:count] = torch.from_numpy(found.token_ids[0]), torch.from_numpy(found.logprobs[0])
+    out.copy_(torch.cat((torch.from_numpy(found.ranks), ids, values.view(torch.int32))))
 
 
 def _drawn(row: np.ndarray, job: Any, position: int, noise: NoiseField) -> int:

@@ -1,4 +1,5 @@
-"""Logit rules on the device: a record says what workers.rules does, and rows that have one never wait for the host."""
+"""Logit rules on the device: a record says what workers.rules does; rows that have one, or want log-probabilities, never wait for
+the host."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from models.cuda_reference import count_output_reference, ruled_logits_reference
 from tests.models.device_twin import VOCAB
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.test_gpu_runner import CPU, alone, make_runner
+from transport.messages import StepResult
 from trireme.params import RowParams
 from workers.gpu_rows import job_of
 from workers.gpu_rules import DeviceRules, is_for_device
@@ -31,6 +33,9 @@ MANY = {
     "seeded": RowParams(8, temperature=1.0, top_k=9, top_p=0.9, seed=4, frequency_penalty=1.5),
     "bias": RowParams(8, logit_bias=((95, 9.0), (3, -2.0), (17, 4.0))),
     "allowed": RowParams(8, allowed_token_ids=(90, 4, 33, 4)),
+    "scored": RowParams(8, temperature=0.8, seed=9, logprobs=3, presence_penalty=1.0, min_p=0.05),
+    "best": RowParams(8, logprobs=20),
+    "own": RowParams(8, temperature=1.2, logprobs=0),
     "barred": RowParams(8, bad_token_ids=((7,), (70,), (50,)), min_tokens=5, eos_token_ids=(*range(64),)),
 }
 
@@ -91,22 +96,22 @@ def test_a_record_says_what_the_rules_do(row: Any, seed: int, are_told: bool) ->
             rules.count(0, token) if are_told else count_output_reference(job, vocab, token)
 
 
-def steady(runner: GpuRunner, jobs: Sequence[tuple[list[int], RowParams]], steps: int) -> list[list[int]]:
-    """The outputs of all jobs, one row each, with every step launched before the tokens of the last one were seen."""
+def steady(runner: GpuRunner, jobs: Sequence[tuple[list[int], RowParams]], steps: int) -> list[StepResult]:
+    """All jobs, one row each, with every step launched before the tokens of the last one were seen."""
     new = [new_row(i, prompt, params, blocks=range(9 * i, 9 * i + 9)) for i, (prompt, params) in enumerate(jobs)]
     rows, sizes = [*range(len(jobs))], [len(prompt) for prompt, _ in jobs]
     tickets = [runner.launch(plan_of(new=new, rows=rows, num_tokens=sizes))]
     for i in range(1, steps):
         plan = plan_of(step=1 + i, rows=rows, num_computed=[size + i - 1 for size in sizes], tokens=[-1] * len(rows))
         tickets.append(runner.launch(plan))
-    return np.array([rows_and_tokens(ticket.result())[1] for ticket in tickets]).T.tolist()
+    return [ticket.result() for ticket in tickets]
 
 
-@pytest.mark.parametrize("kinds", [[kind] for kind in MANY] + [["penalties", "seeded", "barred"]], ids=str)
+@pytest.mark.parametrize("kinds", [[kind] for kind in MANY] + [["penalties", "scored", "barred", "best"]], ids=str)
 def test_rows_with_rules_never_wait_for_the_host(monkeypatch: pytest.MonkeyPatch, kinds: list[str]) -> None:
     jobs = [([5, 6, 7 + i], MANY[kind]) for i, kind in enumerate(kinds)]
-    expected = [alone(job).outputs for job in jobs]
-    runner, _ = make_runner()
+    expected = [alone(job) for job in jobs]
+    runner, _ = make_runner(sizes=[(0, 4)])
     monkeypatch.setattr(Answer, "has_come", lambda self: False)
     monkeypatch.setattr(Sampler, "sample", None)
     sizes: list[int] = []
@@ -114,8 +119,15 @@ def test_rows_with_rules_never_wait_for_the_host(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         runner._graphs, "run", lambda batch, step, *rest: sizes.append(step.rows.size) or run(batch, step, *rest)
     )
-    assert steady(runner, jobs, 8) == expected
+    found = steady(runner, jobs, 8)
     assert sizes == [len(jobs)] * 7
+    assert np.array([rows_and_tokens(result)[1] for result in found]).T.tolist() == [job.outputs for job in expected]
+    for row, job in enumerate(expected):
+        mine = [entry for result in found for entry in result.logprobs if entry.rid == row]
+        for name in ("token_ids", "logprobs", "ranks"):
+            assert [getattr(entry, name).tolist() for entry in mine] == [
+                getattr(entry, name).tolist() for entry in job.logprobs
+            ]
 
 
 def test_a_row_beyond_the_room_stays_with_the_host_and_the_next_one_gets_it() -> None:
@@ -159,7 +171,8 @@ def test_what_the_device_leaves_to_the_host() -> None:
     assert is_for_device(PENALTIES)
     assert is_for_device(RowParams(4, bad_token_ids=((3,), (4,))))
     assert not is_for_device(RowParams(4, bad_token_ids=((3,), (4, 5))))
-    assert not is_for_device(RowParams(4, logprobs=0))
+    assert is_for_device(RowParams(4, logprobs=20))
+    assert not is_for_device(RowParams(4, logprobs=21))
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -161,8 +161,8 @@ def test_only_rows_that_ask_for_it_are_sampled_by_the_host() -> None:
     """Beside them the device goes on by itself, and all go on together."""
     runner, _ = make_runner()
     jobs = [
-        ([5, 6], RowParams(4, temperature=1.0, seed=3)),
-        ([7, 8, 9], RowParams(4, repetition_penalty=1.4, logprobs=1)),
+        ([5, 6], RowParams(4, temperature=1.0, seed=3, logprobs=0)),
+        ([7, 8, 9], RowParams(4, repetition_penalty=1.4, logprobs=1, bad_token_ids=((1, 2),))),
     ]
     expected = [alone(job) for job in jobs]
     blocks = ([3, 9], [5, 2])
@@ -173,7 +173,7 @@ def test_only_rows_that_ask_for_it_are_sampled_by_the_host() -> None:
     ]
     for row, job in enumerate(expected):
         assert [rows_and_tokens(result)[1][row] for result in found] == job.outputs
-    assert [[entry.rid for entry in result.logprobs] for result in found] == [[1]] * 4
+    assert [[entry.rid for entry in result.logprobs] for result in found] == [[1, 0]] * 4
     assert runner.num_slow == 0
 
 
