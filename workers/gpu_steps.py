@@ -247,7 +247,7 @@ class Steps:
         """Copies (source, destination) blocks of all layers, as if one after the other."""
         for batch in independent(copies):
             columns = np.array(batch, np.int32).T
-            pairs = torch.stack(self._send(*columns), 1)
+            pairs = torch.stack(self.send(*columns), 1)
             for layer in self._kv:
                 for side in (layer.k, layer.v):
                     cuda_ops.copy_blocks(side, pairs)

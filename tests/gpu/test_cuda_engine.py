@@ -23,6 +23,8 @@ PROMPTS = [[(7 * i + 3 * j) % 250 for j in range(4 + 13 * i)] for i in range(9)]
 GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=LENGTH, temperature=0.8, top_k=20, top_p=0.9, seed=5, ignore_eos=True)
 SCORED = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True, logprobs=2)
+NEVER = ("never said",)  # a bad word of several tokens, which never comes: the host samples
+HOSTED = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True, logprobs=2, bad_words=NEVER)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def tokens(outputs: Any) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def found(model: Path) -> dict[str, Any]:
-    """What the engine says: greedy, seeded, and greedy with log-probabilities (which the host samples)."""
+    """What the engine says: greedy, seeded, and greedy with log-probabilities, of the device and of the host."""
     with engine(model) as llm:
         assert llm.config.parallel.device == "cuda"
         return {
@@ -73,6 +75,7 @@ def found(model: Path) -> dict[str, Any]:
             "again": tokens(llm.generate(PROMPTS, GREEDY)),  # over cached prefixes
             "seeded": tokens(llm.generate(PROMPTS, SEEDED)),
             "scored": llm.generate(PROMPTS, SCORED),
+            "hosted": llm.generate(PROMPTS, HOSTED),
         }
 
 
@@ -102,8 +105,12 @@ def test_greedy_tokens_are_those_of_the_cpu(model: Path, found: dict[str, Any]) 
 
 def test_cached_prefixes_and_host_sampling_change_nothing(model: Path, found: dict[str, Any]) -> None:
     assert_same_up_to_ties(model, found["again"], found["greedy"])
-    assert_same_up_to_ties(model, tokens(found["scored"]), found["greedy"])
-    assert all(output.outputs[0].logprobs for output in found["scored"])
+    for name in ("scored", "hosted"):
+        assert_same_up_to_ties(model, tokens(found[name]), found["greedy"])
+        assert all(len(output.outputs[0].logprobs) == LENGTH for output in found[name])
+    for mine, theirs in zip(found["scored"], found["hosted"], strict=True):  # the first tokens have the same past
+        a, b = mine.outputs[0].logprobs[0], theirs.outputs[0].logprobs[0]
+        assert a.logprob == pytest.approx(b.logprob, abs=0.1)
 
 
 RULES: dict[str, Any] = {
@@ -117,10 +124,9 @@ RULES: dict[str, Any] = {
 
 
 def test_rules_on_the_device_are_those_of_the_host(model: Path) -> None:
-    """A bad word of several tokens, which never comes, makes the host sample."""
     with engine(model) as llm:
         mine = tokens(llm.generate(PROMPTS, SamplingParams(**RULES)))
-        theirs = tokens(llm.generate(PROMPTS, SamplingParams(**RULES, bad_words=("never said",))))
+        theirs = tokens(llm.generate(PROMPTS, SamplingParams(**RULES, bad_words=NEVER)))
     same = sum(a == b for a, b in zip(mine, theirs, strict=True))
     assert same >= len(PROMPTS) // 2  # one near tie changes all that follows
 

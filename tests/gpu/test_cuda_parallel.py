@@ -17,6 +17,7 @@ from models.cuda_rows import SPLIT_FROM
 from tests.e2e.deployment import Deployment, is_alive, wait_for
 from tests.gpu.test_cuda_engine import (
     GREEDY,
+    HOSTED,
     LENGTH,
     PROMPTS,
     SCORED,
@@ -54,9 +55,10 @@ def test_tokens_are_those_of_one_card(model: Path, alone: dict[str, Any], shape:
         assert llm.config.parallel.device == "cuda"
         greedy = tokens(llm.generate(PROMPTS, GREEDY))
         assert_same_up_to_ties(model, greedy, alone["greedy"])
-        scored = llm.generate(PROMPTS, SCORED)  # sampled by the host, on every rank
-        assert_same_up_to_ties(model, tokens(scored), greedy)
-        assert all(output.outputs[0].logprobs for output in scored)
+        for params in (SCORED, HOSTED):  # by the device and by the host, on every rank
+            scored = llm.generate(PROMPTS, params)
+            assert_same_up_to_ties(model, tokens(scored), greedy)
+            assert all(output.outputs[0].logprobs for output in scored)
         seeded = tokens(llm.generate(PROMPTS, SEEDED))
         again = tokens(llm.generate(PROMPTS, GREEDY))
     assert_same_up_to_ties(model, again, greedy)

@@ -112,7 +112,7 @@ def sample_rows(
 
 
 def _write_logprobs(out: Tensor, logits: np.ndarray, token: Tensor, count: int) -> None:
-    count = min(int(count), MOST_LOGPROBS)
+    count = min(int(count), MOST_LOGPROBS, 1 + logits.shape[1])
     found = logprob_row(0, logits, token.numpy(), count - 1)
     ids, values = torch.full((MOST_LOGPROBS,), -1, dtype=torch.int32), torch.full((MOST_LOGPROBS,), -torch.inf)
     ids[:count], values[:count] = torch.from_numpy(found.token_ids[0]), torch.from_numpy(found.logprobs[0])
