@@ -404,19 +404,34 @@ def sampling_cases() -> Iterator[Case]:
 
     from models import cuda_ops as ops
 
-    def sample(rows: int, greedy: bool, top_k: int, top_p: float) -> Callable[[], object]:
+    words = ops.touched_words(VOCAB)
+    records = torch.zeros(256, words + VOCAB, device="cuda", dtype=torch.int32)
+    records[:, :words:4] = records[:, words::128] = 1  # every 128th token was output once
+
+    def sample(rows: int, greedy: bool, top_k: int, top_p: float, rules: bool, logprobs: int) -> Callable[[], object]:
         jobs = np.zeros(rows, ops.JOB)
+        if rules:
+            jobs["record"] = [record.data_ptr() for record in records[:rows]]
+            jobs["repetition_penalty"], jobs["presence_penalty"] = 1.2, 0.5
+        jobs["num_logprobs"] = logprobs
         jobs["temperature"], jobs["top_p"], jobs["min_depth"] = 1.0, top_p, -math.inf
         jobs["top_k"], jobs["is_greedy"] = top_k, greedy
         on_card = torch.from_numpy(jobs.view(np.uint8)).cuda()
         logits, at = random(rows, VOCAB), torch.arange(rows, device="cuda", dtype=torch.int32)
         tokens = torch.empty_like(at)
-        return lambda: ops.sample_rows(logits, on_card, at, tokens)
+        beside = torch.empty(rows, ops.LOGPROB_WORDS, device="cuda", dtype=torch.int32)
+        return lambda: ops.sample_rows(logits, on_card, at, tokens, logprobs=beside)
 
-    kinds = {"greedy": (True, 0, 1.0), "plain": (False, 0, 1.0), "k50 p0.9": (False, 50, 0.9)}
+    kinds = {
+        "greedy": (True, 0, 1.0, False, 0),
+        "plain": (False, 0, 1.0, False, 0),
+        "k50 p0.9": (False, 50, 0.9, False, 0),
+        "penalties": (True, 0, 1.0, True, 0),
+        "5 logprobs": (True, 0, 1.0, False, 6),
+    }
     for rows in (1, 32, 256):
-        for name, (greedy, top_k, top_p) in kinds.items():
-            arguments = (rows, greedy, top_k, top_p)
+        for name, kind in kinds.items():
+            arguments = (rows, *kind)
             yield Case("sample_rows", f"{rows} {name}", rows * VOCAB * 2, lambda a=arguments: sample(*a))
 
 

@@ -10,63 +10,64 @@ namespace trireme::cuda {
 
 __device__ __forceinline__ int touched_words(int vocab) { return (vocab + 31) / 32; }
 
+// The sum with all that is listed for a token; an end, listed with -inf, is barred while the row is short.
+__device__ __forceinline__ float biased(const SampleJob& job, const Listed* listed, int position, int token, float x) {
+  int low = 0;
+  for (int high = job.num_listed; low < high;) {
+    const int middle = (low + high) / 2;
+    if (listed[middle].token < token) low = middle + 1;
+    else high = middle;
+  }
+  for (; low < job.num_listed && listed[low].token == token; ++low) {
+    const float bias = listed[low].bias;
+    if (bias > -INFINITY || position < job.ends_from) x = __fadd_rn(x, bias);
+  }
+  return x;
+}
+
+// The logit of a token that has a mark.
+__device__ __forceinline__ float marked_logit(const SampleJob* job, int vocab, int position, int token, float x) {
+  const uint32_t* marks = static_cast<const uint32_t*>(job->record) + touched_words(vocab);
+  const uint32_t mark = marks[token];
+  if ((mark & kBarred) != 0 || (job->only_allowed != 0 && (mark & kAllowed) == 0)) return -INFINITY;
+  const uint32_t count = mark & kOutputs;
+  if (count > 0 || (mark & kInPrompt) != 0) {
+    const float rate = job->repetition_penalty;
+    if (rate != 1.0f) x = x > 0.0f ? __fdiv_rn(x, rate) : __fmul_rn(x, rate);
+    x = __fsub_rn(x, __fmul_rn(job->frequency_penalty, static_cast<float>(count)));
+    if (count > 0) x = __fsub_rn(x, job->presence_penalty);
+  }
+  if ((mark & kListed) == 0) return x;
+  return biased(*job, reinterpret_cast<const Listed*>(marks + vocab), position, token, x);
+}
+
 template <class T>
 struct PlainRow {
+  using Value = T;
+  static constexpr bool kInPacks = true;  // worth 16-byte loads
   const T* logits;
-  __device__ __forceinline__ float raw(int i) const { return to_float(logits[i]); }
   __device__ __forceinline__ float ruled(int, float x) const { return x; }
-  __device__ __forceinline__ float operator()(int i) const { return raw(i); }
+  __device__ __forceinline__ float operator()(int i) const { return to_float(logits[i]); }
 };
 
 template <class T>
 struct RuledRow {
+  using Value = T;
+  static constexpr bool kInPacks = false;
   const T* logits;
-  const uint32_t* touched;  // [ceil(vocab / 32)] bits
-  const uint32_t* marks;    // [vocab]
-  const Listed* listed;
   const SampleJob* job;
-  int position;
-  bool only_allowed;
+  const uint32_t* touched;
+  int vocab, position;
+  float untouched;  // -inf: only allowed tokens stay
 
-  __device__ RuledRow(const T* row, const SampleJob* asked, int vocab, int at)
-      : logits(row), touched(static_cast<const uint32_t*>(asked->record)), marks(touched + touched_words(vocab)),
-        listed(reinterpret_cast<const Listed*>(marks + vocab)), job(asked), position(at), only_allowed(asked->only_allowed != 0) {}
+  __device__ RuledRow(const T* row, const SampleJob* asked, int size, int at)
+      : logits(row), job(asked), touched(static_cast<const uint32_t*>(asked->record)), vocab(size), position(at),
+        untouched(asked->only_allowed != 0 ? -INFINITY : 0.0f) {}
 
-  __device__ __forceinline__ float raw(int i) const { return to_float(logits[i]); }
   __device__ __forceinline__ float ruled(int i, float x) const {
-    if ((touched[i / 32] >> (i % 32) & 1u) == 0) return only_allowed ? -INFINITY : x;
-    return changed(i, x);
+    return (touched[i / 32] >> (i % 32) & 1u) != 0 ? marked_logit(job, vocab, position, i, x) : x + untouched;
   }
-  __device__ __forceinline__ float operator()(int i) const { return ruled(i, raw(i)); }
-
-  __device__ __forceinline__ float changed(int i, float x) const {
-    const uint32_t mark = marks[i];
-    if ((mark & kBarred) != 0 || (only_allowed && (mark & kAllowed) == 0)) return -INFINITY;
-    const uint32_t count = mark & kOutputs;
-    if (count > 0 || (mark & kInPrompt) != 0) {
-      const float rate = job->repetition_penalty;
-      if (rate != 1.0f) x = x > 0.0f ? __fdiv_rn(x, rate) : __fmul_rn(x, rate);
-      x = __fsub_rn(x, __fmul_rn(job->frequency_penalty, static_cast<float>(count)));
-      if (count > 0) x = __fsub_rn(x, job->presence_penalty);
-    }
-    return (mark & kListed) != 0 ? biased(i, x) : x;
-  }
-
-  // The sum with all that is listed for a token; an end, listed with -inf, is barred while the row is short.
-  __device__ float biased(int i, float x) const {
-    int low = 0;
-    for (int high = job->num_listed; low < high;) {
-      const int middle = (low + high) / 2;
-      if (listed[middle].token < i) low = middle + 1;
-      else high = middle;
-    }
-    for (; low < job->num_listed && listed[low].token == i; ++low) {
-      const float bias = listed[low].bias;
-      if (bias == -INFINITY && position >= job->ends_from) continue;
-      x = __fadd_rn(x, bias);
-    }
-    return x;
-  }
+  __device__ __forceinline__ float operator()(int i) const { return ruled(i, to_float(logits[i])); }
 };
 
 // Counts a token that the row has been given.

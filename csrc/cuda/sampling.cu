@@ -2,7 +2,8 @@
 //
 // Decisions are those of workers/truncation.py and workers/noise.py: cuts are radix searches over float bits, top-p sums are
 // whole numbers and so exact in any order, the draw is argmax((logit - peak) / temperature + Gumbel noise), the noise a hash of
-// (seed, choice, position, token). Only the few tokens that could win are scored in double.
+// (seed, choice, position, token). Only the few tokens that could win are scored in double. A row's rules are applied as its logits
+// are read; log-probabilities are of the logits without them.
 #include "cuda/device.cuh"
 #include "cuda/rules.cuh"
 
@@ -86,6 +87,24 @@ __device__ __forceinline__ T reduce(T value, T* shared, F better) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value = better(value, __shfl_xor_sync(0xffffffffu, value, step));
   return value;
+}
+
+// f(i, logit) of every token of a row as the model gave it: 16 bytes at a time, kAhead such loads under way, where that is worth it
+// and they lie well. A thread's ids rise.
+template <int kAhead = 1, class Row, class F>
+__device__ __forceinline__ void for_each(const Row& row, int vocab, F f) {
+  using P = Pack<typename Row::Value>;
+  int packs = 0;
+  if constexpr (Row::kInPacks) {
+    if (reinterpret_cast<uintptr_t>(row.logits) % 16 == 0) packs = vocab / P::size;
+#pragma unroll kAhead
+    for (int p = threadIdx.x; p < packs; p += kThreads) {
+      const P pack = load_pack(row.logits + p * P::size);
+#pragma unroll
+      for (int j = 0; j < P::size; ++j) f(p * P::size + j, to_float(pack.v[j]));
+    }
+  }
+  for (int i = packs * P::size + threadIdx.x; i < vocab; i += kThreads) f(i, to_float(row.logits[i]));
 }
 
 struct Cut {
@@ -215,15 +234,15 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
   float best = -INFINITY, best_raw = -INFINITY;
   int found = 0x7fffffff;
   bool is_sound = true;
-  for (int i = threadIdx.x; i < vocab; i += kThreads) {
-    const float raw = values.raw(i), x = values.ruled(i, raw);
+  for_each<4>(values, vocab, [&](int i, float raw) {
+    const float x = values.ruled(i, raw);
     is_sound &= raw == raw && raw < INFINITY;
     best_raw = fmaxf(best_raw, raw);
     if (x > best) {
       best = x;
       found = i;
     }
-  }
+  });
   is_sound = __syncthreads_and(is_sound) != 0 && __syncthreads_or(best_raw > -INFINITY) != 0;
   if (!is_sound) return kNotFinite;
   const float peak = reduce(best, s.floats, larger);
@@ -237,19 +256,19 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
   int p_end = 0;
   const bool has_p = job.top_p < 1.0;
   if (has_p) {
-    auto keys = [&](int i, uint32_t* key, int* mass) {
-      const float x = values(i);
+    auto mass_at = [&](int i, float x, uint32_t* key, int* mass) {
       const float depth = __fmul_rn(__fsub_rn(peak, x), inverse);
       *key = __float_as_uint(depth);
       *mass = mass_of(depth);
       return !has_k || top.holds(i, x);
     };
+    auto keys = [&](int i, uint32_t* key, int* mass) { return mass_at(i, values(i), key, mass); };
     unsigned long long total = 0;
-    for (int i = threadIdx.x; i < vocab; i += kThreads) {
+    for_each(values, vocab, [&](int i, float raw) {
       uint32_t key;
       int m;
-      if (keys(i, &key, &m)) total += static_cast<unsigned long long>(m);
-    }
+      if (mass_at(i, values.ruled(i, raw), &key, &m)) total += static_cast<unsigned long long>(m);
+    });
     total = reduce(total, s.longs, [](unsigned long long a, unsigned long long b) { return a + b; });
     const Cut cut = find_cut(vocab, static_cast<unsigned long long>(ceil(job.top_p * static_cast<double>(total))), s, keys);
     p_key = cut.key;
@@ -267,16 +286,16 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
   const uint64_t key = noise_key(job.seed, job.choice, position);
   float leader = INFINITY;
   uint32_t leader_noise = 0;
-  for (int i = threadIdx.x; i < vocab; i += kThreads) {
-    const float x = values(i);
-    if (!stays(i, x)) continue;
+  for_each(values, vocab, [&](int i, float raw) {
+    const float x = values.ruled(i, raw);
+    if (!stays(i, x)) return;
     const uint32_t h = noise(key, i);
     const float ratio = (static_cast<float>(h) + 0.5f) * expf((peak - x) * inverse);
     if (ratio < leader) {
       leader = ratio;
       leader_noise = h;
     }
-  }
+  });
   const double v = (static_cast<double>(leader_noise) + 0.5) * 0x1p-32;
   const float bound = leader == INFINITY ? INFINITY : static_cast<float>(leader * (-log1p(-v) / v) * kSlack);
   const float limit = reduce(bound, s.floats, [](float a, float b) { return fminf(a, b); });
@@ -306,15 +325,14 @@ __device__ __noinline__ void write_logprobs(const T* logits, int vocab, int toke
   const float own = values(token);
   float best = -INFINITY;
   int above = 0;
-  for (int i = threadIdx.x; i < vocab; i += kThreads) {
-    const float x = values(i);
+  for_each(values, vocab, [&](int, float x) {
     best = fmaxf(best, x);
     above += x > own;
-  }
+  });
   const float peak = reduce(best, s.floats, [](float a, float b) { return fmaxf(a, b); });
   above = reduce(above, s.ints, plus);
   double sum = 0.0;
-  for (int i = threadIdx.x; i < vocab; i += kThreads) sum += static_cast<double>(expf(values(i) - peak));
+  for_each(values, vocab, [&](int, float x) { sum += static_cast<double>(expf(x - peak)); });
   const double shift = log(reduce(sum, s.doubles, plus));
   auto value = [&](float x) { return static_cast<float>(static_cast<double>(x) - static_cast<double>(peak) - shift); };
   if (threadIdx.x == 0) {
@@ -326,13 +344,12 @@ __device__ __noinline__ void write_logprobs(const T* logits, int vocab, int toke
   const int k = min(count, kMostLogprobs) - 1;
   if (k > 0) {
     const Top top = top_k(values, vocab, k, s);
-    for (int i = threadIdx.x; i < vocab; i += kThreads) {
-      const float x = values(i);
-      if (!(x > -INFINITY) || !top.holds(i, x)) continue;
+    for_each(values, vocab, [&](int i, float x) {
+      if (!(x > -INFINITY) || !top.holds(i, x)) return;
       const int at = atomicAdd(&s.num_best, 1);
       s.best_values[at] = x;
       s.best_ids[at] = i;
-    }
+    });
   }
   __syncthreads();
   const int mine = threadIdx.x, found = s.num_best;
