@@ -18,7 +18,7 @@ from serving.detokenizer import TokenText
 from serving.door import Caller, Door
 from serving.engine import EngineState
 from serving.processor import Processor
-from serving.sse import Ticker
+from serving.sse import Look, Ticker
 from serving.telemetry import Snapshot, Telemetry
 from serving.templates import find_template
 from serving.tokens import Tokenizer
@@ -72,7 +72,7 @@ class Front:
         self.renderer = ChatRenderer(template, special)
         self.telemetry = Telemetry()
         self.door = Door(config.serving, queue_s=config.scheduler.queue_timeout)
-        self.ticker = Ticker(buffer_bytes=config.serving.stream_buffer, on_cut=self._on_cut)
+        self.ticker = Ticker(buffer_bytes=config.serving.stream_buffer, on_look=self._on_look)
         self.is_draining = False  # told to leave: not ready any more
         self.is_refusing = False  # and the notice period is over
         self.num_inside = 0  # requests between the first byte of their body and their last byte out
@@ -207,8 +207,8 @@ class Front:
     async def snapshots(self) -> list[Snapshot]:
         return await self._snapshots() if self._snapshots is not None else [self.own_snapshot()]
 
-    def _on_cut(self) -> None:
-        self.telemetry.count("trireme_slow_readers")
+    def _on_look(self, look: Look) -> None:
+        self.telemetry.count("trireme_slow_readers" if look == "ended" else "trireme_slow_readers_reset")
 
     def close(self) -> None:
         self.ticker.stop()

@@ -144,7 +144,8 @@ class Stream:
         self.nudge()
 
     def close(self) -> None:
-        """Aborts whatever still runs."""
+        """Aborts whatever still runs, and drops what was not taken."""
+        self.pending.clear()
         if self._timer is not None:
             self._timer.cancel()
         rids = list(self.rids.values())

@@ -59,7 +59,7 @@ class Telemetry:
             self.counters[f"trireme_requests|{outcome}"] = 0.0
         for name in ("trireme_prompt_tokens", "trireme_cached_tokens", "trireme_generation_tokens"):
             self.counters[name] = 0.0
-        self.counters["trireme_slow_readers"] = 0.0
+        self.counters["trireme_slow_readers"] = self.counters["trireme_slow_readers_reset"] = 0.0
         self.open = 0
         self._histograms = {metric.name: Histogram([0] * (len(metric.buckets) + 1)) for metric in _HISTOGRAMS}
 

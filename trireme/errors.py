@@ -9,6 +9,7 @@ TriremeError
 │   └── TooLargeError    body or header over its limit                        413
 ├── OverloadedError      we are full: 429 (caller's quota) or 503 (server)    429 / 503, Retry-After
 ├── DeadlineError        not complete when its deadline came              504
+├── SlowReaderError      its answer was not read fast enough                  408, as a stream's last event
 ├── EngineError          ours: the engine or one of its parts failed          500
 │   ├── EngineDeadError  the engine serving this request died                 503, Retry-After
 │   ├── QuarantinedError two engines died while they ran this request         422: clients must not send it again
@@ -94,6 +95,12 @@ class DeadlineError(TriremeError):
 
     status = 504
     code = "deadline_exceeded"
+    kind = "timeout_error"
+
+
+class SlowReaderError(TriremeError):
+    status = 408
+    code = "slow_reader"
     kind = "timeout_error"
 
 

@@ -69,6 +69,7 @@ METRICS: tuple[Metric, ...] = (
     # front ends and the wire
     Metric("trireme_streams_open", "gauge", "HTTP requests being answered"),
     Metric("trireme_slow_readers", "counter", "streams ended because their reader lagged too far behind"),
+    Metric("trireme_slow_readers_reset", "counter", "of these, connections reset because they took nothing any more"),
     Metric("trireme_routing_fallbacks", "counter", "engines chosen without the coordinator"),
     Metric("trireme_moves", "counter", "choices that went on elsewhere after they had lost their engine"),
     Metric("trireme_quarantined", "counter", "choices that were running on two engines when these died", decisive=True),

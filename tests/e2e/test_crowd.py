@@ -37,6 +37,8 @@ def test_slow_readers_are_cut_off_and_their_blocks_freed(tmp_path: Path) -> None
             wait_for(lambda: deployment.metric("trireme_kv_blocks", state="owned") == 0, 3, "all blocks back")
         finally:
             readers.close()
-        assert deployment.metric("trireme_requests_total", outcome="error") == 8
+        wait_for(
+            lambda: deployment.metric("trireme_requests_total", outcome="error") == 8, 5, "all of them count as errors"
+        )
         body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "ignore_eos": True}
         assert deployment.post("/v1/completions", body)["usage"]["completion_tokens"] == 4

@@ -217,31 +217,6 @@ async def test_answers_that_nobody_reads_hold_no_connection(
             await served.quiet()
 
 
-async def test_a_slow_reader_is_cut_off_and_frees_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.sse.STALL_S", 0.5)
-    engine = FakeEngine([259] * 100_000, step_s=0.0005, max_len=200_000)
-    async with serve(tmp_path, engine, extra=["long text " * 100], stream_buffer=4096) as served:
-        body = json.dumps({**TEXT, "stream": True, "max_tokens": 100_000}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
-        writer.write(head + body)
-        await reader.readline()
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        try:
-            async with asyncio.timeout(15):
-                while served.front.client.num_rows == 0 and not engine.aborted:
-                    await asyncio.sleep(0.01)
-                while served.front.client.num_rows or not engine.aborted:
-                    await asyncio.sleep(0.05)  # the abort travels to the engine by itself
-            await served.quiet()
-        finally:
-            writer.transport.abort()
-        assert engine.aborted == [1]
-        numbers = await served.numbers()
-        assert numbers["trireme_slow_readers_total"] == 1
-        assert numbers['trireme_requests_total{outcome="error"}'] == 1
-
-
 async def test_silent_streams_get_pings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.sse.PING_S", 0.5)
     monkeypatch.setattr("serving.sse.FIRST_EVENT_S", 0.2)
