@@ -12,7 +12,7 @@ import msgspec
 
 from engine_core.executor.base import Executor, WorkerLost, WorkerPlace, make_executor
 from engine_core.loop import EngineLoop
-from engine_core.pace import Together
+from engine_core.pace import Alone, Pace, Together
 from engine_core.start import start_core
 from engine_core.wave import Wave
 from transport.boot import BootChannel
@@ -63,7 +63,7 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
     started = start_core(config, executor, progress, engine=boot.index, epoch=boot.epoch, phases=channel.phases)
     server = Server.open(boot, f"{boot.name}.front", FrontToEngine, facts=started.core.facts())
     coordinator = Connection.open(boot, "coordinator", FromCoordinator) if config.parallel.dp > 1 else None
-    pace = None
+    pace: Pace = Alone(started.core, boot.pause, channel.paused)
     if config.in_lockstep and coordinator is not None:
         pace = Together(started.core, Wave(boot.index, boot.epoch, executor.depth), coordinator.send)
     loop = EngineLoop(

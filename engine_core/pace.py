@@ -74,10 +74,13 @@ class Alone:
     most_tokens = 0
     may_leave = True
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, mode: Mode = "", tell: Callable[[Mode], object] | None = None) -> None:
+        """Begins in the pause that its former life was in. `tell` is told of each that follows, for the next one."""
         self._core = core
+        self._tell = tell
         self._waiting: list[Answer] = []
-        self.mode: Mode = ""
+        self.mode = mode
+        enter(core, mode)
 
     @property
     def owes_step(self) -> bool:
@@ -105,6 +108,8 @@ class Alone:
             waiting("another pause or resume came in between")
         self._waiting = [answer]
         self.mode = mode
+        if self._tell is not None:
+            self._tell(mode)
         enter(self._core, mode)
 
     def settle(self) -> None:

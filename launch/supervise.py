@@ -22,11 +22,12 @@ from launch.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 from transport.address import make_secret_keys
 from transport.boot import Child, spawn
 from transport.hatch import Egg, hatch
-from transport.messages import Boot, Failed, Progress, Ready, Role
+from transport.messages import Boot, Failed, Paused, Progress, Ready, Role
 from transport.poller import NEVER, Poller, Waker
 from transport.rundir import RunDir
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+from trireme.lockstep import Mode
 
 # Their next life waits with its imports behind it: nobody should wait for those under load.
 SPARE_ROLES = ("coordinator",)
@@ -110,6 +111,7 @@ class Part:
         self.ready_at = 0.0
         self.restart_at = NEVER
         self.last_progress: Progress | None = None
+        self.pause: Mode = ""  # of an engine, over its lives
 
 
 class Supervisor:
@@ -165,7 +167,7 @@ class Supervisor:
         """In start order. For reading only."""
         return self._parts
 
-    def boot_for(self, role: Role, name: str, index: int = 0, epoch: int = 0) -> Boot:
+    def boot_for(self, role: Role, name: str, index: int = 0, epoch: int = 0, pause: Mode = "") -> Boot:
         """What a process of this deployment must know; also for a client inside the supervisor's own process (LLM)."""
         if self._run_dir is None:
             raise ConfigError("the deployment has not been started")
@@ -182,6 +184,7 @@ class Supervisor:
             else -1,
             secret_keys=self._secret_keys,
             peers=self._peers.path if role == "engine" else "",
+            pause=pause,
         )
 
     def start(self) -> None:
@@ -273,7 +276,7 @@ class Supervisor:
         part.epoch += 1
         if part.role == "engine":
             self._peers.join(part.epoch)
-        boot = self.boot_for(part.role, part.name, part.index, part.epoch)
+        boot = self.boot_for(part.role, part.name, part.index, part.epoch, part.pause)
         part.state, part.started_at, part.restart_at = "starting", time.monotonic(), NEVER
         part.child = spawn(part.module, boot, egg=self._egg_for(part))
         self._poller.add(part.child, lambda: self._on_reports(part))
@@ -304,6 +307,8 @@ class Supervisor:
                     self._notify(report)
                 case Ready():
                     self._on_ready(part, report)
+                case Paused():
+                    part.pause = report.mode
                 case Failed():
                     failed = report
         if child.is_dead:

@@ -108,7 +108,14 @@ class EngineClient:
         self._rids = itertools.count(1)
         self._placement = Placement(self._engines, self._rids, clock, is_coordinated=coordinator is not None, rng=rng)
         self._calls: dict[int, tuple[Engine, asyncio.Future[CallReply]]] = {}
-        self._pauses = Pauses(self, self._placement, self._rids, in_lockstep=in_lockstep)
+        self._pauses = Pauses(
+            self,
+            self._placement,
+            self._rids,
+            in_lockstep=in_lockstep,
+            absence_s=engine_wait_s,
+            clock=clock,
+        )
         self.num_moved = self.num_quarantined = 0
         self._migration_limit = migration_limit
         self._engine_wait_s = engine_wait_s

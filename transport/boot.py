@@ -26,16 +26,17 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
 from transport.codec import Decoder, encode
 from transport.hatch import Egg, hatch
-from transport.messages import Beat, Boot, Drain, Failed, FromChild, Progress, Ready, ToChild, Wire
+from transport.messages import Beat, Boot, Drain, Failed, FromChild, Paused, Progress, Ready, ToChild, Wire
 from transport.poller import NEVER, Waker
 from transport.rundir import remove_run_dir
 from trireme.errors import ProtocolError, TransportError, TriremeError
+from trireme.lockstep import Mode
 from trireme.phases import Phases
 
 log = logging.getLogger("trireme.transport")
@@ -45,6 +46,8 @@ MAX_TEXT = 32 << 10
 BEAT_S = 1.0
 PROGRESS_S = 0.05
 EXIT_GRACE_S = 2.0
+
+Report: TypeAlias = Progress | Ready | Failed | Paused
 
 
 class Child:
@@ -79,10 +82,10 @@ class Child:
         except (OSError, IndexError):
             return self.is_dead
 
-    def receive(self) -> list[Progress | Ready | Failed]:
+    def receive(self) -> list[Report]:
         """Reports since the last call, never blocking. When the child is dead the list ends with a Failed: its own, or
         one that says how it died (signal, exit code). `is_dead` is then True. A clean exit (code 0) gives no Failed."""
-        reports: list[Progress | Ready | Failed] = []
+        reports: list[Report] = []
         while not self.is_dead:
             try:
                 packet = self._channel.recv(PACKET_BYTES)
@@ -143,7 +146,7 @@ class Child:
         self._epoll.close()
         self._channel.close()
 
-    def _take(self, report: Any, reports: list[Progress | Ready | Failed]) -> None:
+    def _take(self, report: Any, reports: list[Report]) -> None:
         match report:
             case Beat():
                 self.last_beat = time.monotonic()
@@ -156,7 +159,7 @@ class Child:
                 return
         reports.append(report)
 
-    def _bury(self, reports: list[Progress | Ready | Failed]) -> None:
+    def _bury(self, reports: list[Report]) -> None:
         """The channel has ended: so must the process (one that is exiting anyway keeps its exit code)."""
         self._epoll.unregister(self._channel.fileno())
         self.kill()
@@ -262,6 +265,10 @@ class BootChannel:
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._send(Beat(progress), socket.MSG_DONTWAIT)
+
+    def paused(self, mode: Mode) -> None:
+        """Says in which pause the next life of this engine shall begin."""
+        self._send(Paused(mode), socket.MSG_DONTWAIT)
 
     def fail(self, error: BaseException | Failed) -> NoReturn:
         """Reports the error (or a grandchild's Failed as it is) and ends this process at once."""

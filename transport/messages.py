@@ -17,7 +17,7 @@ from trireme.hashing import KEY_BYTES
 from trireme.lockstep import Agreed, Ballot, Mode
 from trireme.params import RowParams
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_PREFIX = 1024  # blocks of a prompt that a Route names
 
 Role = Literal["front", "engine", "worker", "coordinator", "admin"]
@@ -454,6 +454,7 @@ class Boot(Wire, frozen=True):
     listen_fd: int = -1  # inherited listening socket of the HTTP port
     peers: str = ""  # fd path of the shared memory of engines in lock step
     secret_keys: dict[str, bytes] = {}  # CURVE keys when tcp leaves loopback
+    pause: Mode = ""  # that an engine's former life was in
 
 
 class Progress(Wire, frozen=True):
@@ -487,6 +488,12 @@ class Beat(Wire, frozen=True):
     progress: int
 
 
+class Paused(Wire, frozen=True):
+    """An engine that steps alone is in this pause from now on, and so shall be its next life. "": in none."""
+
+    mode: Mode
+
+
 class Drain(Wire, frozen=True):
     """Finish and leave: take new work for `notice_s` more seconds, then let what runs end within `deadline_s`."""
 
@@ -501,4 +508,4 @@ CoreToWorker = Welcome | Refused | WorkerInit | SetupKV | StepPlan | NextToken |
 ToCoordinator = Hello | Load | KVEvents | Route | Released | WaveReport | Call | Ping
 FromCoordinator = Welcome | Refused | Routed | View | Resync | GiveBack | WaveOrder | CallReply | Pong
 ToChild = Boot | Drain | Progress
-FromChild = Progress | Ready | Failed | Beat
+FromChild = Progress | Ready | Failed | Beat | Paused

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.procs.deployment import Deployment, is_alive, ready_of, wait_for
-from transport.boot import Child, spawn
+from transport.boot import Child, Report, spawn
 from transport.hatch import hatch
 from transport.messages import Failed, Progress, Ready
 from transport.poller import Poller
@@ -28,8 +28,8 @@ def deployment() -> Iterator[Deployment]:
     deployment.close()
 
 
-def reports_until_death(child: Child) -> list[Progress | Ready | Failed]:
-    reports: list[Progress | Ready | Failed] = []
+def reports_until_death(child: Child) -> list[Report]:
+    reports: list[Report] = []
     poller = Poller()
     poller.add(child, lambda: reports.extend(child.receive()))
     deadline = time.monotonic() + 30
