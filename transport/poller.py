@@ -6,6 +6,7 @@ Owned by the one thread that calls wait(). Must never hold state of the sources:
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -33,11 +34,13 @@ class Waker:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.RLock()  # a closed number may be somebody else's; signal handlers set it too
 
     def set(self) -> None:
         """Makes the poller call back once more. Does nothing after close()."""
-        if self._fd >= 0:
-            os.eventfd_write(self._fd, 1)
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
 
     def acknowledge(self) -> bool:
         """Resets the waker. Poller does it; loops without one (asyncio's add_reader) call it first."""
@@ -57,9 +60,10 @@ class Waker:
         return NEVER
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
 
 
 class Poller:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -590,3 +591,33 @@ async def test_the_local_pair_behaves_like_sockets() -> None:
     assert isinstance(got[-1], Left)
     assert not link.is_up
     assert not link.send(submit(1))
+
+
+def test_a_waker_is_closed_under_those_who_set_it() -> None:
+    """They write to it or to nothing: never to a number that is closed, or somebody else's by then."""
+    errors: list[BaseException] = []
+
+    def keep_setting(waker: Waker, over: threading.Event) -> None:
+        try:
+            while not over.is_set():
+                waker.set()
+        except BaseException as error:
+            errors.append(error)
+
+    former = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            waker, over = Waker(), threading.Event()
+            threads = [threading.Thread(target=keep_setting, args=(waker, over)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.0005)
+            waker.close()
+            time.sleep(0.0005)
+            over.set()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(former)
+    assert errors == []
