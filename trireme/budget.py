@@ -55,6 +55,13 @@ def _feed_forward_params(arch: ArchSpec) -> int:
     return arch.num_layers * 3 * wide
 
 
+def _expert_part(arch: ArchSpec) -> float:
+    """Of all parameters, those of experts that a router chooses from."""
+    if not isinstance(arch.body, MoeBody):
+        return 0.0
+    return len(arch.body.moe_layers) * arch.body.num_experts * 3 * arch.hidden * arch.ffn / num_params(arch)
+
+
 def kv_token_bytes(arch: ArchSpec, kv_dtype: str, mesh: Mesh) -> int:
     """Bytes that one token's keys and values take on the worker that holds the most of them."""
     heads = max(split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, rank).kv.size for rank in range(mesh.tp))
@@ -69,12 +76,26 @@ def _kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
     return head_dim * KV_BYTES[kv_dtype]
 
 
-def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
-    """Upper estimate of what one step needs besides weights and KV: activations of every token, and the logits."""
+def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig, num_engines: int = 1) -> int:
+    """Upper estimate of what one step needs besides weights and KV: activations of every token, and the logits. `num_engines`
+    split the experts: the tokens of all of them come to each."""
     heads = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-    per_token = 4 * (4 * arch.hidden + 3 * arch.ffn + 2 * heads)
+    ffn, mixed = arch.ffn, 0
+    if isinstance(arch.body, MoeBody):
+        ffn = max(arch.body.dense_ffn, arch.ffn if arch.body.shared_expert else 0)
+        mixed = num_engines * _mixture_token_bytes(arch, arch.body) + 4 * arch.body.top_k * arch.hidden
+    per_token = 4 * (4 * arch.hidden + 3 * ffn + 2 * heads) + mixed
     logits = max(LOGITS_BYTES, scheduler.num_rows * arch.vocab_size * 4)
     return scheduler.num_tokens * per_token + 2 * logits
+
+
+def _mixture_token_bytes(arch: ArchSpec, body: MoeBody) -> int:
+    """Of one token in a layer of experts, wherever it came from: itself, its router's row, and a pair for each chosen expert with
+    its number, place and score. Pairs are gathered (and scaled), then every expert writes what is between its two products (of
+    all tokens at worst), then results are made and put back in order."""
+    pair = arch.hidden + arch.ffn
+    steps = max(body.top_k * 2 * arch.hidden, 3 * arch.ffn)
+    return 4 * (2 * arch.hidden + body.num_experts + body.top_k * pair + steps) + 32 * body.top_k
 
 
 def gpu_activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
@@ -99,6 +120,8 @@ class Share(NamedTuple):
 def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[Share]:
     """Where the memory of a deployment goes. `weight_bytes` are those of one whole copy, `kv_bytes` those of one worker."""
     parallel = config.parallel
+    sharing = parallel.dp if config.in_lockstep else 1
+    weight_bytes -= int(weight_bytes * _expert_part(arch) * (1 - 1 / sharing))
     per_engine = parallel.tp * parallel.pp
     workers = parallel.dp * per_engine
     runtime = choose_runtime(arch, Mesh(parallel.dp, parallel.pp, parallel.tp))
@@ -106,7 +129,7 @@ def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_by
     return [
         Share("weights", workers, -(-weight_bytes // per_engine)),
         Share("KV cache", workers, kv_bytes),
-        Share("activations", workers, activation_bytes(arch, config.scheduler)),
+        Share("activations", workers, activation_bytes(arch, config.scheduler, sharing)),
         Share("worker program", workers, WORKER_PROGRAM + (TORCH_LIBRARY if with_torch else 0)),
         Share("front end", config.serving.api_servers, FRONT_PROGRAM),
         Share("launcher", 1, LAUNCH_PROGRAM),

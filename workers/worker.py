@@ -99,7 +99,7 @@ class Worker:
         kv_dtype, kv_decision = choose_kv_dtype(self.config.cache.kv_dtype, arch, self.config.cache.block_size)
         self._loaded = arch, model, kv_dtype
         facts, parallel = read_memory(), self.config.parallel
-        step_bytes = activation_bytes(arch, self.config.scheduler)
+        step_bytes = activation_bytes(arch, self.config.scheduler, parallel.dp if self.config.in_lockstep else 1)
         return WorkerLoaded(
             worker=self.mesh.worker,
             vocab_size=model.vocab_size,
