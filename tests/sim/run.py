@@ -6,7 +6,10 @@ Seeds that failed are printed with what they broke, and the kept ones run first;
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import multiprocessing
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -31,19 +34,34 @@ def run_batch(first: int, count: int) -> list[Result]:
     return [run_seed(seed) for seed in range(first, first + count)]
 
 
-def run_many(first: int, count: int, processes: int) -> Iterator[Result]:
-    """Seeds first, first + 1, ... in some order of batches."""
-    batches = [(at, min(BATCH, first + count - at)) for at in range(first, first + count, BATCH)]
+def spare_processes(num_sharing: int = 1) -> int:
+    """Of one of so many that share the processors."""
+    return max(1, len(os.sched_getaffinity(0)) // num_sharing)
+
+
+@contextlib.contextmanager
+def pool_of(processes: int) -> Iterator[ProcessPoolExecutor | None]:
+    """None: everything runs here. The processes are new ones: a fork would take locks along that other threads hold."""
     if processes <= 1:
+        yield None
+        return
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, fresh, logging.disable, (logging.CRITICAL,)) as pool:
+        yield pool
+
+
+def run_many(first: int, count: int, processes: int, pool: ProcessPoolExecutor | None) -> Iterator[Result]:
+    """Seeds first, first + 1, ... in their order."""
+    batches = [(at, min(BATCH, first + count - at)) for at in range(first, first + count, BATCH)]
+    if pool is None:
         for at, size in batches:
             yield from run_batch(at, size)
         return
-    with ProcessPoolExecutor(processes) as pool:
-        remaining = iter(batches)
-        waiting = [pool.submit(run_batch, *batch) for batch in islice(remaining, 2 * processes)]
-        while waiting:
-            yield from waiting.pop(0).result()
-            waiting += [pool.submit(run_batch, *batch) for batch in islice(remaining, 1)]
+    remaining = iter(batches)
+    waiting = [pool.submit(run_batch, *batch) for batch in islice(remaining, 2 * processes)]
+    while waiting:
+        yield from waiting.pop(0).result()
+        waiting += [pool.submit(run_batch, *batch) for batch in islice(remaining, 1)]
 
 
 def main() -> int:
@@ -63,13 +81,14 @@ def main() -> int:
         )
         return bool(result.breach)
     began, failed, outcomes, num_events, virtual_s = time.perf_counter(), 0, Counter[str](), 0, 0.0
-    for result in chain(map(run_seed, kept_seeds()), run_many(args.first, args.count, args.processes)):
-        outcomes += result.outcomes
-        num_events += result.num_events
-        virtual_s += result.virtual_s
-        if result.breach:
-            failed += 1
-            print(f"seed {result.seed}: {result.breach}", flush=True)
+    with pool_of(args.processes) as pool:
+        for result in chain(map(run_seed, kept_seeds()), run_many(args.first, args.count, args.processes, pool)):
+            outcomes += result.outcomes
+            num_events += result.num_events
+            virtual_s += result.virtual_s
+            if result.breach:
+                failed += 1
+                print(f"seed {result.seed}: {result.breach}", flush=True)
     took = time.perf_counter() - began
     print(
         f"{args.count} seeds in {took:.1f} s ({args.count / took:.1f} per second), {failed} with a breach; "

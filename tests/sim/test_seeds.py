@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from coordinator.simulation.trace import Trace
-from tests.sim.run import kept_seeds
+from tests.sim.run import kept_seeds, pool_of, run_many, spare_processes
 from tests.sim.world import run_seed
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_SEEDS = 2000
+NUM_SEEDS = 5000
 PARTS = 5
 
 
@@ -35,12 +37,26 @@ def test_seeds_that_once_failed() -> None:
     assert not failed
 
 
+Pool = tuple[int, ProcessPoolExecutor | None]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Other processes of the suite, where it has some (xdist), run other parts meanwhile."""
+    processes = spare_processes(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    with pool_of(processes) as found:
+        yield processes, found
+
+
 @pytest.mark.parametrize("part", range(PARTS))
-def test_seeds(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeds(part: int, pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     began, count = time.perf_counter(), NUM_SEEDS // PARTS
-    failed = [result for seed in range(part * count, (part + 1) * count) if (result := run_seed(seed)).breach]
+    results = list(run_many(part * count, count, *pool))
+    assert [result.seed for result in results] == list(range(part * count, (part + 1) * count))
+    failed = [result for result in results if result.breach]
     with capsys.disabled():
-        print(f"\n  {count} seeds in {time.perf_counter() - began:.1f} s, {len(failed)} with a breach")
+        took = time.perf_counter() - began
+        print(f"\n  {count} seeds in {took:.1f} s on {pool[0]} processes, {len(failed)} with a breach")
     assert not failed, "\n".join(f"python -m tests.sim.run --seed {r.seed}: {r.breach}" for r in failed)
 
 

@@ -64,6 +64,7 @@ class World:
         self._epochs: Counter[str] = Counter()
         self._slow_until = 0.0
         self._num_coming = 0  # processes on their way back
+        self._num_over = 0  # answers, from the first, that are known to be over
 
     def note(self, who: str, what: str) -> None:
         if self.trace is not None:
@@ -103,7 +104,12 @@ class World:
             raise Breach(f"spin: {MOST_EVENTS} events, and it is {self.timeline.now:.3f} s only")
 
     def _is_over(self) -> bool:
-        return all(answer.is_over for answer in self.answers)
+        """Asked at every event: answers that were over stay so, and need not be looked at again."""
+        answers, at = self.answers, self._num_over
+        while at < len(answers) and answers[at].is_over:
+            at += 1
+        self._num_over = at
+        return at == len(answers)
 
     def _begin(self) -> None:
         if self.scene.has_coordinator:
