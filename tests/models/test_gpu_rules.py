@@ -117,7 +117,9 @@ def test_rows_with_rules_never_wait_for_the_host(monkeypatch: pytest.MonkeyPatch
     sizes: list[int] = []
     run = runner._graphs.run
     monkeypatch.setattr(
-        runner._graphs, "run", lambda batch, step, *rest: sizes.append(step.rows.size) or run(batch, step, *rest)
+        runner._graphs,
+        "run",
+        lambda size, batch, step, *rest: sizes.append(step.rows.size) or run(size, batch, step, *rest),
     )
     found = steady(runner, jobs, 8)
     assert sizes == [len(jobs)] * 7
