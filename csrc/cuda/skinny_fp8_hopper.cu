@@ -127,8 +127,6 @@ struct Columns {
   }
 };
 
-__device__ __forceinline__ float larger(float a, float b) { return b > a || b != b ? b : a; }  // not a number stays
-
 // Rows of 16 bits as two columns each, of zeros from K to `length` on and for rows from args.m on. inverse[row] becomes what a sum is to
 // be multiplied by. All kThreads threads, which meet at named barrier 1 and keep so many packs each between the two passes.
 template <class T, int N, int Kept>
