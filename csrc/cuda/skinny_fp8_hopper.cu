@@ -23,13 +23,13 @@ namespace trireme::cuda {
 
 namespace {
 
-constexpr int kOutputs = 16;                       // of a tile
+constexpr int kTile = 16;                       // of a tile
 constexpr int kPiece = 64;                         // k's of a warp in a stage
 constexpr int kWarps = 16, kGroups = kWarps / 4;   // that multiply
 constexpr int kThreads = kWarps * 32;
 constexpr int kStage = kWarps * kPiece;            // k's of a stage
-constexpr int kLine = 128;                         // k's of a line of a stage: [kStage / kLine][kOutputs][kLine], 16 bytes swizzled by output
-constexpr int kStageBytes = kOutputs * kStage;
+constexpr int kLine = 128;                         // k's of a line of a stage: [kStage / kLine][kTile][kLine], 16 bytes swizzled by output
+constexpr int kStageBytes = kTile * kStage;
 constexpr int kMostRows = 4;
 constexpr int kMostStages = 13, kLeastStages = 4;
 constexpr int kBlockBytes = 225 << 10;             // of shared memory, at most
@@ -194,7 +194,7 @@ __device__ __forceinline__ void bring_weight(const CUtensorMap& weight, const Pl
     for (int turn = 0; turn < plan.turns; ++turn) {
       wait_for(&free[stage], parity);
       expect_bytes(&full[stage], kStageBytes);
-      copy_stage(stages + stage * kStageBytes, weight, tile * kOutputs, turn * (kStage / kLine), &full[stage]);
+      copy_stage(stages + stage * kStageBytes, weight, tile * kTile, turn * (kStage / kLine), &full[stage]);
       if (++stage == plan.stages) {
         stage = 0;
         parity ^= 1;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads + 32, 1) hopper_kernel(const __grid_c
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ uint64_t full[kMostStages], free[kMostStages];
   __shared__ float inverse[N], peaks[kWarps];
-  float* sums = reinterpret_cast<float*>(shared + plan.sums);  // [2][kWarps][N][kOutputs]
+  float* sums = reinterpret_cast<float*>(shared + plan.sums);  // [2][kWarps][N][kTile]
   uint8_t* x = shared + plan.x;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, group = warp / 4, quarter = warp % 4;
   if (threadIdx.x == 0) {
@@ -235,11 +235,11 @@ __global__ void __launch_bounds__(kThreads + 32, 1) hopper_kernel(const __grid_c
   const uint64_t own = describe(x + group * 2 * Columns::tile_bytes);
   // Lanes that load at the same time have outputs on both sides of the swizzle, and so other banks.
   const int output_of_g = g % 2 * 4 + g / 2;
-  const uint8_t* piece = shared + ((warp / 2) * kOutputs + output_of_g) * kLine + ((warp % 2 * 4 + t) ^ output_of_g) * 16;
+  const uint8_t* piece = shared + ((warp / 2) * kTile + output_of_g) * kLine + ((warp % 2 * 4 + t) ^ output_of_g) * 16;
   int stage = 0, parity = 0, side = 0, count = 0;
   for (int tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x, side ^= 1, ++count) {
     // Who stores changes from tile to tile, and has what that takes by then.
-    const int item = (threadIdx.x - count * 32) % kThreads, item_row = item / kOutputs, item_output = tile * kOutputs + item % kOutputs;
+    const int item = (threadIdx.x - count * 32) % kThreads, item_row = item / kTile, item_output = tile * kTile + item % kTile;
     const bool is_mine = item_row < args.m && item_output < args.n;
     const float scale = is_mine && args.scale != nullptr ? args.scale[item_output] : 1.0f;
     const float bias = is_mine && args.bias != nullptr ? to_float(static_cast<const T*>(args.bias)[item_output]) : 0.0f;
@@ -265,12 +265,12 @@ __global__ void __launch_bounds__(kThreads + 32, 1) hopper_kernel(const __grid_c
       }
     }
     if (t == quarter) {  // has both planes of what its warp multiplied
-      float* own_sums = sums + (side * kWarps + warp) * N * kOutputs;
+      float* own_sums = sums + (side * kWarps + warp) * N * kTile;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          own_sums[n * kOutputs + half * 8 + output_of_g] = total[n * 4 + half * 2] + total[n * 4 + half * 2 + 1] * 0.0625f;
+          own_sums[n * kTile + half * 8 + output_of_g] = total[n * 4 + half * 2] + total[n * 4 + half * 2 + 1] * 0.0625f;
         }
       }
     }
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kThreads + 32, 1) hopper_kernel(const __grid_c
     if (is_mine) {
       float sum = 0.0f;
 #pragma unroll
-      for (int other = 0; other < kWarps; ++other) sum += sums[(side * kWarps + other) * N * kOutputs + item];
+      for (int other = 0; other < kWarps; ++other) sum += sums[(side * kWarps + other) * N * kTile + item];
       static_cast<T*>(args.out)[item_row * args.out_stride + item_output] = from_float<T>(sum * inverse[item_row] * scale + bias);
     }
   }
@@ -289,8 +289,8 @@ int divided(int a, int b) { return (a + b - 1) / b; }
 
 // Places in shared memory for so many rows of x; without stages where they do not fit.
 Plan plan_of(int n, int k, int rows) {
-  Plan plan{divided(n, kOutputs), divided(k, kStage), 0, 0, 0};
-  const int sums = 2 * kWarps * rows * kOutputs * 4, x = plan.turns * kStage * rows * 2;
+  Plan plan{divided(n, kTile), divided(k, kStage), 0, 0, 0};
+  const int sums = 2 * kWarps * rows * kTile * 4, x = plan.turns * kStage * rows * 2;
   plan.stages = std::min(kMostStages, std::max(0, kBlockBytes - sums - x) / kStageBytes);
   if (plan.stages < kLeastStages) plan.stages = 0;
   plan.sums = plan.stages * kStageBytes;
@@ -309,7 +309,7 @@ CUtensorMap map_of(const Fp8Args& args) {
   CUtensorMap map{};
   const auto n = static_cast<cuuint64_t>(args.n), k = static_cast<cuuint64_t>(args.k);
   const cuuint64_t sizes[3] = {kLine, n, k / kLine}, strides[2] = {k, kLine};
-  const cuuint32_t box[3] = {kLine, kOutputs, kStage / kLine}, steps[3] = {1, 1, 1};
+  const cuuint32_t box[3] = {kLine, kTile, kStage / kLine}, steps[3] = {1, 1, 1};
   const CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(args.w), sizes, strides, box, steps,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -338,7 +338,7 @@ void run(const Fp8Args& args, Stream stream) {
 int fp8_linear_rows(int k) {
   if (current_card().major != 9 || k % kLine != 0) return 0;
   int rows = kMostRows;
-  while (rows > 0 && plan_of(kOutputs, k, rows).stages == 0) rows /= 2;
+  while (rows > 0 && plan_of(kTile, k, rows).stages == 0) rows /= 2;
   return rows;
 }
 
