@@ -119,8 +119,8 @@ __device__ Cut find_cut(int vocab, unsigned long long goal, Shared& s, Keys keys
   int shift = 32;
   unsigned long long before = 0;
   while (shift > 0) {
-    const int next = shift > kBinBits ? shift - kBinBits : 0;
-    for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+    const int next = shift > kBinBits ? shift - kBinBits : 0, bins = 1 << (shift - next);
+    for (int i = threadIdx.x; i < bins; i += kThreads) s.bins[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < vocab; i += kThreads) {
       uint32_t key;
@@ -131,8 +131,8 @@ __device__ Cut find_cut(int vocab, unsigned long long goal, Shared& s, Keys keys
       if (m > 0) atomicAdd(&s.bins[away >> next], static_cast<unsigned long long>(m));
     }
     __syncthreads();
-    if (threadIdx.x < 32) {  // one warp walks the bins, 64 to a lane
-      const int each = kBins / 32;
+    if (threadIdx.x < 32) {  // one warp walks the bins; short of the goal it ends with the last key there is
+      const int each = bins / 32;
       unsigned long long own = 0;
       for (int i = 0; i < each; ++i) own += s.bins[threadIdx.x * each + i];
       unsigned long long upto = own;
