@@ -41,22 +41,20 @@ JOB = np.dtype(
         ("is_greedy", np.int32),
         ("only_allowed", np.int32),
         ("num_listed", np.int32),
+        ("num_words", np.int32),
         ("ends_from", np.int32),
         ("repetition_penalty", np.float32),
         ("frequency_penalty", np.float32),
         ("presence_penalty", np.float32),
+        ("unused", np.int32),
         ("num_logprobs", np.int32),
     ]
 )
 MOST_LOGPROBS = 21  # the token's own, and those of the likeliest
 LOGPROB_WORDS = 1 + 2 * MOST_LOGPROBS  # of a row: rank, ids, then float32 values
-OUTPUTS, IN_PROMPT, BARRED, ALLOWED, LISTED = (
-    2**28 - 1,
-    1 << 28,
-    1 << 29,
-    1 << 30,
-    1 << 31,
-)  # marks in a record of rules
+OUTPUTS = 2**27 - 1  # of a mark in a record of rules; its other bits:
+COMPLETES, IN_PROMPT, BARRED, ALLOWED, LISTED = (1 << bit for bit in range(27, 32))
+MOST_WORD = 8  # tokens of a sequence that must not be completed
 NOT_FINITE = -2  # what sample_rows gives for a row whose logits hold NaN or +inf, or nothing finite
 NOTHING_LEFT = -3  # and where its rules bar every token
 
@@ -562,7 +560,8 @@ def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
 
 
 def touched_words(vocab: int) -> int:
-    """Words of bits at the beginning of a record of rules; then a mark for each token, then pairs of token and bias."""
+    """Words of bits at the beginning of a record of rules; then a mark for each token, pairs of token and bias, sequences of
+    MOST_WORD tokens, and the row's last MOST_WORD - 1 tokens."""
     return -(-vocab // 32)
 
 
@@ -577,7 +576,7 @@ def sample_rows(
 ) -> Tensor:
     """Draws tokens [R] int32 from logits [R, V]. jobs: bytes of JOB entries on the GPU, row i has job slots[i] (i without
     slots; negative: none is drawn). positions [R] int32: index of each new token. NOT_FINITE where logits are not, NOTHING_LEFT
-    where the rules bar all. A job's record of rules (csrc/cuda/ops.h) counts the token if the job has penalties.
+    where the rules bar all. A job's record of rules (csrc/cuda/ops.h) takes note of the token.
     logprobs [R, LOGPROB_WORDS] int32 are those of rows that get a token and whose jobs ask for some."""
     rows, vocab = logits.shape
     load().sample_rows(

@@ -20,6 +20,7 @@ from models.cuda_ops import (
     IN_PROMPT,
     INT8_MAX,
     LISTED,
+    MOST_WORD,
     OUTPUTS,
     Q4_K_BYTES,
     PagedKV,
@@ -419,10 +420,12 @@ def copy_blocks_reference(cache: Tensor, pairs: Tensor) -> None:
         cache[destination] = cache[source]
 
 
-def _host_record(job: Any, vocab: int) -> Tensor:
-    """The record of rules of a job, which lies in the host's memory."""
-    words = touched_words(vocab) + vocab + 2 * int(job["num_listed"])
-    return torch.frombuffer((ctypes.c_int32 * words).from_address(int(job["record"])), dtype=torch.int32)
+def _host_record(job: Any, vocab: int) -> list[Tensor]:
+    """Bits, marks, listed tokens, words and past of a job's rules, which lie in the host's memory."""
+    listed, words = int(job["num_listed"]), int(job["num_words"])
+    sizes = [touched_words(vocab), vocab, 2 * listed, MOST_WORD * words, MOST_WORD - 1]
+    memory = (ctypes.c_int32 * sum(sizes)).from_address(int(job["record"]))
+    return list(torch.frombuffer(memory, dtype=torch.int32).split(sizes))
 
 
 def ruled_logits_reference(logits: Tensor, job: Any, position: int) -> Tensor:
@@ -430,8 +433,7 @@ def ruled_logits_reference(logits: Tensor, job: Any, position: int) -> Tensor:
     wide, vocab = logits.float(), logits.numel()
     if not job["record"]:
         return wide
-    record = _host_record(job, vocab)
-    bits, marks, listed = record.split([touched_words(vocab), vocab, 2 * int(job["num_listed"])])
+    bits, marks, listed, words, past = _host_record(job, vocab)
     is_touched = (bits[:, None] >> torch.arange(32) & 1).flatten()[:vocab] == 1
     marks = torch.where(is_touched, marks.long() & 0xFFFFFFFF, 0)
     counts = (marks & OUTPUTS).float()
@@ -449,13 +451,19 @@ def ruled_logits_reference(logits: Tensor, job: Any, position: int) -> Tensor:
     is_barred = marks & BARRED != 0
     if job["only_allowed"]:
         is_barred |= marks & ALLOWED == 0
+    for *head, last in words.view(-1, MOST_WORD):
+        head = torch.stack(head)
+        is_barred[last] |= bool(is_touched[last]) and bool(((head < 0) | (head == past)).all())
     return found.masked_fill(is_barred, -torch.inf)
 
 
-def count_output_reference(job: Any, vocab: int, token: int) -> None:
-    """What sample_rows does when a row with penalties is given a token."""
-    if not job["record"] or (job["repetition_penalty"], job["frequency_penalty"], job["presence_penalty"]) == (1, 0, 0):
+def note_output_reference(job: Any, vocab: int, token: int) -> None:
+    """What sample_rows does when a row with rules is given a token."""
+    if not job["record"]:
         return
-    record = _host_record(job, vocab)
-    record[token // 32] |= torch.tensor(1 << token % 32).to(torch.int32)
-    record[touched_words(vocab) + token] += 1
+    bits, marks, _, words, past = _host_record(job, vocab)
+    if words.numel():
+        past.copy_(torch.cat((past[1:], torch.tensor([token], dtype=torch.int32))))
+    if (job["repetition_penalty"], job["frequency_penalty"], job["presence_penalty"]) != (1, 0, 0):
+        bits[token // 32] |= torch.tensor(1 << token % 32).to(torch.int32)
+        marks[token] += 1

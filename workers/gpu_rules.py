@@ -6,7 +6,7 @@ the host. A record is made when its row is placed, takes memory while the row is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,22 +15,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.cuda_ops import ALLOWED, BARRED, IN_PROMPT, LISTED, MOST_LOGPROBS, touched_words
+from models.cuda_ops import (
+    ALLOWED,
+    BARRED,
+    COMPLETES,
+    IN_PROMPT,
+    LISTED,
+    MOST_LOGPROBS,
+    MOST_WORD,
+    touched_words,
+)
 from trireme.params import RowParams
 from workers.noise import Ids
-from workers.rules import LogitRules, RuleParts
+from workers.rules import LogitRules, RuleParts, Tokens
 
 Ints = NDArray[np.int32]
 Send = Callable[[Ids, Ints], tuple[Tensor, Tensor]]
 """workers.gpu_steps.Steps.send."""
 POOL_BYTES = 160 << 20  # of all records
 MOST_POSITION = 2**31 - 1
+PAST = MOST_WORD - 1  # tokens of a row that its record remembers
 
 
 def is_for_device(params: RowParams) -> bool:
     """Whether the device can draw a row's tokens where it finds room for the rules: no more log-probabilities than it writes, and
-    no bad words of several tokens, which would need the row's past."""
-    return params.logprobs < MOST_LOGPROBS and all(len(words) == 1 for words in params.bad_token_ids)
+    no bad words of more tokens than it remembers."""
+    return params.logprobs < MOST_LOGPROBS and all(len(word) <= MOST_WORD for word in params.bad_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +49,18 @@ class Record:
 
     size: int
     num_listed: int
+    num_words: int
     at: Ids
     values: Ints
 
 
-def record_of(parts: RuleParts, vocab_size: int) -> Record:
-    """The layout of csrc/cuda/ops.h."""
+def record_of(parts: RuleParts, past: Tokens, vocab_size: int) -> Record:
+    """The layout of csrc/cuda/ops.h; `past` are the row's tokens."""
     marks = np.zeros(-(-vocab_size // 32) * 32, np.uint32)
     marks[parts.seen] = np.where(parts.counts > 0, parts.counts, IN_PROMPT)
     marks[parts.allowed] |= np.uint32(ALLOWED)
     marks[parts.barred] |= np.uint32(BARRED)
+    marks[[word[-1] for word in parts.words]] |= np.uint32(COMPLETES)
     tokens = np.concatenate([parts.bias_ids, parts.ends])
     marks[tokens] |= np.uint32(LISTED)
     order = np.argsort(tokens, kind="stable")
@@ -56,13 +68,20 @@ def record_of(parts: RuleParts, vocab_size: int) -> Record:
     listed = np.stack([tokens[order].astype(np.int32), biases.view(np.int32)], axis=1).reshape(-1)
     touched = np.packbits(marks != 0, bitorder="little").view(np.int32)
     marked, words = np.flatnonzero(marks), np.flatnonzero(touched)
+    sequences = [_aligned(word, MOST_WORD) for word in parts.words] + [_aligned(past[-PAST:].tolist(), PAST)]
+    rest = np.concatenate([listed, np.array([token for each in sequences for token in each], np.int32)])
     first = touched.size, touched.size + vocab_size
     return Record(
-        size=first[1] + listed.size,
+        size=first[1] + rest.size,
         num_listed=tokens.size,
-        at=np.concatenate([words, first[0] + marked, first[1] + np.arange(listed.size)]),
-        values=np.concatenate([touched[words], marks[marked].view(np.int32), listed]),
+        num_words=len(parts.words),
+        at=np.concatenate([words, first[0] + marked, first[1] + np.arange(rest.size)]),
+        values=np.concatenate([touched[words], marks[marked].view(np.int32), rest]),
     )
+
+
+def _aligned(tokens: Sequence[int], width: int) -> list[int]:
+    return [-1] * (width - len(tokens)) + [*tokens]
 
 
 class DeviceRules:
@@ -89,23 +108,25 @@ class DeviceRules:
         self._rows.discard(row)
         self._records.pop(row, None)
 
-    def write(self, jobs: NDArray[Any], rules: dict[int, tuple[int, LogitRules]], send: Send) -> None:
-        """Makes records; rules[i] are the row and the rules that jobs[i] is about."""
-        records = [record_of(each.parts(), self._vocab_size) for _, each in rules.values()]
+    def write(self, jobs: NDArray[Any], rules: dict[int, tuple[int, LogitRules, Tokens]], send: Send) -> None:
+        """Makes records; rules[i] are the row that jobs[i] is about, its rules, and its tokens."""
+        records = [record_of(each.parts(), tokens, self._vocab_size) for _, each, tokens in rules.values()]
         sizes = [record.at.size for record in records]
         at, values = send(np.concatenate([r.at for r in records]), np.concatenate([r.values for r in records]))
         sent = zip(records, at.long().split(sizes), values.split(sizes), strict=True)
-        for (i, (row, each)), (record, places, words) in zip(rules.items(), sent, strict=True):
+        for (i, (row, each, _)), (record, places, words) in zip(rules.items(), sent, strict=True):
             made = torch.zeros(record.size, dtype=torch.int32, device=self._device).index_copy_(0, places, words)
             self._records[row] = made
             job = jobs[i]
-            job["record"], job["num_listed"] = made.data_ptr(), record.num_listed
+            job["record"], job["num_listed"], job["num_words"] = made.data_ptr(), record.num_listed, record.num_words
             job["only_allowed"], job["ends_from"] = each.has_allowed, min(each.ends_from, MOST_POSITION)
 
     def count(self, row: int, token: int) -> None:
-        """Counts a token that the host has sampled."""
+        """Takes note of a token that the host has sampled."""
         record = self._records.get(row)
         if record is None:
             return
         record[touched_words(self._vocab_size) + token] += 1
         record[token // 32] |= int(np.uint32(1 << token % 32).view(np.int32))
+        record[-PAST:-1] = record[1 - PAST :].clone()
+        record[-1] = token

@@ -259,7 +259,7 @@ class GpuRunner:
             jobs[i] = job_of(row.params, self._batch.vocab_size)
             rules = self._batch.rules[row.row]
             if rules is not None and row.row in self._rules and self._steps.samples:
-                ruled[i] = row.row, rules
+                ruled[i] = row.row, rules, self._batch.row_tokens(row.row)
         if ruled:
             self._rules.write(jobs, ruled, self._steps.send)
         self._steps.write_jobs(rows, jobs)

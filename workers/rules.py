@@ -54,7 +54,7 @@ class SeenTokens:
 
 
 class RuleParts(NamedTuple):
-    """The rules of a row as token ids; bad words of one token only."""
+    """The rules of a row as token ids."""
 
     seen: Ids
     counts: Tokens  # how often each was output
@@ -63,6 +63,7 @@ class RuleParts(NamedTuple):
     allowed: Ids
     barred: Ids
     ends: Ids  # barred while the row is short
+    words: list[tuple[int, ...]]  # never to be completed
 
 
 class LogitRules:
@@ -105,7 +106,7 @@ class LogitRules:
         none = np.zeros(0, np.int64)
         seen = (none, np.zeros(0, np.int32)) if self._seen is None else self._seen.columns()
         ends = self._ends if self._params.min_tokens > 0 else none
-        return RuleParts(*seen, self._bias_ids, self._bias, self._allowed, self._bad.singles, ends)
+        return RuleParts(*seen, self._bias_ids, self._bias, self._allowed, self._bad.singles, ends, self._bad.longer)
 
     def describe(self, tokens: Tokens) -> tuple[tuple[int, ...], tuple[int, ...], Ids]:
         """The rules as workers.native_sampler.JOB has them: counts, addresses, and an array that must live meanwhile."""
@@ -149,17 +150,18 @@ class BadWords:
     def __init__(self, sequences: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
         _checked(tuple(token for sequence in sequences for token in sequence), vocab_size, "bad_words")
         self.singles = np.array([s[0] for s in sequences if len(s) == 1], np.int64)
-        self._longer = [(np.array(s[:-1], np.int32), s[-1]) for s in sequences if len(s) > 1]
-        self._before_last = np.array([s[-2] for s in sequences if len(s) > 1], np.int32)
+        self.longer = [s for s in sequences if len(s) > 1]
+        self._heads = [np.array(s[:-1], np.int32) for s in self.longer]
+        self._before_last = np.array([s[-2] for s in self.longer], np.int32)
 
     def barred(self, tokens: Tokens) -> Ids:
         """Tokens that would complete one of the sequences after `tokens`."""
-        if not self._longer or not tokens.size:
+        if not self.longer or not tokens.size:
             return self.singles
         completing = [
-            last
-            for head, last in (self._longer[i] for i in np.flatnonzero(self._before_last == tokens[-1]).tolist())
-            if tokens.size >= head.size and np.array_equal(tokens[-head.size :], head)
+            self.longer[i][-1]
+            for i in np.flatnonzero(self._before_last == tokens[-1]).tolist()
+            if tokens.size >= self._heads[i].size and np.array_equal(tokens[-self._heads[i].size :], self._heads[i])
         ]
         return np.concatenate([self.singles, np.array(completing, np.int64)])
 

@@ -178,8 +178,11 @@ void copy_blocks(void* cache, const int32_t* pairs, int count, int64_t block_byt
 //   touched [ceil(vocab / 32)]  bit i: token i has a mark
 //   marks [vocab]               the bits below
 //   listed [num_listed]         by rising token
-// A row that is drawn and has penalties gets the token counted here.
-constexpr uint32_t kOutputs = 0x0fffffff;  // how often it was output
+//   words [num_words]           sequences that must not be completed
+//   past [kMostWord - 1]        the row's last tokens, the newest at the end; -1: none
+// A row that is drawn and has penalties or words gets the token counted here, and added to its past.
+constexpr uint32_t kOutputs = 0x07ffffff;  // how often it was output
+constexpr uint32_t kCompletes = 1u << 27;  // it would complete a word; found anew for each draw, and set at first for all that may
 constexpr uint32_t kInPrompt = 1u << 28;   // set where that counts: for the penalty of repetition
 constexpr uint32_t kBarred = 1u << 29;
 constexpr uint32_t kAllowed = 1u << 30;
@@ -188,6 +191,11 @@ constexpr uint32_t kListed = 1u << 31;
 struct Listed {
   int32_t token;
   float bias;  // added; -inf: the token ends the row and is barred up to the job's ends_from
+};
+
+constexpr int kMostWord = 8;
+struct BadWord {
+  int32_t tokens[kMostWord];  // at the end; -1 before them
 };
 
 // What is asked of one row; workers/native_sampler.py knows the meaning of each.
@@ -202,10 +210,12 @@ struct SampleJob {
   int32_t is_greedy;
   int32_t only_allowed;  // tokens without that mark are barred
   int32_t num_listed;
+  int32_t num_words;
   int32_t ends_from;     // position from which on the row may end
   float repetition_penalty;  // 1: off, and the next two at 0
   float frequency_penalty;
   float presence_penalty;
+  int32_t unused;
   int32_t num_logprobs;  // 0: none; 1: the token's own; 1 + k: also those of the k likeliest
 };
 

@@ -25,11 +25,32 @@ __device__ __forceinline__ float biased(const SampleJob& job, const Listed* list
   return x;
 }
 
+__device__ __forceinline__ BadWord* words_of(const SampleJob& job, int vocab) {
+  return reinterpret_cast<BadWord*>(static_cast<uint32_t*>(job.record) + touched_words(vocab) + vocab + 2 * job.num_listed);
+}
+__device__ __forceinline__ int32_t* past_of(const SampleJob& job, int vocab) { return reinterpret_cast<int32_t*>(words_of(job, vocab) + job.num_words); }
+
+// Marks the tokens that would complete a word now, and no others; all threads of a block do it together.
+__device__ __forceinline__ void mark_completing(const SampleJob& job, int vocab) {
+  if (job.num_words == 0) return;
+  uint32_t* marks = static_cast<uint32_t*>(job.record) + touched_words(vocab);
+  const BadWord* words = words_of(job, vocab);
+  const int32_t* past = past_of(job, vocab);
+  for (int i = threadIdx.x; i < job.num_words; i += blockDim.x) atomicAnd(&marks[words[i].tokens[kMostWord - 1]], ~kCompletes);
+  __syncthreads();
+  for (int i = threadIdx.x; i < job.num_words; i += blockDim.x) {
+    bool is_next = true;
+    for (int j = 0; j < kMostWord - 1; ++j) is_next &= words[i].tokens[j] < 0 || words[i].tokens[j] == past[j];
+    if (is_next) atomicOr(&marks[words[i].tokens[kMostWord - 1]], kCompletes);
+  }
+  __syncthreads();
+}
+
 // The logit of a token that has a mark.
 __device__ __forceinline__ float marked_logit(const SampleJob* job, int vocab, int position, int token, float x) {
   const uint32_t* marks = static_cast<const uint32_t*>(job->record) + touched_words(vocab);
   const uint32_t mark = marks[token];
-  if ((mark & kBarred) != 0 || (job->only_allowed != 0 && (mark & kAllowed) == 0)) return -INFINITY;
+  if ((mark & (kBarred | kCompletes)) != 0 || (job->only_allowed != 0 && (mark & kAllowed) == 0)) return -INFINITY;
   const uint32_t count = mark & kOutputs;
   if (count > 0 || (mark & kInPrompt) != 0) {
     const float rate = job->repetition_penalty;
@@ -70,8 +91,13 @@ struct RuledRow {
   __device__ __forceinline__ float operator()(int i) const { return ruled(i, to_float(logits[i])); }
 };
 
-// Counts a token that the row has been given.
-__device__ __forceinline__ void count_output(const SampleJob& job, int vocab, int token) {
+// Notes a token that the row has been given.
+__device__ __forceinline__ void note_output(const SampleJob& job, int vocab, int token) {
+  if (job.num_words > 0) {
+    int32_t* past = past_of(job, vocab);
+    for (int i = 0; i + 1 < kMostWord - 1; ++i) past[i] = past[i + 1];
+    past[kMostWord - 2] = token;
+  }
   if (job.repetition_penalty == 1.0f && job.frequency_penalty == 0.0f && job.presence_penalty == 0.0f) return;
   uint32_t* touched = static_cast<uint32_t*>(job.record);
   touched[token / 32] |= 1u << token % 32;

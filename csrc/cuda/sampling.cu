@@ -379,6 +379,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
   const SampleJob& job = args.jobs[slot];
   const int position = args.positions[row];
   const bool has_rules = job.record != nullptr;
+  if (has_rules) mark_completing(job, vocab);
   const int token = has_rules ? draw(RuledRow<T>(logits, &job, vocab, position), job, vocab, position, s)
                               : draw(PlainRow<T>{logits}, job, vocab, position, s);
   if (args.logprobs != nullptr && token >= 0 && job.num_logprobs > 0) {
@@ -386,7 +387,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
   }
   if (threadIdx.x != 0) return;
   args.tokens[row] = token;
-  if (has_rules && token >= 0) count_output(job, vocab, token);
+  if (has_rules && token >= 0) note_output(job, vocab, token);
 }
 
 }  // namespace

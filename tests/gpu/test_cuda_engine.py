@@ -23,7 +23,7 @@ PROMPTS = [[(7 * i + 3 * j) % 250 for j in range(4 + 13 * i)] for i in range(9)]
 GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=LENGTH, temperature=0.8, top_k=20, top_p=0.9, seed=5, ignore_eos=True)
 SCORED = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True, logprobs=2)
-NEVER = ("never said",)  # a bad word of several tokens, which never comes: the host samples
+NEVER = ("this is never said",)  # a bad word of many tokens, which never comes: the host samples
 HOSTED = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True, logprobs=2, bad_words=NEVER)
 
 

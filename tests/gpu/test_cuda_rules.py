@@ -39,13 +39,15 @@ def rules_of(i: int, vocab: int, rng: np.random.Generator) -> dict[str, Any]:
         return tuple(rng.integers(0, vocab, count).tolist())
 
     many = min(vocab // 2, 5000)
+    ends = tuple((first, last) for first, last in rng.integers(0, vocab, (99, 2)).tolist())
     kinds: list[dict[str, Any]] = [
         {},
         {"repetition_penalty": 1.3, "frequency_penalty": 0.3, "presence_penalty": -0.4},
         {"frequency_penalty": 1.1},
         {"repetition_penalty": 0.8, "logit_bias": tuple((token, rng.normal() * 5) for token in set(some(300)))},
         {"allowed_token_ids": some(12), "presence_penalty": 0.5},
-        {"bad_token_ids": tuple((token,) for token in some(many)), "min_tokens": 4, "eos_token_ids": some(many)},
+        {"bad_token_ids": tuple((token,) for token in some(many)) + ends, "min_tokens": 4, "eos_token_ids": some(many)},
+        {"bad_token_ids": tuple(some(2 + j % 7) for j in range(40)) + ends, "repetition_penalty": 1.1},
         {"min_tokens": 3, "eos_token_ids": (vocab - 1,), "stop_token_ids": some(3)},
     ]
     return kinds[i % len(kinds)]
@@ -72,7 +74,7 @@ class Rows:
             jobs[row] = job_of(params, vocab)
             if LogitRules.needed(params):
                 assert self.rules.admit(row)
-                told[row] = row, host
+                told[row] = row, host, tokens
         self.rules.write(jobs, told, lambda at, values: (torch.from_numpy(at).cuda(), torch.from_numpy(values).cuda()))
         self.jobs = torch.from_numpy(jobs.view(np.uint8)).cuda()
 

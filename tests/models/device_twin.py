@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.attention.prompt_plan import PIECES, Rules
 from models.cuda_ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, PagedKV
-from models.cuda_reference import count_output_reference, ruled_logits_reference
+from models.cuda_reference import note_output_reference, ruled_logits_reference
 from trireme.mesh import Mesh
 from workers.logprobs import logprob_row
 from workers.noise import NoiseField, noise_key, race_among
@@ -105,7 +105,7 @@ def sample_rows(
         if np.isfinite(float(logits[i].max())):
             tokens[i] = _drawn(ruled_logits_reference(logits[i], job, position).numpy(), job, position, noise)
         if tokens[i] >= 0:
-            count_output_reference(job, logits.shape[1], int(tokens[i]))
+            note_output_reference(job, logits.shape[1], int(tokens[i]))
             if logprobs is not None and job["num_logprobs"] > 0:
                 _write_logprobs(logprobs[i], logits[i : i + 1].float().numpy(), tokens[i : i + 1], job["num_logprobs"])
     return tokens

@@ -191,7 +191,7 @@ def job_of(draw: Any, vocab: int) -> tuple[list[int], RowParams]:
         eos_token_ids=(1,),
         stop_token_ids=draw(st.sampled_from([(), (2, vocab - 1)])),
         logit_bias=draw(st.sampled_from([(), ((vocab - 1, 3.5), (2, -1.0), (0, 2.0))])),
-        bad_token_ids=draw(st.sampled_from([(), (), ((4,), (0,)), ((4,), (3, 2))])),
+        bad_token_ids=draw(st.sampled_from([(), (), ((4,), (0,)), ((4,), (3, 2)), ((3, 2) * 5,)])),
         allowed_token_ids=draw(st.sampled_from([(), (), tuple(range(0, vocab, 2))])),
         logprobs=draw(st.sampled_from([-1, 2])),
         prompt_logprobs=draw(st.sampled_from([-1, -1, 1])),

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.cuda_ops import JOB, OUTPUTS, touched_words
-from models.cuda_reference import count_output_reference, ruled_logits_reference
+from models.cuda_ops import JOB, MOST_WORD, OUTPUTS, touched_words
+from models.cuda_reference import note_output_reference, ruled_logits_reference
 from tests.models.device_twin import VOCAB
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.test_gpu_runner import CPU, alone, make_runner
@@ -23,7 +23,7 @@ from trireme.params import RowParams
 from workers.gpu_rows import job_of
 from workers.gpu_rules import DeviceRules, is_for_device
 from workers.gpu_runner import ALL_BARRED, GpuRunner
-from workers.rules import LogitRules
+from workers.rules import LogitRules, Tokens
 from workers.sampler import Sampler
 from workers.staging import Answer
 
@@ -33,6 +33,7 @@ MANY = {
     "seeded": RowParams(8, temperature=1.0, top_k=9, top_p=0.9, seed=4, frequency_penalty=1.5),
     "bias": RowParams(8, logit_bias=((95, 9.0), (3, -2.0), (17, 4.0))),
     "allowed": RowParams(8, allowed_token_ids=(90, 4, 33, 4)),
+    "words": RowParams(8, bad_token_ids=(*((token, (token + 17) % 96) for token in range(96)), (5, 6, 7, 1))),
     "scored": RowParams(8, temperature=0.8, seed=9, logprobs=3, presence_penalty=1.0, min_p=0.05),
     "best": RowParams(8, logprobs=20),
     "own": RowParams(8, temperature=1.2, logprobs=0),
@@ -49,6 +50,8 @@ def ruled_row(draw: Any) -> tuple[int, RowParams, list[int], int, list[int]]:
     """A vocabulary, parameters with rules, tokens, how many of them are prompt, and what is sampled next."""
     vocab = draw(st.sampled_from([5, 31, 32, 33, 96, 200]))
     bias = st.tuples(st.integers(0, vocab - 1), st.floats(-100, 100, width=32))
+    few = st.integers(0, min(vocab, 4) - 1)  # so that words come
+    word = st.lists(few, min_size=2, max_size=MOST_WORD).map(tuple)
     params = RowParams(
         40,
         min_tokens=draw(st.integers(0, 6)),
@@ -58,19 +61,19 @@ def ruled_row(draw: Any) -> tuple[int, RowParams, list[int], int, list[int]]:
         eos_token_ids=tuple(draw(tokens_of(vocab))),
         stop_token_ids=tuple(draw(tokens_of(vocab + 5))),
         logit_bias=tuple(draw(st.lists(bias, max_size=6))),
-        bad_token_ids=tuple((token,) for token in draw(tokens_of(vocab))),
+        bad_token_ids=tuple((token,) for token in draw(tokens_of(vocab))) + tuple(draw(st.lists(word, max_size=5))),
         allowed_token_ids=tuple(draw(tokens_of(vocab))),
     )
-    tokens = draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=12))
-    sampled = draw(st.lists(st.integers(0, vocab - 1), max_size=6))
+    token = st.one_of(few, st.integers(0, vocab - 1))
+    tokens, sampled = draw(st.lists(token, min_size=1, max_size=12)), draw(st.lists(token, max_size=6))
     return vocab, params, tokens, draw(st.integers(1, len(tokens))), sampled
 
 
-def device_job(rules: DeviceRules, params: RowParams, host: LogitRules, vocab: int) -> Any:
+def device_job(rules: DeviceRules, params: RowParams, host: LogitRules, vocab: int, tokens: Tokens) -> Any:
     jobs = np.zeros(1, JOB)
     jobs[0] = job_of(params, vocab)
     assert rules.admit(0)
-    rules.write(jobs, {0: (0, host)}, lambda at, values: (torch.from_numpy(at), torch.from_numpy(values)))
+    rules.write(jobs, {0: (0, host, tokens)}, lambda at, values: (torch.from_numpy(at), torch.from_numpy(values)))
     return jobs[0]
 
 
@@ -82,7 +85,7 @@ def test_a_record_says_what_the_rules_do(row: Any, seed: int, are_told: bool) ->
     rng = np.random.default_rng(seed)
     host = LogitRules(params, vocab, np.array(tokens, np.int32), num_prompt)
     rules = DeviceRules(1, vocab, CPU)
-    job = device_job(rules, params, host, vocab)
+    job = device_job(rules, params, host, vocab, np.array(tokens, np.int32))
     for token in [*sampled, None]:
         logits = (rng.standard_normal(vocab) * 8).astype(np.float32)
         logits[rng.integers(vocab)] = -np.inf
@@ -93,7 +96,7 @@ def test_a_record_says_what_the_rules_do(row: Any, seed: int, are_told: bool) ->
         if token is not None:
             tokens.append(token)
             host.add_output(token)
-            rules.count(0, token) if are_told else count_output_reference(job, vocab, token)
+            rules.count(0, token) if are_told else note_output_reference(job, vocab, token)
 
 
 def steady(runner: GpuRunner, jobs: Sequence[tuple[list[int], RowParams]], steps: int) -> list[StepResult]:
@@ -172,7 +175,8 @@ def test_rules_that_bar_all_end_their_row_alone() -> None:
 def test_what_the_device_leaves_to_the_host() -> None:
     assert is_for_device(PENALTIES)
     assert is_for_device(RowParams(4, bad_token_ids=((3,), (4,))))
-    assert not is_for_device(RowParams(4, bad_token_ids=((3,), (4, 5))))
+    assert is_for_device(RowParams(4, bad_token_ids=((3,), tuple(range(8)))))
+    assert not is_for_device(RowParams(4, bad_token_ids=((3,), tuple(range(9)))))
     assert is_for_device(RowParams(4, logprobs=20))
     assert not is_for_device(RowParams(4, logprobs=21))
 

@@ -162,7 +162,7 @@ def test_only_rows_that_ask_for_it_are_sampled_by_the_host() -> None:
     runner, _ = make_runner()
     jobs = [
         ([5, 6], RowParams(4, temperature=1.0, seed=3, logprobs=0)),
-        ([7, 8, 9], RowParams(4, repetition_penalty=1.4, logprobs=1, bad_token_ids=((1, 2),))),
+        ([7, 8, 9], RowParams(4, repetition_penalty=1.4, logprobs=1, bad_token_ids=((1, 2, 3) * 3,))),
     ]
     expected = [alone(job) for job in jobs]
     blocks = ([3, 9], [5, 2])
