@@ -56,27 +56,29 @@ class Record:
 
 def record_of(parts: RuleParts, past: Tokens, vocab_size: int) -> Record:
     """The layout of csrc/cuda/ops.h; `past` are the row's tokens."""
-    marks = np.zeros(-(-vocab_size // 32) * 32, np.uint32)
-    marks[parts.seen] = np.where(parts.counts > 0, parts.counts, IN_PROMPT)
-    marks[parts.allowed] |= np.uint32(ALLOWED)
-    marks[parts.barred] |= np.uint32(BARRED)
-    marks[[word[-1] for word in parts.words]] |= np.uint32(COMPLETES)
     tokens = np.concatenate([parts.bias_ids, parts.ends])
-    marks[tokens] |= np.uint32(LISTED)
+    last = np.array([word[-1] for word in parts.words], np.int64)
+    named = (parts.seen, parts.allowed, parts.barred, last, tokens)
+    flags = np.array([0, ALLOWED, BARRED, COMPLETES, LISTED], np.uint32).repeat([ids.size for ids in named])
+    flags[: parts.seen.size] = np.where(parts.counts > 0, parts.counts, IN_PROMPT)
+    marked, place = np.unique(np.concatenate(named), return_inverse=True)
+    marks = np.zeros(marked.size, np.uint32)
+    np.bitwise_or.at(marks, place, flags)
+    words, starts = np.unique(marked // 32, return_index=True)
+    bits = np.uint32(1) << (marked % 32).astype(np.uint32)
+    touched = np.bitwise_or.reduceat(bits, starts) if starts.size else bits
     order = np.argsort(tokens, kind="stable")
     biases = np.concatenate([parts.bias, np.full(parts.ends.size, -np.inf, np.float32)])[order]
     listed = np.stack([tokens[order].astype(np.int32), biases.view(np.int32)], axis=1).reshape(-1)
-    touched = np.packbits(marks != 0, bitorder="little").view(np.int32)
-    marked, words = np.flatnonzero(marks), np.flatnonzero(touched)
     sequences = [_aligned(word, MOST_WORD) for word in parts.words] + [_aligned(past[-PAST:].tolist(), PAST)]
     rest = np.concatenate([listed, np.array([token for each in sequences for token in each], np.int32)])
-    first = touched.size, touched.size + vocab_size
+    first = touched_words(vocab_size), touched_words(vocab_size) + vocab_size
     return Record(
         size=first[1] + rest.size,
         num_listed=tokens.size,
         num_words=len(parts.words),
         at=np.concatenate([words, first[0] + marked, first[1] + np.arange(rest.size)]),
-        values=np.concatenate([touched[words], marks[marked].view(np.int32), rest]),
+        values=np.concatenate([touched.view(np.int32), marks.view(np.int32), rest]),
     )
 
 
