@@ -7,14 +7,15 @@ included; the round trip is a front end's, one request at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from transport.boot import spawn
-from transport.messages import Boot, FromCoordinator, Load, Role, Routed
+from transport.messages import Boot, FromCoordinator, KVEvents, Load, Role, Routed
 from transport.messages import Route as RouteRequest
 from transport.poller import Poller
 from transport.rundir import RunDir
@@ -27,7 +28,8 @@ from trireme.metrics import percentile
 POLICIES = ("p2c", "least", "prefix")
 START_S, ANSWER_S = 30.0, 10.0
 REPORT_S = 0.02  # as engines that are at work
-PROMPT_TOKENS, PREFIX_KEYS = 1024, 64
+PROMPT_TOKENS, PREFIX_KEYS, CACHED_KEYS = 1024, 64, 32
+NUM_TOLD = 256  # prompts of which an engine has the beginning
 
 
 class _Fleet:
@@ -61,6 +63,15 @@ class _Fleet:
             if time.monotonic() > until:
                 raise EngineError(f"the coordinator knows no engine after {START_S:g} s")
 
+    def tell_blocks(self) -> None:
+        """Each engine has the first blocks of every prompt that is its turn, and as many more."""
+        for index, engine in enumerate(self.engines):
+            heads = [_prompt(rid, len(self.engines))[: CACHED_KEYS * KEY_BYTES] for rid in _turns(index, self.engines)]
+            others = np.random.default_rng(index).bytes(NUM_TOLD * CACHED_KEYS * KEY_BYTES)
+            blocks = 2 * NUM_TOLD * CACHED_KEYS
+            engine.send(KVEvents(index, 0, 1, b"".join(heads) + others, b"", blocks, True))
+        self.ask(0, b"")
+
     def ask(self, rid: int, keys: bytes) -> Routed:
         """One request's round trip. Raises EngineError when no answer comes."""
         until = time.monotonic() + ANSWER_S
@@ -90,17 +101,29 @@ class _Fleet:
             link.close()
 
 
+def _prompt(rid: int, num_engines: int) -> bytes:
+    """Keys of the prompt of a request: its beginning is known to one engine, what follows to none."""
+    told = rid % (NUM_TOLD * num_engines)
+    head = np.random.default_rng((1, told)).bytes(CACHED_KEYS * KEY_BYTES)
+    return head + np.random.default_rng((2, rid)).bytes((PREFIX_KEYS - CACHED_KEYS) * KEY_BYTES)
+
+
+def _turns(engine: int, engines: Sized) -> range:
+    return range(engine, NUM_TOLD * len(engines), len(engines))
+
+
 def measure(policy: str, num_requests: int, num_engines: int = 4) -> dict[str, float]:
     """Round trip and processor time of `num_requests` decisions, each with the keys of a prompt of 1024 tokens."""
     with _coordinator(policy, num_engines) as (boot, pid):
         fleet = _Fleet(boot, num_engines)
         try:
             fleet.join()
+            fleet.tell_blocks()
+            prompts = [_prompt(rid, num_engines) if policy == "prefix" else b"" for rid in range(1, num_requests + 1)]
             before, began = _cpu_s(pid), time.perf_counter()
             trips = []
-            for rid in range(1, num_requests + 1):
+            for rid, keys in enumerate(prompts, start=1):
                 sent = time.perf_counter()
-                keys = rid.to_bytes(8, "little") * (PREFIX_KEYS * KEY_BYTES // 8) if policy == "prefix" else b""
                 fleet.ask(rid, keys)
                 trips.append(time.perf_counter() - sent)
             wall_s, cpu_s = time.perf_counter() - began, _cpu_s(pid) - before

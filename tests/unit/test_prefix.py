@@ -141,12 +141,55 @@ def test_the_table_equals_sets(changes: list[tuple[int, bool, list[int]]], promp
     for engine, is_stored, keys in changes:
         (table.add if is_stored else table.discard)(engine, np.array(keys, np.uint64))
         model[engine] = model[engine] | set(keys) if is_stored else model[engine] - set(keys)
-    found = table.owners(np.array(prompt, np.uint64))
-    for i, key_owners in enumerate(found):
-        have_all = [e for e in range(70) if set(prompt[: i + 1]) <= model[e]]
-        assert key_owners == sum(1 << e for e in have_all)
-    assert all(not any(set(prompt[: i + 1]) <= m for m in model) for i in range(len(found), len(prompt)))
+    for key in prompt:
+        assert table.owners(key) == sum(1 << e for e in range(70) if key in model[e])
     assert len(table) == len(set().union(*model))
+
+
+def owners_of(table: Table, keys: np.ndarray) -> list[int]:
+    return [table.owners(key) for key in keys.tolist()]
+
+
+@given(
+    st.lists(st.integers(0, 24), min_size=3, max_size=70),
+    st.integers(0, 24),
+    st.lists(st.integers(0, 69), max_size=9, unique=True),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_match_equals_a_walk_over_prefixes(depths: list[int], length: int, asked: list[int]) -> None:
+    """Engine e has the first depths[e] blocks of a prompt of 24, of which `length` are asked for; some engines are far."""
+    prompt, num, far = some_keys(24, 5), len(depths), {1, 2}
+    index = PrefixIndex(num, far=far)
+    for engine, depth in enumerate(depths):
+        index.apply(told(engine, 1, prompt[:depth].tobytes(), reset=True))
+    engines = [engine for engine in asked if engine < num]
+    match, expected = index.match(prompt[:length], range(num)), [min(depth, length) for depth in depths]
+    assert [match.depth(engine) for engine in range(num) if engine not in far] == [
+        expected[engine] for engine in range(num) if engine not in far
+    ]
+    assert all(match.depth(engine) >= expected[engine] for engine in far)
+    near = [engine for engine in engines if engine not in far]
+    most = max((expected[engine] for engine in near), default=0)
+    assert match.owners(near) == [engine for engine in near if most and expected[engine] == most]
+
+
+def test_a_block_that_is_missing_in_the_middle_costs_a_guess_and_no_more() -> None:
+    index, prompt = PrefixIndex(2), some_keys(64)
+    index.apply(told(0, 1, np.delete(prompt, 20).tobytes(), reset=True))
+    index.apply(told(1, 1, prompt[:10].tobytes(), reset=True))
+    match = index.match(prompt, range(2))
+    assert match.depth(0) in (20, 64)
+    assert match.depth(1) == 10
+    assert match.owners([0, 1]) == [0]
+
+
+def test_a_lookup_looks_at_few_blocks() -> None:
+    index, prompt = PrefixIndex(2), some_keys(1024)
+    for cached in (0, 1, 500, 1023, 1024):
+        index.apply(told(0, 1, prompt[:cached].tobytes(), reset=True))
+        match = index.match(prompt, range(2))
+        assert (match.depth(0), match.depth(1)) == (cached, 0)
+        assert len(match._seen) <= 12
 
 
 def test_the_table_grows_and_sheds_what_nobody_has() -> None:
@@ -155,18 +198,18 @@ def test_the_table_grows_and_sheds_what_nobody_has() -> None:
         table.add(round_ % 4, some_keys(5000, round_))
         if round_ >= 3:
             table.discard((round_ - 3) % 4, some_keys(5000, round_ - 3))
-        assert table.owners(some_keys(5000, round_)[:64]) == [1 << round_ % 4] * 64
+        assert owners_of(table, some_keys(5000, round_)[:64]) == [1 << round_ % 4] * 64
     assert len(table) == 15_000
     assert table.num_bytes <= 15_000 * 16 * 8
     table.forget(39 % 4)
-    assert table.owners(some_keys(5000, 39)[:4]) == [0] * 4
+    assert owners_of(table, some_keys(5000, 39)[:4]) == [0] * 4
 
 
 def test_keys_that_collide_in_their_low_bits_are_all_found() -> None:
     table, keys = Table(2), np.arange(1, 400, dtype=np.uint64) << np.uint64(40)
     table.add(0, keys)
     table.add(1, keys[:100])
-    assert table.owners(keys) == [3] * 100 + [1] * 299
+    assert owners_of(table, keys) == [3] * 100 + [1] * 299
 
 
 @given(st.lists(st.sets(st.integers(1, 300), max_size=30), max_size=10), st.integers(0, 9))
