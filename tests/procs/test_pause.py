@@ -39,6 +39,10 @@ async def busy(llm: AsyncLLM, dp: int) -> bool:
     return all([(await llm.stats(engine))["num_running"] for engine in range(dp)])
 
 
+async def runs_somewhere(llm: AsyncLLM, dp: int) -> bool:
+    return any([(await llm.stats(engine))["num_running"] for engine in range(dp)])
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 async def test_rows_are_kept_and_new_ones_wait(tmp_path: Path, dp: int) -> None:
     async with engines(tmp_path, dp) as llm:
@@ -60,16 +64,16 @@ async def test_rows_are_kept_and_new_ones_wait(tmp_path: Path, dp: int) -> None:
 async def test_rows_end_first_or_at_once(tmp_path: Path, dp: int) -> None:
     async with engines(tmp_path, dp) as llm:
         prompts = [prompt_of(40 + i, i) for i in range(4)]
-        running = [asyncio.ensure_future(answer(llm, prompt, 40)) for prompt in prompts]
+        running = [asyncio.ensure_future(answer(llm, prompt, 150)) for prompt in prompts]
         await until(lambda: busy(llm, dp), "rows run on every engine")
         await llm.pause("wait")
         async with asyncio.timeout(5):  # the engines are done; their last tokens may still be on the way here
-            assert await asyncio.gather(*running) == [expected(prompt, 40) for prompt in prompts]
+            assert await asyncio.gather(*running) == [expected(prompt, 150) for prompt in prompts]
         late = asyncio.ensure_future(answer(llm, prompt_of(5, 1), 400))
         await asyncio.sleep(0.1)
         assert not late.done()
         await llm.resume()
-        await until(lambda: busy(llm, 1) if dp == 1 else steps(llm, dp), "it runs")
+        await until(lambda: runs_somewhere(llm, dp), "it runs")
         await llm.pause("abort")
         with pytest.raises(OverloadedError, match="paused"):
             await late

@@ -22,7 +22,7 @@ from tests.sim.world import run_seed
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 5000
-PARTS = 5
+PARTS = 10  # each within the time-out of a test, also on a processor that others use
 
 
 @pytest.fixture(autouse=True)
