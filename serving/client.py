@@ -58,6 +58,7 @@ from trireme.lockstep import Mode
 
 log = logging.getLogger(__name__)
 
+DOUBTFUL = "this front end could not take in what the engine said, and may be out of memory"
 RESEND_S = 0.05  # after an engine took no message
 MIGRATION_LIMIT = 2  # most moves of one choice
 ENGINE_WAIT_S = 60.0  # for an engine to come up
@@ -394,7 +395,15 @@ class EngineClient:
 
     def _on_engine(self, engine: Engine, message: Any) -> None:
         if isinstance(message, StepOutputs):
-            self._on_outputs(engine, message)
+            if engine.has_missed:
+                self._end_doubtful(engine)
+            engine.has_missed = True  # should the next line raise: some rows have what it says then, and some do not
+            try:
+                self._on_outputs(engine, message)
+            except Exception:
+                self._end_doubtful(engine)
+                raise
+            engine.has_missed = False
         elif isinstance(message, CallReply):
             if (waiting := self._calls.get(message.call_id)) is not None and not waiting[1].done():
                 waiting[1].set_result(message)
@@ -412,6 +421,19 @@ class EngineClient:
             self._lose(engine, engine.cause or message.reason, is_death=bool(engine.cause) or not message.is_torn)
         elif isinstance(message, Refused):
             engine.reason = message.reason
+
+    def _end_doubtful(self, engine: Engine) -> None:
+        """What an engine said was not taken in to the end, as for want of memory: its rows end with an error, since they would go
+        on without tokens. May be tried again, should there be no memory for this either."""
+        rids = list(engine.rows)
+        log.error("could not take in what an engine said, so its rows end engine=%d rows=%d", engine.index, len(rids))
+        for rid in rids:
+            self._end(engine.rows[rid], End(rid, "error", error=DOUBTFUL, error_code=EngineError.code))
+            del engine.rows[rid]
+        self._placement.chooser.ended(engine.index, len(rids))
+        if rids and engine.link is not None:
+            engine.link.send(Abort(rids=rids))
+        engine.has_missed = False
 
     def _on_outputs(self, engine: Engine, message: StepOutputs) -> None:
         """The hot path: appends events to the streams concerned and wakes each once."""
@@ -463,9 +485,10 @@ class EngineClient:
         """The one way out for a row that was not aborted."""
         row.settle()
         stream = row.stream
-        if stream.rids.pop(row.index, None) is not None:
-            stream.num_open -= 1
+        if row.index in stream.rids:
             stream.pending.append((row.index, end))
+            del stream.rids[row.index]
+            stream.num_open -= 1
             stream.nudge()
 
     def _lose(self, engine: Engine, reason: str, *, is_death: bool = True) -> None:

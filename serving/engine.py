@@ -55,6 +55,7 @@ class Engine:
         self.welcome: Welcome | None = None
         self.rows: dict[int, Row] = {}
         self.company: Sequence[Engine] = (self,)  # those that step together with it: none works without the others
+        self.has_missed = False  # something that its engine said
         self.lost_epoch = -1  # the last life that has ended
         self.reason = "it has not started yet"
         self.cause = ""  # its last words

@@ -11,9 +11,10 @@ from typing import Any
 import openai
 import pytest
 
+import serving.client
 from serving.completions import CompletionFormat
-from tests.models.tiny import EOS
-from tests.serving.deployment import Served, serve
+from tests.models.tiny import EOS, make_stub
+from tests.serving.deployment import Served, serve, serve_model
 from tests.serving.engines import FakeEngine, words
 
 TEXT = {"model": "stub", "prompt": "hello"}
@@ -135,3 +136,29 @@ async def test_what_fails_inside_an_open_stream_ends_it_with_an_error_event(
         assert len(events) > 1
         await served.quiet()
         assert (await served.numbers())['trireme_requests_total{outcome="error"}'] == 1
+
+
+async def test_what_an_engine_said_and_nobody_took_in_ends_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would go on without those tokens, as if nothing had happened."""
+    model = make_stub(tmp_path / "m", scripts=[["a" * 200]], delay_ms=3)
+    async with serve_model(model, worker="fake") as served:
+        calls, unpack = 0, serving.client.unpack
+
+        def failing(column: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 20:
+                raise MemoryError
+            return unpack(column)
+
+        monkeypatch.setattr(serving.client, "unpack", failing)
+        streams = [served.events("/v1/completions", {**TEXT, "max_tokens": 100}) for _ in range(3)]
+        for events in await asyncio.gather(*streams):
+            assert events[-1]["error"]["code"] == "engine_error"
+            assert "[DONE]" not in events
+        await served.quiet()
+        await served.freed()
+        whole = await served.events("/v1/completions", {**TEXT, "max_tokens": 100})
+        assert whole[-1] == "[DONE]"
