@@ -47,7 +47,7 @@ async def runs_somewhere(llm: AsyncLLM, dp: int) -> bool:
 async def test_rows_are_kept_and_new_ones_wait(tmp_path: Path, dp: int) -> None:
     async with engines(tmp_path, dp) as llm:
         prompts = [prompt_of(40 + i, i) for i in range(6)]
-        running = [asyncio.ensure_future(answer(llm, prompt, 60)) for prompt in prompts]
+        running = [asyncio.ensure_future(answer(llm, prompt, 150)) for prompt in prompts]
         await until(lambda: busy(llm, dp), "rows run on every engine")
         await llm.pause("keep")
         before = await steps(llm, dp)
@@ -56,7 +56,7 @@ async def test_rows_are_kept_and_new_ones_wait(tmp_path: Path, dp: int) -> None:
         assert await steps(llm, dp) == before
         assert not any(task.done() for task in [*running, late])
         await llm.resume()
-        assert await asyncio.gather(*running) == [expected(prompt, 60) for prompt in prompts]
+        assert await asyncio.gather(*running) == [expected(prompt, 150) for prompt in prompts]
         assert await late == expected(prompt_of(5, 1), 3)
 
 
