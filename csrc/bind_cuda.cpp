@@ -64,9 +64,9 @@ PYBIND11_MODULE(_cuda, m) {
       });
   m.def("gated_activation",
         [](Address gate_up, int64_t stride, const Addresses& scales, Address out, int64_t out_stride, int tokens, int width, int gate, int type,
-           Address scale, int narrow, Address stream) {
+           Address stream) {
           gated_activation({at(gate_up), stride, scales_at(scales), at(out), out_stride, tokens, width, static_cast<Gate>(gate),
-                            static_cast<Type>(type), reinterpret_cast<float*>(scale), static_cast<Type>(narrow)}, at(stream));
+                            static_cast<Type>(type)}, at(stream));
         });
   m.def("decode_attention",
         [](Address q, int64_t q_stride, Address out, int64_t out_stride, int type, Address block_table, int table_stride, Address context_len,

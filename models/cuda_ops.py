@@ -508,17 +508,6 @@ def _grouped(op: Any, x: Tensor | None, w: Tensor, groups: Tensor, out: Tensor, 
 def gated_activation(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None) -> Tensor:
     """act(gate) * up, where gate_up [T, 2 F] holds the gate columns, then the up columns; `gate` is a key of GATES. `scales` are
     those of gate_up."""
-    return _gated_activation(gate_up, out, gate, scales, None)
-
-
-def gated_activation_narrow(
-    gate_up: Tensor, out: Tensor, scale: Tensor, gate: str, scales: Scales | None = None
-) -> Tensor:
-    """As gated_activation, rounded as quantize_rows does: out [T, F] times scale [T] float32 is the result."""
-    return _gated_activation(gate_up, out, gate, scales, scale)
-
-
-def _gated_activation(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None, scale: Tensor | None) -> Tensor:
     load().gated_activation(
         gate_up.data_ptr(),
         gate_up.stride(0),
@@ -528,8 +517,6 @@ def _gated_activation(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | 
         *out.shape,
         GATES[gate],
         TYPE_CODES[gate_up.dtype],
-        _address(scale),
-        TYPE_CODES[out.dtype],
         _stream(),
     )
     return out

@@ -222,14 +222,6 @@ def gated_activation_reference(gate_up: Tensor, out: Tensor, gate: str, scales: 
     return out.copy_(acted * b)
 
 
-def gated_activation_narrow_reference(
-    gate_up: Tensor, out: Tensor, scale: Tensor, gate: str, scales: Scales | None = None
-) -> Tensor:
-    """As of gated_activation's result in the type of gate_up."""
-    acted = gated_activation_reference(gate_up, torch.empty_like(out, dtype=gate_up.dtype), gate, scales)
-    return quantize_rows_reference(acted, out, scale)
-
-
 def skinny_linear_reference(
     x: Tensor,
     weight: Tensor,

@@ -204,11 +204,6 @@ def row_cases() -> Iterator[Case]:
         gate_up, out = random(rows, 2 * FFN), random(rows, FFN)
         return lambda: ops.gated_activation(gate_up, out, "silu")
 
-    def gated_narrow(rows: int) -> Callable[[], object]:
-        gate_up, out = random(rows, 2 * FFN), torch.empty(rows, FFN, device="cuda", dtype=torch.int8)
-        scale = torch.empty(rows, device="cuda")
-        return lambda: ops.gated_activation_narrow(gate_up, out, scale, "silu")
-
     def rotary(rows: int, dtype: torch.dtype) -> Callable[[], object]:
         kv = make_cache(rows, dtype)
         table = torch.randn(max(rows, 4096), DIM, device="cuda")
@@ -226,7 +221,6 @@ def row_cases() -> Iterator[Case]:
         yield Case("rms_norm_fp8", f"{rows}x{HIDDEN}", rows * HIDDEN * 7, lambda rows=rows: norm_fp8(rows))
         yield Case("quantize_rows", f"{rows}x{FFN}", rows * FFN * 3, lambda rows=rows: quantize(rows))
         yield Case("gated_activation", f"{rows}x{FFN}", rows * FFN * 6, lambda rows=rows: gated(rows))
-        yield Case("gated to int8", f"{rows}x{FFN}", rows * FFN * 5, lambda rows=rows: gated_narrow(rows))
         moved = rows * DIM * (2 * HEADS + 5 * KV_HEADS)
         for dtype, size in ((torch.bfloat16, 2), (fp8, 1)):
             num_bytes = 2 * moved - rows * DIM * 2 * KV_HEADS * (2 - size)

@@ -1,5 +1,5 @@
-// Gated activations of the feed-forward network; rounded to fp8 or int8 in the same pass they take a block per token.
-#include "cuda/rounding.cuh"
+// Gated activations of the feed-forward network.
+#include "cuda/device.cuh"
 
 namespace trireme::cuda {
 namespace {
@@ -11,17 +11,6 @@ __device__ __forceinline__ float activate(float x) {
   return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
 }
 
-// From column `at` on; `row` is the token's own factor.
-template <class T, Gate gate>
-__device__ __forceinline__ Pack<T> gated(const GatedArgs& args, int64_t token, float row, int at) {
-  const T* p = static_cast<const T*>(args.gate_up) + token * args.stride + at;
-  const Wide<T> a = load_scaled(p, args.scales, row, at), b = load_scaled(p + args.width, args.scales, row, args.width + at);
-  Pack<T> result;
-#pragma unroll
-  for (int i = 0; i < Pack<T>::size; ++i) result.v[i] = from_float<T>(activate<gate>(a.v[i]) * b.v[i]);
-  return result;
-}
-
 template <class T, Gate gate>
 __global__ void gated_kernel(GatedArgs args, int first) {
   let_next_start();
@@ -29,30 +18,17 @@ __global__ void gated_kernel(GatedArgs args, int first) {
   const int at = (blockIdx.x * blockDim.x + threadIdx.x) * Pack<T>::size;
   if (at >= args.width) return;
   const int64_t token = first + blockIdx.y;
-  store_pack(static_cast<T*>(args.out) + token * args.out_stride + at, gated<T, gate>(args, token, row_scale(args.scales, token), at));
-}
-
-template <class T, Gate gate>
-__global__ void __launch_bounds__(1024) gated_narrow_kernel(GatedArgs args) {
-  __shared__ float shared[32];
-  const int packs = args.width / Pack<T>::size;
-  const int64_t token = blockIdx.x;
-  let_next_start();
-  wait_for_inputs();
   const float row = row_scale(args.scales, token);
-  Kept<T> kept;
+  const T* p = static_cast<const T*>(args.gate_up) + token * args.stride + at;
+  const Wide<T> a = load_scaled(p, args.scales, row, at), b = load_scaled(p + args.width, args.scales, row, args.width + at);
+  Pack<T> result;
 #pragma unroll
-  for (int i = 0; i < kMaxPacks; ++i) {
-    const int at = threadIdx.x + i * blockDim.x;
-    if (at >= packs) break;
-    kept.set(i, gated<T, gate>(args, token, row, at * Pack<T>::size));
-  }
-  write_narrow<T>(kept, packs, args.narrow, args.out, token * args.out_stride, args.scale + token, shared);
+  for (int i = 0; i < Pack<T>::size; ++i) result.v[i] = from_float<T>(activate<gate>(a.v[i]) * b.v[i]);
+  store_pack(static_cast<T*>(args.out) + token * args.out_stride + at, result);
 }
 
 template <class T, Gate gate>
 void run(const GatedArgs& args, Stream stream) {
-  if (args.scale != nullptr) return launch_rows<T>("gated_activation", gated_narrow_kernel<T, gate>, args.tokens, args.width, args, stream);
   constexpr int size = Pack<T>::size, threads = 256;
   const int packs = args.width / size;
   for (int first = 0; first < args.tokens; first += 65535) {  // limit of a grid's second dimension
@@ -65,7 +41,6 @@ void run(const GatedArgs& args, Stream stream) {
 
 void gated_activation(const GatedArgs& args, Stream stream) {
   if (args.tokens < 1) return;
-  if (args.scale != nullptr) need_narrow("gated_activation", args.narrow);
   with_type(args.type, [&](auto zero) {
     using T = decltype(zero);
     need_packs<T>("gated_activation", args.width);

@@ -82,8 +82,6 @@ struct GatedArgs {
   int tokens, width;
   Gate gate;
   Type type;            // of gate_up and out
-  float* scale;         // not null: out is `narrow` times one scale per token, as of NormArgs
-  Type narrow;
 };
 void gated_activation(const GatedArgs& args, Stream stream);
 

@@ -1,4 +1,4 @@
-// Rows of activations as float8 or int8 with a scale each: by norms.cu and activation.cu, a block to a row that its threads have in registers.
+// Rows of activations as float8 or int8 with a scale each: by norms.cu, a block to a row that its threads have in registers.
 #pragma once
 
 #include "cuda/device.cuh"

@@ -231,7 +231,8 @@ class CudaModel:
             branch = self._post(self._branch(rows, layer.o, x, normed), layer.attn_post)
             x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm, residual, branch)
             gates = self._product(layer.gate_up, x, gate_up)
-            x = self._gated(layer.down, gates, product)
+            ops.gated_activation(gates.values, product, arch.activation, gates.scales)
+            x = _narrowed(layer.down, product)
             pending = self._post(self._branch(rows, layer.down, x, normed), layer.ffn_post)
         if not self.mesh.is_last_stage:
             hidden = rows.whole(self._norm_into(rows, normed, None, residual, pending))
@@ -298,15 +299,6 @@ class CudaModel:
             x, scales = self._scaled_branch(branch)
             ops.rms_norm_narrow(x, weight, self.arch.norm_eps, *own, residual=kept, scales=scales)
         return Narrow(rows.whole(narrow), rows.whole(scale))
-
-    def _gated(self, linear: Linear, gates: Product, out: Tensor) -> Tensor | Narrow:
-        """act(gate) * up as `linear` wants it, in the same pass; `out` has room for 16 bits of it."""
-        dtype = linear.narrow_type(out.shape[0])
-        if dtype is None:
-            return ops.gated_activation(gates.values, out, self.arch.activation, gates.scales)
-        narrow, scale = narrow_like(out, dtype)
-        ops.gated_activation_narrow(gates.values, narrow, scale, self.arch.activation, gates.scales)
-        return Narrow(narrow, scale)
 
     def _scaled_branch(self, branch: Product) -> Product:
         if self.arch.residual_scale != 1.0:

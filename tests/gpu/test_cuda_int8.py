@@ -84,28 +84,6 @@ def test_a_norm_rounds_what_it_has_normed(dtype: torch.dtype, tokens: int, hidde
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("gate", list(ops.GATES))
-@pytest.mark.parametrize("narrow", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (33, 14336), (700, 576), (5, 65536)])
-def test_a_gate_rounds_what_it_gives(
-    dtype: torch.dtype, gate: str, narrow: torch.dtype, tokens: int, width: int
-) -> None:
-    gate_up = random(tokens, 2 * width, dtype=dtype)
-    gate_up[0, 3] = float("nan")
-    for scales in (None, some_scales(tokens, 2 * width)):
-        acted = ops.gated_activation(gate_up, torch.empty(tokens, width, device="cuda", dtype=dtype), gate, scales)
-        found, expected = (
-            (torch.empty(tokens, width, device="cuda", dtype=narrow), poisoned(tokens, dtype=torch.float32))
-            for _ in range(2)
-        )
-        ops.quantize_rows(acted, *expected)
-        ops.gated_activation_narrow(gate_up, *found, gate, scales)
-        assert same(found[1], expected[1])
-        assert same(found[0].float(), expected[0].float())
-        assert found[1][1:].isfinite().all()
-
-
 # ---------------------------------------------------------------- products
 
 

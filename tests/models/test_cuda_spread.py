@@ -38,7 +38,6 @@ OPS = (
         "rotary_and_cache",
         "decode_attention",
         "gated_activation",
-        "gated_activation_narrow",
         "gather_rows",
     ),
     "skinny_linear",
