@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.ledger import AWAY_S, LEASE_S
 from coordinator.simulation.cost_model import expected_tokens
 from engine_core.executor.base import WorkerLost
-from serving.client import MIGRATION_LIMIT
+from serving.client import ENGINE_WAIT_S, MIGRATION_LIMIT
 from serving.stream import PromptLogprobs
 from tests.sim.scene import MAX_LEN, VOCAB, Ask
 from transport.messages import Abort, End, First, Load, LogprobRow, Released, Routed, StepOutputs, Submit
@@ -163,7 +163,10 @@ class Answer:
         elif code == DeadlineError.code:
             is_fair = self._is_late
         elif code == EngineDeadError.code:
-            is_fair = num_moves > MIGRATION_LIMIT and losses > MIGRATION_LIMIT
+            is_moved_enough = num_moves > MIGRATION_LIMIT and losses > MIGRATION_LIMIT
+            is_fair = (
+                is_moved_enough or sum(self.host.process.leaps) > ENGINE_WAIT_S
+            )  # which its front end takes for waiting
         else:
             is_fair = ask.is_faulty and code == EngineError.code
         if not is_fair:
