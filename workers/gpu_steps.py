@@ -136,12 +136,14 @@ def mix(
     return Mixed(decodes, int(contexts[:decodes].max(initial=0)), plan, columns)
 
 
-def drawn_tensors(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def drawn_tensors(
+    num_rows: int, device: torch.device, make: Callable[..., Tensor] = torch.zeros
+) -> tuple[Tensor, Tensor]:
     """Where the tokens of so many rows go, and their log-probabilities."""
-    return (
-        torch.zeros(num_rows, dtype=torch.int32, device=device),
-        torch.zeros(num_rows, LOGPROB_WORDS, dtype=torch.int32, device=device),
+    tokens, logprobs = (
+        make(size, dtype=torch.int32, device=device) for size in ((num_rows,), (num_rows, LOGPROB_WORDS))
     )
+    return tokens, logprobs
 
 
 class Steps:
@@ -201,7 +203,7 @@ class Steps:
         host = self._upload.take(sum(step.sizes))
         np.concatenate(step.columns, out=host, casting="same_kind")
         parts = self._upload.send(host.size).split(step.sizes)
-        tokens, logprobs = drawn_tensors(step.columns[MIXED.index("asking")].size, self.device)
+        tokens, logprobs = drawn_tensors(step.columns[MIXED.index("asking")].size, self.device, torch.empty)
         splits = self.splits(step.num_decodes, step.longest)
         return tokens, logprobs, self.launch_mixed(parts, step.plan, tokens, splits, logprobs=logprobs)
 

@@ -63,37 +63,55 @@ __device__ __forceinline__ Fp8Pairs unpack_fp8(uint32_t bytes) {
   return {(low >> shift & mask) | (low & 0x80008000u), (bytes >> shift & mask) | (bytes & 0x80008000u)};
 }
 
-// Sums acc [NT * 16 outputs, MT * 8 rows] of a block's warps in their order, times the scale of the output, plus the bias, into
-// out. Each W neighbouring warps have parts of the same outputs. `sums` is dynamic shared memory of shared_floats<NT, MT>() floats; the
-// block's first output is `first`.
+// The next 16 bytes of 16 * NT rows of bytes, those of g and of g + 8, unless the rows end before `at`.
+template <int NT, class Byte>
+__device__ __forceinline__ void fetch_rows(uint4 (&piece)[NT][2], const Byte* const (&rows)[NT][2], int at, int end) {
+  if (at >= end) return;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    piece[n][0] = load_stream(rows[n][0] + at);
+    piece[n][1] = load_stream(rows[n][1] + at);
+  }
+}
+
+// Adds up acc [NT * 16 outputs, MT * 8 rows] of a block's warps, of which each W neighbours have parts of the same outputs, in their
+// order: calls store(output, row, sum) for the outputs before `num_outputs`, of which the block's first is `first`, and the first `num_rows`.
+// `sums` is dynamic shared memory of shared_floats<NT, MT>() values.
 template <int NT, int MT>
 constexpr size_t shared_floats() { return static_cast<size_t>(kProductWarps) * 16 * NT * (8 * MT + 1); }
 
-template <class T, int NT, int MT, int W = kProductWarps>
-__device__ __forceinline__ void store_products(const SkinnyArgs& args, const float (&acc)[NT][MT][4], float* sums, int first) {
-  constexpr int stride = 8 * MT + 1;
+template <int NT, int MT, int W, class V, class Store>
+__device__ __forceinline__ void sum_warps(const V (&acc)[NT][MT][4], V* sums, int first, int num_outputs, int num_rows, Store store) {
+  constexpr int stride = 8 * MT + 1, own = 16 * NT, outputs = own * (kProductWarps / W);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[(warp * 16 * NT + n * 16 + g + i / 2 * 8) * stride + m * 8 + t * 2 + i % 2] = acc[n][m][i];
+      for (int i = 0; i < 4; ++i) sums[(warp * own + n * 16 + g + i / 2 * 8) * stride + m * 8 + t * 2 + i % 2] = acc[n][m][i];
     }
   }
   __syncthreads();
-  constexpr int outputs = 16 * NT * (kProductWarps / W);
-  for (int i = threadIdx.x; i < outputs * args.m; i += kProductWarps * 32) {
-    const int row = i % outputs, column = i / outputs, output = first + row;
-    if (output >= args.n) continue;
-    const int from = row / (16 * NT) * W * 16 * NT + row % (16 * NT);
-    float total = 0.0f;
+  for (int i = threadIdx.x; i < outputs * num_rows; i += kProductWarps * 32) {
+    const int at = i % outputs, row = i / outputs, output = first + at;
+    if (output >= num_outputs) continue;
+    const int from = at / own * W * own + at % own;
+    V total = 0;
 #pragma unroll
-    for (int other = 0; other < W; ++other) total += sums[(other * 16 * NT + from) * stride + column];
+    for (int other = 0; other < W; ++other) total += sums[(other * own + from) * stride + row];
+    store(output, row, total);
+  }
+}
+
+// The sums times the scale of the output, plus the bias, into out.
+template <class T, int NT, int MT, int W = kProductWarps>
+__device__ __forceinline__ void store_products(const SkinnyArgs& args, const float (&acc)[NT][MT][4], float* sums, int first) {
+  sum_warps<NT, MT, W>(acc, sums, first, args.n, args.m, [&](int output, int row, float total) {
     if (args.scale != nullptr) total *= args.scale[output * args.scale_step];
     if (args.bias != nullptr) total += to_float(static_cast<const T*>(args.bias)[output]);
-    static_cast<T*>(args.out)[column * args.out_stride + output] = from_float<T>(total);
-  }
+    static_cast<T*>(args.out)[row * args.out_stride + output] = from_float<T>(total);
+  });
 }
 
 // Launches a kernel of (SkinnyArgs) over blocks of 16 * NT outputs for each W of its warps.

@@ -46,13 +46,7 @@ __global__ void __launch_bounds__(kProductWarps * 32) fp8_kernel(SkinnyArgs args
   const int step = kProductWarps * kPiece;
   int ahead = warp * kPiece;
   auto fetch = [&](uint4 (&piece)[NT][2]) {
-    if (ahead < args.k) {
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        piece[n][0] = load_stream(rows[n][0] + ahead);
-        piece[n][1] = load_stream(rows[n][1] + ahead);
-      }
-    }
+    fetch_rows<NT>(piece, rows, ahead, args.k);
     ahead += step;
   };
 #pragma unroll

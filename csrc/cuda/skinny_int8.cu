@@ -22,31 +22,14 @@ __device__ __forceinline__ void multiply(int (&c)[4], uint32_t a0, uint32_t a1, 
 // No step is contracted: models/cuda_reference.py gives the same bits.
 __device__ __forceinline__ float scaled(int sum, float row, float column) { return __fmul_rn(__int2float_rn(sum), __fmul_rn(column, row)); }
 
-// Sums each W warps of a block, and writes their outputs of every row; the block's first is `first`.
+// The sums of each W warps, scaled, plus the bias, into out.
 template <class T, int NT, int MT, int W>
 __device__ __forceinline__ void store_sums(const Int8Scaling& scaling, const int (&acc)[NT][MT][4], int* sums, int first) {
-  constexpr int stride = 8 * MT + 1, own = 16 * NT, outputs = own * (kProductWarps / W);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[(warp * own + n * 16 + g + i / 2 * 8) * stride + m * 8 + t * 2 + i % 2] = acc[n][m][i];
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < outputs * scaling.m; i += kProductWarps * 32) {
-    const int row = i % outputs, column = i / outputs, output = first + row;
-    if (output >= scaling.n) continue;
-    const int from = row / own * W * own + row % own;
-    int total = 0;
-#pragma unroll
-    for (int other = 0; other < W; ++other) total += sums[(other * own + from) * stride + column];
-    float value = scaled(total, scaling.x_scale[column], scaling.w_scale[output]);
+  sum_warps<NT, MT, W>(acc, sums, first, scaling.n, scaling.m, [&](int output, int row, int total) {
+    float value = scaled(total, scaling.x_scale[row], scaling.w_scale[output]);
     if (scaling.bias != nullptr) value = __fadd_rn(value, to_float(static_cast<const T*>(scaling.bias)[output]));
-    static_cast<T*>(scaling.out)[column * scaling.out_stride + output] = from_float<T>(value);
-  }
+    static_cast<T*>(scaling.out)[row * scaling.out_stride + output] = from_float<T>(value);
+  });
 }
 
 // A lane whose k's lie past the end of the rows multiplies what it has left with zeros.
@@ -68,13 +51,7 @@ __global__ void __launch_bounds__(kProductWarps * 32, MT <= 4 ? 2 : 1) skinny_in
   const int step = W * kPiece;
   int ahead = way * kPiece + t * 16;
   auto fetch = [&](uint4 (&piece)[NT][2]) {
-    if (ahead < args.k) {
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        piece[n][0] = load_stream(rows[n][0] + ahead);
-        piece[n][1] = load_stream(rows[n][1] + ahead);
-      }
-    }
+    fetch_rows<NT>(piece, rows, ahead, args.k);
     ahead += step;
   };
 #pragma unroll

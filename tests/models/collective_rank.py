@@ -14,6 +14,8 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,12 +175,13 @@ def run_rank(program: str, arena: str, mesh: Mesh, timeout_s: float) -> None:
         say(mesh, f"CollectiveError: {error}")
 
 
-def fork_rank(program: str, arena: str, mesh: Mesh, timeout_s: float) -> int:
+def forked(run: Callable[..., object], *job: Any) -> int:
+    """The process that does `run(*job)` and ends: with 1 where that raises, which it prints."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        run_rank(program, arena, mesh, timeout_s)
+        run(*job)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -190,7 +193,8 @@ def main() -> None:
     for line in sys.stdin:
         program, arena, tp, pp, timeout = line.split()
         mesh = Mesh(1, int(pp), int(tp))
-        pids = [fork_rank(program, arena, mesh.at_worker(worker), float(timeout)) for worker in range(mesh.num_workers)]
+        places = [mesh.at_worker(worker) for worker in range(mesh.num_workers)]
+        pids = [forked(run_rank, program, arena, place, float(timeout)) for place in places]
         write_line("pids", *pids)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         write_line("end", *codes)

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import sys
-import traceback
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ import torch
 
 from models.arch.cuda import CudaModel
 from models.shards import Shares
+from tests.models.collective_rank import forked
 from tests.models.test_cuda_rows import FIT, MAX_LEN, PLAN, batch_of
 from tests.models.test_cuda_spread import BLOCK, OnCpu, make_plain, stored
 from tests.models.test_shards import arch_of
@@ -82,18 +82,6 @@ def run(program: str, arena: str, mesh: Mesh, cards: int, split_from: int) -> No
     group.close()
 
 
-def fork_rank(*job: Any) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        run(*job)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
@@ -101,7 +89,7 @@ def main() -> None:
         tp, pp, cards, split_from = map(int, numbers)
         mesh = Mesh(1, pp, tp)
         places = [mesh.at_worker(worker) for worker in range(mesh.num_workers)]
-        pids = [fork_rank(program, arena, place, cards, split_from) for place in places]
+        pids = [forked(run, program, arena, place, cards, split_from) for place in places]
         say(pids=pids)
         for pid in pids:
             say(code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), pid=pid)
