@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from itertools import chain, zip_longest
+from itertools import chain
 from operator import attrgetter
 
 import msgspec
@@ -91,24 +91,22 @@ class Scheduler:
 
     def distrust(self, request: Request, first_token: int) -> None:
         """What a request computed from `first_token` on may be garbage, and so may all that was computed from it: nobody finds
-        it any more, and running rows that read it start over. The request may have lost its place already."""
-        bad = dict.fromkeys(_blocks_from(request, first_token // self.limits.block_size, self.cache))  # in order
+        it any more, and rows that took it over start over; equal content in blocks of their own is sound. The request may have
+        lost its place already, and have come back to what it had written.
+
+        Equal contents have equal beginnings: whoever read any of this has the first of these contents in its own chain.
+        """
+        first = first_token // self.limits.block_size
+        content = request.hashes[first : first + 1]
+        if not content:
+            return
         drafts = [*self.in_flight, *([self._answered] if self._answered else [])]
-        clean = {id(row): row for row in chain(self.running, *(draft.requests() for draft in drafts))}
-        clean.pop(id(request), None)
-        readers: list[Request] = []
-        while found := [row for row in clean.values() if _has_read(row, bad)]:
-            for row in found:
-                del clean[id(row)]
-                pairs = enumerate(zip_longest(row.blocks, row.hashes))
-                first = next(i for i, pair in pairs if not bad.keys().isdisjoint(pair))
-                bad.update(dict.fromkeys(_blocks_from(row, first, self.cache)))
-                readers.append(row)
-        self.cache.distrust([content for content in bad if isinstance(content, bytes)])
-        if request.num_adopted * self.limits.block_size > first_token:
-            readers.append(request)  # it had lost its place, and has come back to what it had written there
-        for row in readers:
-            if row.state is State.RUNNING:
+        rows = {id(row): row for row in chain((request,), self.running, *(draft.requests() for draft in drafts))}
+        alike = [row for row in rows.values() if row.hashes[first : first + 1] == content]
+        for row in alike:
+            self.cache.distrust(row.hashes[first:])
+        for row in alike:
+            if row.num_adopted > first:
                 self._preempt(row, sound=False)
 
     @property
@@ -380,16 +378,3 @@ class Scheduler:
         self._freed.append(request.row)
         self.free_rows.append(request.row)
         request.forget_kv()
-
-
-def _has_read(row: Request, bad: dict[int | bytes, None]) -> bool:
-    """Whether a row may have read one of these blocks. One that has its place holds what it reads: equal content in blocks of its
-    own is sound. Of one that has lost its place only the contents are known."""
-    return not bad.keys().isdisjoint(row.blocks if row.state is State.RUNNING else row.hashes)
-
-
-def _blocks_from(request: Request, first: int, cache: KVCache) -> list[int | bytes]:
-    """Blocks of a row from its `first` one on, their contents, and the blocks under which others find these."""
-    contents = request.hashes[first:]
-    known = [cache.pool.find(content) for content in contents]
-    return [*request.blocks[first:], *contents, *(block for block in known if block is not None)]

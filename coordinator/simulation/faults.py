@@ -59,7 +59,9 @@ def _draw(rng: random.Random, kind: str, targets: Sequence[str], horizon_s: floa
     if kind in ("partition", "swizzle"):
         count = rng.randint(1, len(targets)) if kind == "partition" else len(targets)
         return Fault(at, kind, tuple(rng.sample(targets, count)), _duration(rng))
-    target = (rng.choice(targets),)
+    target: tuple[str, ...] = (rng.choice(targets),)
+    if kind == "slow":
+        target = tuple(targets)  # the network as a whole, as far as this run's faults may touch it
     if kind in ("freeze", "clog", "slow"):
         return Fault(at, kind, target, _duration(rng))
     if kind == "jump":

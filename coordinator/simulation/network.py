@@ -51,13 +51,13 @@ class Channel:
 
 
 class Network:
-    """All connections of a world. `delay` draws the seconds that one message takes."""
+    """All connections of a world. `delay` draws the seconds that one message takes on a path."""
 
     def __init__(
         self,
         timeline: Timeline,
         rng: random.Random,
-        delay: Callable[[], float],
+        delay: Callable[[Path], float],
         *,
         twice: float = 0.0,
         most_unread: int = QUEUE_LIMIT,
@@ -111,7 +111,7 @@ class Network:
         self._send(channel, up, message)
 
     def _send(self, channel: Channel, up: bool, message: Any) -> None:
-        when = self.timeline.now + self.delay()
+        when = self.timeline.now + self.delay(channel.path)
         if up:
             channel.upward = when = max(when, channel.upward)
         else:
@@ -294,7 +294,8 @@ class ServerEnd:
             return
         channel = self._channels[peer.routing_id]
         self._forget(peer, f"{peer.name} was silent")
-        self._network.timeline.after(self._network.delay(), channel.client.hear_loss, channel, "refused to go on")
+        delay_s = self._network.delay(channel.path)
+        self._network.timeline.after(delay_s, channel.client.hear_loss, channel, "refused to go on")
 
     def _found(self, peer: Peer, message: Any) -> list[tuple[Peer, Any]]:
         """What the owner sees of something that has arrived."""

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from coordinator.simulation.faults import Fault
-from coordinator.simulation.network import Network
+from coordinator.simulation.network import Network, Path
 from coordinator.simulation.timeline import Process, Timeline
 from coordinator.simulation.trace import Trace, told
 from tests.sim.books import Answer, Books, Breach
@@ -62,7 +62,7 @@ class World:
         self.coordinator: CoordinatorHost | None = None
         self.answers = [Answer(self, ask) for ask in scene.asks]
         self._epochs: Counter[str] = Counter()
-        self._slow_until = 0.0
+        self._slow_until: dict[Path, float] = {}
         self._num_coming = 0  # processes on their way back
         self._num_over = 0  # answers, from the first, that are known to be over
 
@@ -171,12 +171,12 @@ class World:
 
     # ------------------------------------------------------------ faults
 
-    def _delay(self) -> float:
+    def _delay(self, path: Path) -> float:
         usual, rare, share = self.scene.delays
         seconds = usual * (0.5 + self.rng.random())
         if share and self.rng.random() < share:
             seconds += rare * self.rng.random()
-        return seconds * 20 if self.timeline.now < self._slow_until else seconds
+        return seconds * 20 if self.timeline.now < self._slow_until.get(path, 0.0) else seconds
 
     def _fail(self, fault: Fault) -> None:
         self.note("FAULT", str(fault))
@@ -236,7 +236,8 @@ class World:
     def _fail_links(self, fault: Fault) -> None:
         paths = [(client, server) for client, server in (target.split(">") for target in fault.targets)]
         if fault.kind == "slow":
-            self._slow_until = max(self._slow_until, self.timeline.now + fault.seconds)
+            until = self.timeline.now + fault.seconds
+            self._slow_until.update({path: max(until, self._slow_until.get(path, 0.0)) for path in paths})
         elif fault.kind == "break":
             for channel in self.network.channels():
                 if channel.path in paths:

@@ -176,6 +176,42 @@ def test_choices_of_one_faulty_prompt_all_end(chunk: int, budget: int, block_siz
         driver.check_tokens(mate)
 
 
+@pytest.mark.parametrize(("depth", "ahead"), [(2, False), (3, False), (2, True)])
+@pytest.mark.parametrize("prompt", [[300, 3], [1, 2, 300, 3]])
+def test_a_row_that_wrote_what_another_failed_to_write_is_not_thrown_out(
+    prompt: list[int], depth: int, ahead: bool
+) -> None:
+    """Two rows write equal blocks a step apart, and both fail: each ends by its own fault, at its first try."""
+    for ends in ((1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3), (3, 4)):
+        limits = make_limits(block_size=2, chunk=1, max_num_seqs=2)
+        driver = Driver(limits, depth=depth, ahead=ahead, fake=FakeOptions(row_fault_token=300))
+        others = [driver.submit([i], max_tokens=count) for i, count in enumerate(ends)]
+        faulty = [driver.submit(prompt, choice=i, seed=1) for i in range(3)]
+        driver.run()
+        assert [row.end.reason for row in faulty] == ["error"] * 3
+        assert [row.end.num_preemptions for row in faulty] == [0] * 3
+        for other in others:
+            driver.check_tokens(other)
+
+
+def test_nobody_finds_what_was_computed_over_a_fault() -> None:
+    """Neither the blocks of the row that failed nor those that its reader has filled after them."""
+    driver = Driver(make_limits(chunk=8), depth=3, fake=FakeOptions(row_fault_token=300))
+    common = [(3 * i) % 200 for i in range(8)]
+    bad = driver.submit([*common[:7], 300], max_tokens=4)
+    driver.plan()
+    reader = driver.submit([*common[:7], 300, *common], max_tokens=4)
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.num_computed == pack([8])
+    driver.answer()
+    assert bad.end.reason == "error"
+    assert not driver.core.scheduler.cache.pool.index
+    driver.run()
+    assert reader.end.reason == "error"
+    assert reader.end.num_preemptions == 1
+
+
 def test_a_sharer_in_flight_when_the_fault_arrives_is_voided_and_recomputed() -> None:
     driver = Driver(depth=2, fake=FakeOptions(row_fault_token=300))
     common = [(3 * i) % 200 for i in range(8)]
