@@ -266,7 +266,7 @@ class Worker:
         memory. A worker that sleeps with its weights kept drops them for level 2. Every earlier step must have ended."""
         if self._is_asleep:
             self._loaded = self._shelf = None
-            gc.collect()
+            _collect()
             return
         if self._loaded is None or self._runner is None:
             raise EngineError("this worker has nothing to put away")
@@ -281,7 +281,7 @@ class Worker:
             self._loaded = None
         del model
         self._is_asleep = True
-        gc.collect()  # what refers to a graph may be a circle
+        _collect()
         torch.cuda.empty_cache()
 
     def _wake(self) -> None:
@@ -387,6 +387,14 @@ class Worker:
             "gpu_bytes": torch.cuda.memory_reserved(),
             "torch": True,
         }
+
+
+def _collect() -> None:
+    """Ends what only refers to itself, as graphs and caches do: also where it dates from a start, whose objects the collector was
+    told to pass over (transport.boot.settle_memory)."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _name_of(device: torch.device) -> str:

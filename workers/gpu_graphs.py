@@ -8,6 +8,7 @@ run as they are.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -271,9 +272,25 @@ def captured(
     launch()  # kernels are loaded and products chosen before anything is recorded
     graph = torch.cuda.CUDAGraph()
     # (thread_local: another thread may be about to wait for a step that has ended)
-    with measured or nullcontext(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with (
+        measured or nullcontext(),
+        _nothing_collected(),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
         launch()
     return graph.replay
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Around a capture: what the collector would end may own graphs or device memory, and freeing those makes a capture invalid."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def graph_pool(device: torch.device) -> Any:

@@ -159,5 +159,5 @@ def test_too_little_memory_names_what_would_do(model: Path, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(config))
     write_byte_tokenizer(tmp_path, size=VOCAB)
     with pytest.raises(ConfigError, match="of KV cache") as caught:
-        engine(tmp_path, load_format="dummy", max_len=1 << 24, gpu_memory=0.1, kv_memory=None).close()
+        engine(tmp_path, load_format="dummy", max_len=1 << 24, gpu_memory=0.5, kv_memory=None).close()
     assert "--max-len" in caught.value.hint
