@@ -41,7 +41,7 @@ PYBIND11_MODULE(_cuda, m) {
                   static_cast<Type>(type), reinterpret_cast<float*>(scale), static_cast<Type>(narrow)}, at(stream));
       });
   m.def("quantize_rows", [](Address x, int64_t x_stride, Address out, int64_t out_stride, int tokens, int hidden, int type, Address scale, int narrow,
-                            Address stream) {
+                            Address largest, Address stream) {
     NormArgs args{};
     args.x = at(x);
     args.x_stride = x_stride;
@@ -52,6 +52,7 @@ PYBIND11_MODULE(_cuda, m) {
     args.type = static_cast<Type>(type);
     args.scale = reinterpret_cast<float*>(scale);
     args.narrow = static_cast<Type>(narrow);
+    args.largest = floats(largest);
     quantize_rows(args, at(stream));
   });
   m.def(
@@ -64,16 +65,17 @@ PYBIND11_MODULE(_cuda, m) {
       });
   m.def("gated_activation",
         [](Address gate_up, int64_t stride, const Addresses& scales, Address out, int64_t out_stride, int tokens, int width, int gate, int type,
-           Address stream) {
+           Address largest, Address stream) {
           gated_activation({at(gate_up), stride, scales_at(scales), at(out), out_stride, tokens, width, static_cast<Gate>(gate),
-                            static_cast<Type>(type)}, at(stream));
+                            static_cast<Type>(type), reinterpret_cast<float*>(largest)}, at(stream));
         });
   m.def("decode_attention",
         [](Address q, int64_t q_stride, Address out, int64_t out_stride, int type, Address block_table, int table_stride, Address context_len,
            int rows, int q_heads, float scale, int window, float softcap, Address sinks, const PagedCache& cache, int splits, Address partial,
-           Address stream) {
+           Address largest, Address stream) {
           decode_attention({at(q), q_stride, at(out), out_stride, static_cast<Type>(type), ints(block_table), table_stride, ints(context_len),
-                            rows, q_heads, scale, window, softcap, floats(sinks), cache, splits, reinterpret_cast<float*>(partial)}, at(stream));
+                            rows, q_heads, scale, window, softcap, floats(sinks), cache, splits, reinterpret_cast<float*>(partial),
+                            reinterpret_cast<float*>(largest)}, at(stream));
         });
   m.def("decode_scratch_floats", &decode_scratch_floats);
   m.def("skinny_linear",

@@ -181,9 +181,10 @@ def _rms_norm(
     return out
 
 
-def quantize_rows(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
+def quantize_rows(x: Tensor, out: Tensor, scale: Tensor, largest: Tensor | None = None) -> Tensor:
     """x [T, H] in the type of out, float8 e4m3 or int8: out [T, H] times scale [T] float32, which is the row's largest magnitude
-    / 448 or / 127. A row of int8 that is not finite has a scale of NaN."""
+    / 448 or / 127. A row of int8 that is not finite has a scale of NaN. Whoever made x may have noted `largest` [T] float32, the
+    magnitudes: then up to 65535 rows are rounded without a look at all of each."""
     load().quantize_rows(
         x.data_ptr(),
         x.stride(0),
@@ -193,6 +194,7 @@ def quantize_rows(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
         TYPE_CODES[x.dtype],
         scale.data_ptr(),
         TYPE_CODES[out.dtype],
+        _address(largest),
         _stream(),
     )
     return out
@@ -264,6 +266,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     splits: int = 1,
     scratch: Tensor | None = None,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """Attention of row r's one query over the first context_len[r] tokens of its blocks. q [R, >= Hq * D], out [R, Hq * D].
 
@@ -271,6 +274,7 @@ def decode_attention(
     output is zero. `splits` parts of a context run side by side; more than one needs `scratch`, float32 of decode_scratch(...)
     values. sinks [Hq] float32 are logits that take weight and give nothing. The table, the lengths and all tokens but the newest
     are read before the kernel ahead has ended: since they were written, one of torch's or gather_rows must have been launched.
+    `largest` [R] float32: see gated_activation.
     """
     load().decode_attention(
         q.data_ptr(),
@@ -290,6 +294,7 @@ def decode_attention(
         kv.native,
         splits,
         _address(scratch),
+        _address(largest),
         _stream(),
     )
     return out
@@ -505,9 +510,12 @@ def _grouped(op: Any, x: Tensor | None, w: Tensor, groups: Tensor, out: Tensor, 
     return out
 
 
-def gated_activation(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None) -> Tensor:
+def gated_activation(
+    gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None, largest: Tensor | None = None
+) -> Tensor:
     """act(gate) * up, where gate_up [T, 2 F] holds the gate columns, then the up columns; `gate` is a key of GATES. `scales` are
-    those of gate_up."""
+    those of gate_up.
+    `largest` [T] float32, zeros at first, becomes the largest magnitude of each row of out, for quantize_rows."""
     load().gated_activation(
         gate_up.data_ptr(),
         gate_up.stride(0),
@@ -517,6 +525,7 @@ def gated_activation(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | N
         *out.shape,
         GATES[gate],
         TYPE_CODES[gate_up.dtype],
+        _address(largest),
         _stream(),
     )
     return out

@@ -132,6 +132,7 @@ def decode_attention_reference(
     sinks: Tensor | None = None,
     splits: int = 1,
     scratch: Tensor | None = None,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """In float64; splits and scratch change nothing here."""
     _, kv_heads, _, dim = kv.k.shape
@@ -153,7 +154,7 @@ def decode_attention_reference(
             scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)), -1)
         weights = scores.softmax(-1)[..., :context]
         out[row] = torch.einsum("hgt,thd->hgd", weights, values).flatten().to(out.dtype)
-    return out
+    return _noted(out, largest)
 
 
 def piece_attention_reference(
@@ -169,18 +170,18 @@ def piece_attention_reference(
         decode_attention_reference(qkv[rows], q_heads, kv, table, lengths, scale, out[rows], window=window)
 
 
-def quantize_rows_reference(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
+def quantize_rows_reference(x: Tensor, out: Tensor, scale: Tensor, largest: Tensor | None = None) -> Tensor:
     """In float32. Divided by a tensor: by a number torch multiplies with its reciprocal on a GPU, which rounds twice."""
     wide = x.float()
+    largest = wide.abs().amax(-1) if largest is None else largest
     if out.dtype == torch.int8:
-        return _int8_rows(wide, out, scale)
-    largest = wide.abs().amax(-1).clamp(min=1e-12)
+        return _int8_rows(wide, out, scale, largest)
+    largest = largest.clamp(min=1e-12)
     scale.copy_(largest / torch.full_like(largest, FP8_MAX))
     return out.copy_(to_stored(wide / scale[:, None], out.dtype))
 
 
-def _int8_rows(wide: Tensor, out: Tensor, scale: Tensor) -> Tensor:
-    largest = wide.abs().amax(-1)
+def _int8_rows(wide: Tensor, out: Tensor, scale: Tensor, largest: Tensor) -> Tensor:
     most, is_tiny = torch.full_like(largest, INT8_MAX), largest < 1e-30
     is_used = largest.isfinite() & ~is_tiny
     scale.copy_(torch.where(is_used, largest / most, torch.where(is_tiny, 0.0, float("nan"))))
@@ -214,12 +215,21 @@ def _scaled_sums(sums: Tensor, x_scale: Tensor, scale: Tensor, out: Tensor, bias
     return out.copy_(found if bias is None else found + bias.float())
 
 
-def gated_activation_reference(gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None) -> Tensor:
+def _noted(out: Tensor, largest: Tensor | None) -> Tensor:
+    """out, whose rows' largest magnitudes are noted."""
+    if largest is not None:
+        largest.copy_(torch.maximum(largest, out.float().abs().amax(-1)))
+    return out
+
+
+def gated_activation_reference(
+    gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None, largest: Tensor | None = None
+) -> Tensor:
     """In float64."""
     a, b = (gate_up if scales is None else _wide(gate_up, scales)).double().chunk(2, -1)
     act = torch.nn.functional
     acted = act.silu(a) if gate == "silu" else act.gelu(a, approximate="tanh" if gate == "gelu_tanh" else "none")
-    return out.copy_(acted * b)
+    return _noted(out.copy_(acted * b), largest)
 
 
 def skinny_linear_reference(

@@ -16,15 +16,23 @@ __global__ void gated_kernel(GatedArgs args, int first) {
   let_next_start();
   wait_for_inputs();
   const int at = (blockIdx.x * blockDim.x + threadIdx.x) * Pack<T>::size;
-  if (at >= args.width) return;
   const int64_t token = first + blockIdx.y;
   const float row = row_scale(args.scales, token);
-  const T* p = static_cast<const T*>(args.gate_up) + token * args.stride + at;
-  const Wide<T> a = load_scaled(p, args.scales, row, at), b = load_scaled(p + args.width, args.scales, row, args.width + at);
-  Pack<T> result;
+  float largest = 0.0f;
+  if (at < args.width) {
+    const T* p = static_cast<const T*>(args.gate_up) + token * args.stride + at;
+    const Wide<T> a = load_scaled(p, args.scales, row, at), b = load_scaled(p + args.width, args.scales, row, args.width + at);
+    Pack<T> result;
 #pragma unroll
-  for (int i = 0; i < Pack<T>::size; ++i) result.v[i] = from_float<T>(activate<gate>(a.v[i]) * b.v[i]);
-  store_pack(static_cast<T*>(args.out) + token * args.out_stride + at, result);
+    for (int i = 0; i < Pack<T>::size; ++i) {
+      result.v[i] = from_float<T>(activate<gate>(a.v[i]) * b.v[i]);
+      largest = larger(largest, fabsf(to_float(result.v[i])));
+    }
+    store_pack(static_cast<T*>(args.out) + token * args.out_stride + at, result);
+  }
+  if (args.largest == nullptr) return;
+  largest = warp_max(largest);
+  if (threadIdx.x % 32 == 0) note_largest(args.largest + token, largest);
 }
 
 template <class T, Gate gate>

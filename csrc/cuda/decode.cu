@@ -123,12 +123,18 @@ __device__ __forceinline__ void store_record(float* record, int dim, const Part&
   if (dim == 0) record[D] = part.top, record[D + 1] = part.sum;
 }
 
+// Four values of a row's output; gives their largest magnitude.
 template <class T, int D>
-__device__ __forceinline__ void store_output(const DecodeArgs& args, int row, int q_head, int dim, Part part) {
+__device__ __forceinline__ float store_output(const DecodeArgs& args, int row, int q_head, int dim, Part part) {
   if (args.sinks != nullptr && part.sum > 0.0f) part.sum += power_of_2(args.sinks[q_head] * kLog2e - part.top);
   T* out = static_cast<T*>(args.out) + row * args.out_stride + static_cast<int64_t>(q_head) * D + dim;
+  float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) out[i] = from_float<T>(part.sum > 0.0f ? part.total[i] / part.sum * args.cache.v_scale : 0.0f);
+  for (int i = 0; i < 4; ++i) {
+    out[i] = from_float<T>(part.sum > 0.0f ? part.total[i] / part.sum * args.cache.v_scale : 0.0f);
+    largest = larger(largest, fabsf(to_float(out[i])));
+  }
+  return largest;
 }
 
 struct Span {
@@ -547,6 +553,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
   }
   __syncthreads();
   const int items = num_heads * (D / 4);
+  float largest = 0.0f;
   const char* first_of_unit = shared + (warp - turn) * L::warp_bytes;
   float* block_result = reinterpret_cast<float*>(shared + L::bytes) - most * record_floats;  // behind the last warp's
   for (int i = turn * 32 + lane; i < items; i += ways * 32) {
@@ -555,7 +562,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
       return reinterpret_cast<const float*>(first_of_unit + w * L::warp_bytes) + head * record_floats;
     });
     if (args.splits == 1) {
-      store_output<T, D>(args, row, q_head, dim, part);
+      largest = larger(largest, store_output<T, D>(args, row, q_head, dim, part));
     } else if (plan.is_cluster) {
       store_record<D>(block_result + head * record_floats, dim, part);
     } else {
@@ -571,11 +578,14 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
       const Part part = fold<D, kCluster>(args.splits, dim, [&](int rank) {
         return static_cast<const float*>(cluster.map_shared_rank(block_result + head * record_floats, rank));
       });
-      store_output<T, D>(args, row, first_head + head, dim, part);
+      largest = larger(largest, store_output<T, D>(args, row, first_head + head, dim, part));
     }
     cluster.sync();  // others have read what is ours
   }
 #endif
+  if (args.largest == nullptr || (args.splits > 1 && !plan.is_cluster)) return;
+  largest = warp_max(largest);
+  if (lane == 0) note_largest(args.largest + row, largest);
 }
 
 template <class T, int D>
@@ -585,7 +595,8 @@ __global__ void fold_kernel(DecodeArgs args) {
   let_next_start();
   const float* records = args.partial + (static_cast<int64_t>(row) * args.q_heads + head) * args.splits * kRecord<D>;
   const int dim = threadIdx.x * 4;
-  store_output<T, D>(args, row, head, dim, fold<D, 16>(args.splits, dim, [&](int i) { return records + i * kRecord<D>; }));
+  const float largest = store_output<T, D>(args, row, head, dim, fold<D, 16>(args.splits, dim, [&](int i) { return records + i * kRecord<D>; }));
+  if (args.largest != nullptr) note_largest(args.largest + row, largest);
 }
 
 constexpr int kManyBlocks = 1024;  // of four warps; from here on a card has enough of them with fewer warps for a head

@@ -89,6 +89,9 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+// Where x is larger than `*largest`, that becomes x. Neither is negative: so their bits are in order, and NaN's come last.
+__device__ __forceinline__ void note_largest(float* largest, float x) { atomicMax(reinterpret_cast<unsigned*>(largest), __float_as_uint(x)); }
+
 // Sum over all threads of a block of up to 1024; `shared` has room for 32 floats. All threads get it.
 __device__ __forceinline__ float block_sum(float x, float* shared) {
   x = warp_sum(x);

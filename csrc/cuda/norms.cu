@@ -70,6 +70,28 @@ __global__ void __launch_bounds__(1024) quantize_kernel(NormArgs args) {
   write_narrow<T>(kept, packs, args.narrow, args.out, token * args.out_stride, args.scale + token, shared);
 }
 
+// Rows whose largest magnitude is known: blocks side by side, none of which waits for another.
+template <class T, class N>
+__global__ void round_kernel(NormArgs args) {
+  const int at = (blockIdx.x * blockDim.x + threadIdx.x) * Pack<T>::size;
+  const int64_t token = blockIdx.y;
+  let_next_start();
+  wait_for_inputs();
+  if (at >= args.hidden) return;
+  const Pack<T> pack = load_pack(static_cast<const T*>(args.x) + token * args.x_stride + at);
+  const Rounding<N> rounded(args.largest[token]);
+  if (at == 0) args.scale[token] = rounded.scale;
+  store_rounded(pack, rounded, static_cast<N*>(args.out) + token * args.out_stride + at);
+}
+
+template <class T, class N>
+void round_rows(const NormArgs& args, Stream stream) {
+  constexpr int threads = 256, most = 65535;  // of a grid's second dimension
+  need_packs<T>("quantize_rows", args.hidden);
+  if (args.tokens > most) throw std::invalid_argument("quantize_rows takes up to 65535 rows whose largest magnitude is known; got " + std::to_string(args.tokens));
+  launch(round_kernel<T, N>, dim3((args.hidden / Pack<T>::size + threads - 1) / threads, args.tokens), dim3(threads), 0, stream, args);
+}
+
 }  // namespace
 
 void rms_norm(const NormArgs& args, Stream stream) {
@@ -86,6 +108,7 @@ void quantize_rows(const NormArgs& args, Stream stream) {
   need_narrow("quantize_rows", args.narrow);
   with_type(args.type, [&](auto zero) {
     using T = decltype(zero);
+    if (args.largest != nullptr) return args.narrow == Type::int8 ? round_rows<T, int8_t>(args, stream) : round_rows<T, fp8>(args, stream);
     launch_rows<T>("quantize_rows", quantize_kernel<T>, args.tokens, args.hidden, args, stream);
   });
 }

@@ -36,6 +36,7 @@ struct NormArgs {
   Type type;            // of x, residual, weight, out
   float* scale;         // not null: out is `narrow` times one scale per token, written here (largest magnitude / 448 or 127)
   Type narrow;          // fp8 or int8
+  const float* largest; // of quantize_rows: the largest magnitude of each token, where it is known; or null
 };
 void rms_norm(const NormArgs& args, Stream stream);
 // x [T, H] as narrow values and a scale per token, without a norm; of args only x, out, scale, sizes and types count.
@@ -82,6 +83,7 @@ struct GatedArgs {
   int tokens, width;
   Gate gate;
   Type type;            // of gate_up and out
+  float* largest;       // [T] or null: where a token of out has a larger magnitude than this, it becomes that
 };
 void gated_activation(const GatedArgs& args, Stream stream);
 
@@ -104,6 +106,7 @@ struct DecodeArgs {
   PagedCache cache;
   int splits;         // parts of one context that run side by side
   float* partial;     // splits > 1: [R, Hq, splits, D + 4]
+  float* largest;     // [R] or null: as of GatedArgs
   // The table, the lengths and all tokens but the newest are read before wait_for_inputs: between whoever writes them and this there
   // must be a kernel that waits for its inputs before it lets the next one start, or that has no leave to overlap.
 };

@@ -41,6 +41,19 @@ struct Rounding<int8_t> {
   __device__ __forceinline__ int8_t operator()(float x) const { return static_cast<int8_t>(__float2int_rn(__fmul_rn(x, inverse))); }
 };
 
+template <class T, class N>
+__device__ __forceinline__ void store_rounded(const Pack<T>& pack, const Rounding<N>& rounded, N* out) {
+  constexpr int size = Pack<T>::size;
+  alignas(size) N values[size];
+#pragma unroll
+  for (int j = 0; j < size; ++j) values[j] = rounded(to_float(pack.v[j]));
+  if constexpr (size == 8) {
+    *reinterpret_cast<uint2*>(out) = *reinterpret_cast<const uint2*>(values);
+  } else {
+    *reinterpret_cast<uint32_t*>(out) = *reinterpret_cast<const uint32_t*>(values);
+  }
+}
+
 // A thread's part of a row as N, and the row's scale.
 template <class T, class N>
 __device__ __forceinline__ void write_as(const Kept<T>& kept, int packs, N* out, float* scale_out, float* shared) {
@@ -63,15 +76,7 @@ __device__ __forceinline__ void write_as(const Kept<T>& kept, int packs, N* out,
   for (int i = 0; i < kMaxPacks; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
     if (at >= packs) break;
-    const Pack<T> pack = kept[i];
-    alignas(size) N values[size];
-#pragma unroll
-    for (int j = 0; j < size; ++j) values[j] = rounded(to_float(pack.v[j]));
-    if constexpr (size == 8) {
-      *reinterpret_cast<uint2*>(out + at * size) = *reinterpret_cast<const uint2*>(values);
-    } else {
-      *reinterpret_cast<uint32_t*>(out + at * size) = *reinterpret_cast<const uint32_t*>(values);
-    }
+    store_rounded(kept[i], rounded, out + at * size);
   }
 }
 

@@ -10,8 +10,9 @@ Legend: T tokens, R rows, S rows whose logits are wanted, H hidden, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ from models.cuda_rows import RowGroup, Rows, SplitRows, WholeRows
 from models.cuda_weights import DeviceWeights
 from models.forward import Group, SoloGroup
 from models.layers.cuda_contract import Linear, narrow_like
+from models.layers.cuda_largest import LargestOfRows
 from models.layers.cuda_linear import CudaLinear, make_linear
 from models.layers.rope import cos_sin_table
 from models.shards import Shares
@@ -94,13 +96,13 @@ class Narrow(NamedTuple):
     scale: Tensor
 
 
-def _narrowed(linear: Linear, x: Tensor) -> Tensor | Narrow:
-    """x as `linear` wants it."""
+def _narrowed(linear: Linear, x: Tensor, largest: Tensor | None) -> Tensor | Narrow:
+    """x as `linear` wants it; `largest` are its rows' largest magnitudes, where they are known."""
     dtype = linear.narrow_type(x.shape[0])
     if dtype is None:
         return x
     narrow, scale = narrow_like(x, dtype)
-    return Narrow(ops.quantize_rows(x, narrow, scale), scale)
+    return Narrow(ops.quantize_rows(x, narrow, scale, largest), scale)
 
 
 def refuse_uncovered(arch: ArchSpec) -> None:
@@ -160,6 +162,7 @@ class CudaModel:
         self.chosen_attention = choose_on_card(need, self.q_heads, self.kv_heads)
         self.prompt_attention = self.chosen_attention.attention()
         self.buffers = self._allocate(0)
+        self._largest = LargestOfRows(2 * len(self._layers))
         progress("weights", total, total)
 
     def _build_ends(self, source: DeviceWeights) -> None:
@@ -210,6 +213,7 @@ class CudaModel:
         rows = self._rows(batch.token_ids.shape[0], batch.prompts)
         residual, normed, qkv, attended, gate_up, product = self._views(rows)
         self._begin(batch, rows, residual)
+        largest = self._noted(rows.num)
         pending: Product | None = None
         for layer, cache in zip(self._layers, kv, strict=True):
             x = self._normed(rows, layer.qkv, normed, layer.attn_norm, residual, pending)
@@ -226,13 +230,15 @@ class CudaModel:
                 eps=arch.norm_eps,
                 scales=turned.scales,
             )
-            found = self._attend(batch, qkv, cache, attended, layer.window, scratch)
-            x = _narrowed(layer.o, found)
+            noted = next(largest) if batch.prompts is None and layer.o.narrow_type(rows.num) else None
+            found = self._attend(batch, qkv, cache, attended, layer.window, scratch, noted)
+            x = _narrowed(layer.o, found, noted)
             branch = self._post(self._branch(rows, layer.o, x, normed), layer.attn_post)
             x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm, residual, branch)
             gates = self._product(layer.gate_up, x, gate_up)
-            ops.gated_activation(gates.values, product, arch.activation, gates.scales)
-            x = _narrowed(layer.down, product)
+            noted = next(largest) if layer.down.narrow_type(rows.num) else None
+            ops.gated_activation(gates.values, product, arch.activation, gates.scales, noted)
+            x = _narrowed(layer.down, product, noted)
             pending = self._post(self._branch(rows, layer.down, x, normed), layer.ffn_post)
         if not self.mesh.is_last_stage:
             hidden = rows.whole(self._norm_into(rows, normed, None, residual, pending))
@@ -256,6 +262,11 @@ class CudaModel:
         if prompts is not None and 0 < self._split_from <= num_tokens:
             return SplitRows(num_tokens, cast(RowGroup, self.group))
         return WholeRows(num_tokens, self.group)
+
+    def _noted(self, num_rows: int) -> Iterator[Tensor | None]:
+        """Where kernels of this step note the largest magnitudes of rows that are rounded next."""
+        rounding = (linear.narrow_type(num_rows) for layer in self._layers for linear in (layer.o, layer.down))
+        return self._largest.cleared(num_rows) if any(rounding) else repeat(None)
 
     def _begin(self, batch: CudaBatch, rows: Rows, residual: Tensor) -> None:
         """The embeddings of the tokens, each from the rank that has it, or what the stage before has computed."""
@@ -331,9 +342,16 @@ class CudaModel:
         return Product(ops.rms_norm(branch.values, weight, self.arch.norm_eps, branch.values, scales=branch.scales))
 
     def _attend(
-        self, batch: CudaBatch, qkv: Tensor, cache: PagedKV, out: Tensor, window: int, scratch: Tensor | None
+        self,
+        batch: CudaBatch,
+        qkv: Tensor,
+        cache: PagedKV,
+        out: Tensor,
+        window: int,
+        scratch: Tensor | None,
+        largest: Tensor | None,
     ) -> Tensor:
-        """In `out`, or where the kernel has put it."""
+        """In `out`, or where the kernel has put it. `largest` are noted of rows without prompts."""
         heads, decodes = self.q_heads, batch.num_decodes
         if decodes:
             ops.decode_attention(
@@ -347,6 +365,7 @@ class CudaModel:
                 window=window,
                 splits=batch.splits,
                 scratch=scratch,
+                largest=largest,
             )
         if batch.prompts is None:
             return out

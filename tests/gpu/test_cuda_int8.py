@@ -63,6 +63,9 @@ def test_quantize_rows(dtype: torch.dtype, tokens: int, width: int) -> None:
     assert torch.equal(out, expected)
     assert scale.isnan().nonzero().flatten().tolist() == [1, 2]
     assert out[4:].abs().amax(1).eq(127).all()
+    ops.quantize_rows(x, out.zero_(), scale.zero_(), x.float().abs().amax(-1))
+    assert same(scale, expected_scale)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("dtype", HALF)

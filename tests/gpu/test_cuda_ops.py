@@ -82,6 +82,12 @@ def test_gated_activation(dtype: torch.dtype, gate: str, tokens: int, width: int
     out = ops.gated_activation(gate_up, poisoned(tokens, width, dtype=dtype), gate)
     expected = torch.empty(tokens, width, device="cuda", dtype=torch.float64)
     assert error(out, reference.gated_activation_reference(gate_up, expected, gate)) < ERROR[dtype]
+    largest = torch.zeros(tokens, device="cuda")
+    largest[0] = 1e30  # is larger, and stays
+    again = ops.gated_activation(gate_up, poisoned(tokens, width, dtype=dtype), gate, largest=largest)
+    assert torch.equal(again, out)
+    assert torch.equal(largest[1:], out[1:].float().abs().amax(-1))
+    assert largest[0] == 1e30
 
 
 def some_scales(tokens: int, width: int) -> ops.Scales:
@@ -251,6 +257,10 @@ def test_quantize_rows(dtype: torch.dtype, tokens: int, width: int) -> None:
     reference.quantize_rows_reference(x, expected, expected_scale)
     assert torch.equal(scale, expected_scale)
     assert torch.equal(out.float(), expected.float())
+    known = poisoned(tokens, dtype=torch.float32)
+    ops.quantize_rows(x, out.zero_(), known, x.float().abs().amax(-1))
+    assert torch.equal(known, expected_scale)
+    assert torch.equal(out.float(), expected.float())
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -307,13 +317,16 @@ def check_decode(
     sinks = random(q_heads)
     for more in ({}, {"window": 40}, {"softcap": 20.0}, {"window": 100, "softcap": 30.0, "sinks": sinks}):
         arguments: tuple[Any, ...] = (q, q_heads, paged.kv, paged.table, paged.context, sharpness * dim**-0.5)
+        largest = torch.zeros(rows, device="cuda") if "window" in more else None
         out = ops.decode_attention(
             *arguments,
             poisoned(rows, q_heads * dim, dtype=dtype),
             splits=splits,
             scratch=scratch,
+            largest=largest,
             **more,
         )
+        assert largest is None or torch.equal(largest, out.float().abs().amax(-1))
         exact = torch.empty(rows, q_heads * dim, device="cuda")
         expected = reference.decode_attention_reference(*arguments, exact, **more)
         for row, context in enumerate(contexts):
