@@ -33,13 +33,16 @@ PYBIND11_MODULE(_cuda, m) {
              return PagedCache{at(k), at(v), static_cast<Type>(type), k_scale, v_scale, heads, dim, block_size};
            }),
            py::arg("k"), py::arg("v"), py::arg("type"), py::arg("k_scale"), py::arg("v_scale"), py::arg("heads"), py::arg("dim"), py::arg("block_size"));
-  m.def(
-      "rms_norm",
-      [](Address x, int64_t x_stride, const Addresses& x_scales, Address residual, int64_t residual_stride, Address weight, Address out,
-         int64_t out_stride, int tokens, int hidden, float eps, float weight_offset, int type, Address scale, int narrow, Address stream) {
-        rms_norm({at(x), x_stride, scales_at(x_scales), at(residual), residual_stride, at(weight), at(out), out_stride, tokens, hidden, eps, weight_offset,
-                  static_cast<Type>(type), reinterpret_cast<float*>(scale), static_cast<Type>(narrow)}, at(stream));
-      });
+  const auto norm = [](auto run) {
+    return [run](Address x, int64_t x_stride, const Addresses& x_scales, Address residual, int64_t residual_stride, Address weight, Address out,
+                 int64_t out_stride, int tokens, int hidden, float eps, float weight_offset, int type, Address scale, int narrow, Address bias,
+                 Address stream) {
+      run({at(x), x_stride, scales_at(x_scales), at(residual), residual_stride, at(weight), at(out), out_stride, tokens, hidden, eps, weight_offset,
+           static_cast<Type>(type), reinterpret_cast<float*>(scale), static_cast<Type>(narrow), at(bias)}, at(stream));
+    };
+  };
+  m.def("rms_norm", norm(&rms_norm));
+  m.def("layer_norm", norm(&layer_norm));
   m.def("quantize_rows", [](Address x, int64_t x_stride, Address out, int64_t out_stride, int tokens, int hidden, int type, Address scale, int narrow,
                             Address largest, Address stream) {
     NormArgs args{};
@@ -57,18 +60,21 @@ PYBIND11_MODULE(_cuda, m) {
   });
   m.def(
       "rotary_and_cache",
-      [](Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride, int type, Address cos_sin, int rotary,
-         Address positions, Address slots, Address q_norm, Address k_norm, const Addresses& scales, int tokens, int q_heads, float eps,
+      [](Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride, int type, Address cos_sin, int64_t cos_sin_stride,
+         int rotary, Address positions, Address slots, Address q_norm, Address k_norm, const Addresses& scales, int tokens, int q_heads, float eps,
          const PagedCache& cache, Address stream) {
-        rotary_and_cache({at(q), at(k), at(v), q_stride, k_stride, v_stride, static_cast<Type>(type), floats(cos_sin), ints(positions),
-                          ints(slots), at(q_norm), at(k_norm), scales_at(scales), tokens, q_heads, rotary, eps, cache}, at(stream));
+        rotary_and_cache({at(q), at(k), at(v), q_stride, k_stride, v_stride, static_cast<Type>(type), floats(cos_sin), cos_sin_stride,
+                          ints(positions), ints(slots), at(q_norm), at(k_norm), scales_at(scales), tokens, q_heads, rotary, eps, cache}, at(stream));
       });
-  m.def("gated_activation",
-        [](Address gate_up, int64_t stride, const Addresses& scales, Address out, int64_t out_stride, int tokens, int width, int gate, int type,
-           Address largest, Address stream) {
-          gated_activation({at(gate_up), stride, scales_at(scales), at(out), out_stride, tokens, width, static_cast<Gate>(gate),
-                            static_cast<Type>(type), reinterpret_cast<float*>(largest)}, at(stream));
-        });
+  const auto act = [](auto run) {
+    return [run](Address x, int64_t stride, const Addresses& scales, Address out, int64_t out_stride, int tokens, int width, int gate, int type,
+                 Address largest, Address stream) {
+      run({at(x), stride, scales_at(scales), at(out), out_stride, tokens, width, static_cast<Gate>(gate), static_cast<Type>(type),
+           reinterpret_cast<float*>(largest)}, at(stream));
+    };
+  };
+  m.def("gated_activation", act(&gated_activation));
+  m.def("activation", act(&activation));
   m.def("decode_attention",
         [](Address q, int64_t q_stride, Address out, int64_t out_stride, int type, Address block_table, int table_stride, Address context_len,
            int rows, int q_heads, float scale, int window, float softcap, Address sinks, const PagedCache& cache, int splits, Address partial,

@@ -19,7 +19,7 @@ from torch import Tensor
 from trireme.errors import ConfigError
 
 TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
-GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 DENSE, FP8, Q4_K = 0, 1, 2  # what the weights of skinny_linear are made of
 Q4_K_VALUES, Q4_K_BYTES = 256, 144  # of one super-block
 Q4_K_INT8_ROWS = 1
@@ -134,7 +134,7 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset) of x [T, H] into `out` (may be x). With `residual` [T, H]: residual += x
     first, rounded to its dtype, and the norm is of the sum. `scales` are x's."""
-    return _rms_norm(x, weight, eps, out, residual, offset, None, scales)
+    return _norm(load().rms_norm, x, weight, None, eps, out, residual, offset, None, scales)
 
 
 def rms_norm_narrow(
@@ -148,12 +148,43 @@ def rms_norm_narrow(
     scales: Scales | None = None,
 ) -> Tensor:
     """As rms_norm, rounded as quantize_rows does: out [T, H] times scale [T] float32 is the result."""
-    return _rms_norm(x, weight, eps, out, residual, 0.0, scale, scales)
+    return _norm(load().rms_norm, x, weight, None, eps, out, residual, 0.0, scale, scales)
 
 
-def _rms_norm(
+def layer_norm(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor,
+    *,
+    residual: Tensor | None = None,
+    scales: Scales | None = None,
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias; otherwise as rms_norm."""
+    return _norm(load().layer_norm, x, weight, bias, eps, out, residual, 0.0, None, scales)
+
+
+def layer_norm_narrow(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor,
+    scale: Tensor,
+    *,
+    residual: Tensor | None = None,
+    scales: Scales | None = None,
+) -> Tensor:
+    """As layer_norm, rounded as quantize_rows does: out [T, H] times scale [T] float32 is the result."""
+    return _norm(load().layer_norm, x, weight, bias, eps, out, residual, 0.0, scale, scales)
+
+
+def _norm(
+    op: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     eps: float,
     out: Tensor,
     residual: Tensor | None,
@@ -161,7 +192,7 @@ def _rms_norm(
     scale: Tensor | None,
     scales: Scales | None,
 ) -> Tensor:
-    load().rms_norm(
+    op(
         x.data_ptr(),
         x.stride(0),
         _addresses(scales),
@@ -176,6 +207,7 @@ def _rms_norm(
         TYPE_CODES[x.dtype],
         _address(scale),
         TYPE_CODES[out.dtype],
+        _address(bias),
         _stream(),
     )
     return out
@@ -219,7 +251,8 @@ def rotary_and_cache(
     """Of the fused product qkv [T, (Hq + 2 Hk) * D]: rotates q and k in place (NeoX pairing), writes k and v into the cache.
     `scales` are those of qkv; they are applied to it.
 
-    cos_sin [max_position, rotary] float32: cosines, then sines. positions, slots [T] int32; a negative slot writes nothing there.
+    cos_sin [max_position, rotary] float32: cosines, then sines; rows may be one row. positions, slots [T] int32; a negative
+    slot writes nothing there.
     q_norm, k_norm [D]: RMS norm of each head before rotation.
     """
     _, kv_heads, _, dim = kv.k.shape
@@ -235,6 +268,7 @@ def rotary_and_cache(
         stride,
         TYPE_CODES[qkv.dtype],
         cos_sin.data_ptr(),
+        cos_sin.stride(0),
         cos_sin.shape[1],
         positions.data_ptr(),
         slots.data_ptr(),
@@ -514,17 +548,27 @@ def gated_activation(
     gate_up: Tensor, out: Tensor, gate: str, scales: Scales | None = None, largest: Tensor | None = None
 ) -> Tensor:
     """act(gate) * up, where gate_up [T, 2 F] holds the gate columns, then the up columns; `gate` is a key of GATES. `scales` are
-    those of gate_up.
-    `largest` [T] float32, zeros at first, becomes the largest magnitude of each row of out, for quantize_rows."""
-    load().gated_activation(
-        gate_up.data_ptr(),
-        gate_up.stride(0),
+    those of gate_up. `largest` [T] float32, zeros at first, becomes the largest magnitude of each row of out, for quantize_rows."""
+    return _activation(load().gated_activation, gate_up, out, gate, scales, largest)
+
+
+def activation(
+    x: Tensor, out: Tensor, gate: str, scales: Scales | None = None, largest: Tensor | None = None
+) -> Tensor:
+    """act(x) of x [T, F], which `out` may be, for networks without a gate. `scales` are those of x; `largest` as above."""
+    return _activation(load().activation, x, out, gate, scales, largest)
+
+
+def _activation(op: Any, x: Tensor, out: Tensor, gate: str, scales: Scales | None, largest: Tensor | None) -> Tensor:
+    op(
+        x.data_ptr(),
+        x.stride(0),
         _addresses(scales),
         out.data_ptr(),
         out.stride(0),
         *out.shape,
         GATES[gate],
-        TYPE_CODES[gate_up.dtype],
+        TYPE_CODES[x.dtype],
         _address(largest),
         _stream(),
     )

@@ -45,6 +45,14 @@ def _wide(x: Tensor, scales: Scales | None) -> Tensor:
     return x.float() if scales is None else x.float() * (scales.rows[:, None] * scales.columns)
 
 
+def _summed(x: Tensor, residual: Tensor | None, scales: Scales | None) -> Tensor:
+    """What is normed, in float32: residual += x, or x."""
+    wide = _wide(x, scales)
+    if residual is not None:
+        return residual.copy_((wide + residual.float()).to(x.dtype)).float()
+    return wide if scales is None else wide.to(x.dtype).float()
+
+
 def rms_norm_reference(
     x: Tensor,
     weight: Tensor,
@@ -56,11 +64,7 @@ def rms_norm_reference(
     scales: Scales | None = None,
 ) -> Tensor:
     """In float32; the sum with the residual is rounded to its dtype first, as is a product with its scales."""
-    wide = _wide(x, scales)
-    if residual is not None:
-        wide = residual.copy_((wide + residual.float()).to(x.dtype)).float()
-    elif scales is not None:
-        wide = wide.to(x.dtype).float()
+    wide = _summed(x, residual, scales)
     return out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset))
 
 
@@ -76,6 +80,39 @@ def rms_norm_narrow_reference(
 ) -> Tensor:
     """As of rms_norm's result in the type of x."""
     normed = rms_norm_reference(x, weight, eps, torch.empty_like(x), residual=residual, scales=scales)
+    return quantize_rows_reference(normed, out, scale)
+
+
+def layer_norm_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor,
+    *,
+    residual: Tensor | None = None,
+    scales: Scales | None = None,
+) -> Tensor:
+    """In float32; sums are rounded as rms_norm_reference has it."""
+    wide = _summed(x, residual, scales)
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return out.copy_(normed if bias is None else normed + bias.float())
+
+
+def layer_norm_narrow_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor,
+    scale: Tensor,
+    *,
+    residual: Tensor | None = None,
+    scales: Scales | None = None,
+) -> Tensor:
+    """As of layer_norm's result in the type of x."""
+    normed = layer_norm_reference(x, weight, bias, eps, torch.empty_like(x), residual=residual, scales=scales)
     return quantize_rows_reference(normed, out, scale)
 
 
@@ -136,7 +173,7 @@ def decode_attention_reference(
 ) -> Tensor:
     """In float64; splits and scratch change nothing here."""
     _, kv_heads, _, dim = kv.k.shape
-    for row, context in enumerate(context_len.tolist()):
+    for row, context in enumerate(context_len[: block_table.shape[0]].tolist()):
         if context == 0:
             out[row] = 0
             continue
@@ -158,7 +195,14 @@ def decode_attention_reference(
 
 
 def piece_attention_reference(
-    qkv: Tensor, q_heads: int, kv: PagedKV, prompts: Prompts, scale: float, window: int, out: Tensor
+    qkv: Tensor,
+    q_heads: int,
+    kv: PagedKV,
+    prompts: Prompts,
+    scale: float,
+    window: int,
+    out: Tensor,
+    softcap: float = 0.0,
 ) -> None:
     """In float64, piece by piece, each of its queries as if it were decoded."""
     bounds, firsts, contexts = (x.tolist() for x in (prompts.bounds, prompts.firsts, prompts.contexts))
@@ -167,7 +211,8 @@ def piece_attention_reference(
         rows = slice(firsts[i], firsts[i] + count)
         lengths = torch.arange(contexts[i] - count + 1, contexts[i] + 1)
         table = prompts.table[place].expand(count, -1)
-        decode_attention_reference(qkv[rows], q_heads, kv, table, lengths, scale, out[rows], window=window)
+        found = out[rows]
+        decode_attention_reference(qkv[rows], q_heads, kv, table, lengths, scale, found, window=window, softcap=softcap)
 
 
 def quantize_rows_reference(x: Tensor, out: Tensor, scale: Tensor, largest: Tensor | None = None) -> Tensor:
@@ -227,9 +272,21 @@ def gated_activation_reference(
 ) -> Tensor:
     """In float64."""
     a, b = (gate_up if scales is None else _wide(gate_up, scales)).double().chunk(2, -1)
+    return _noted(out.copy_(_activated(a, gate) * b), largest)
+
+
+def activation_reference(
+    x: Tensor, out: Tensor, gate: str, scales: Scales | None = None, largest: Tensor | None = None
+) -> Tensor:
+    """In float64."""
+    return _noted(out.copy_(_activated((x if scales is None else _wide(x, scales)).double(), gate)), largest)
+
+
+def _activated(x: Tensor, gate: str) -> Tensor:
     act = torch.nn.functional
-    acted = act.silu(a) if gate == "silu" else act.gelu(a, approximate="tanh" if gate == "gelu_tanh" else "none")
-    return _noted(out.copy_(acted * b), largest)
+    if gate in ("silu", "relu"):
+        return act.silu(x) if gate == "silu" else act.relu(x)
+    return act.gelu(x, approximate="tanh" if gate == "gelu_tanh" else "none")
 
 
 def skinny_linear_reference(

@@ -83,6 +83,11 @@ def open_checked(files: ModelFiles, arch: ArchSpec, *, dummy: bool = False) -> W
     return source
 
 
+def as_decoder(source: WeightSource, arch: ArchSpec) -> WeightSource:
+    """The same weights under the names of the Llama-like decoder, which the GPU's body reads for every family it computes."""
+    return family_named(arch.family).as_decoder(source, arch)
+
+
 def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:
     """The weights of a model, mapped, nothing read yet."""
     family = family_named(arch.family)

@@ -42,13 +42,14 @@ def _as_stored(source: WeightSource, arch: ArchSpec) -> WeightSource:
 
 class Family(NamedTuple):
     """`gguf_pairs`: GGUF converters store q and k rows of this family in interleaved rotary order. `seen`: a checkpoint of
-    it under the names its body uses."""
+    it under the names its body uses. `as_decoder`: those names as the Llama-like ones, which the GPU's body uses."""
 
     gguf_pairs: bool = False
     gguf_names: Mapping[str, str] = {}  # parts of GGUF names that mean another weight than usual
     gguf_seen: Seen = _as_stored
     seen: Seen = _as_stored
     body: tuple[str, str] = ("models.arch.decoder", "Decoder")  # module and class, in torch
+    as_decoder: Seen = _as_stored
     names: str = "models.arch.stage"  # module of weight_names and ignorable_names
 
     def load_body(self) -> Body:
@@ -76,7 +77,12 @@ def _family_of(module: str, name: str) -> Family:
     return Family(body=(module, name), names=module, seen=_seen_by(module))
 
 
-_GPT = _family_of("models.arch.gpt", "GptModel")
+def _as_decoder(source: WeightSource, arch: ArchSpec) -> WeightSource:
+    found: WeightSource = import_module("models.arch.gpt_names").DecoderNames(source, arch)
+    return found
+
+
+_GPT = _family_of("models.arch.gpt", "GptModel")._replace(as_decoder=_as_decoder)
 _MOE = _family_of("models.arch.moe", "MoeModel")
 
 _BEFORE_FFN = {"ffn_norm": "pre_feedforward_layernorm"}

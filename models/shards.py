@@ -16,6 +16,7 @@ from models.quant.grouped import narrower
 from models.quant.packed import BLOCKS, GROUPED, ROW_SCALE_BYTES, Floats
 from models.weights import RawMatrix, WeightSource
 from trireme.arch import ArchSpec
+from trireme.arch_bodies import GptBody
 from trireme.arch_packed import BLOCK_SIZES
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh, Span, split_evenly, split_heads
@@ -43,9 +44,11 @@ class Shares:
 
     def __init__(self, arch: ArchSpec, mesh: Mesh) -> None:
         self.arch, self.rank, self.are_all = arch, mesh.tp_rank, mesh.tp == 1
-        heads = split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, mesh.tp_rank)
-        self.q_heads, self.kv_heads = heads.q.size, heads.kv.size
-        self.q, self.kv = (Span(span.start * arch.head_dim, span.stop * arch.head_dim) for span in heads[:2])
+        heads = [split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, rank) for rank in range(mesh.tp)]
+        self.all_q = [_times(one.q, arch.head_dim) for one in heads]
+        self.all_kv = [_times(one.kv, arch.head_dim) for one in heads]
+        self.q, self.kv = self.all_q[mesh.tp_rank], self.all_kv[mesh.tp_rank]
+        self.q_heads, self.kv_heads = heads[mesh.tp_rank].q.size, heads[mesh.tp_rank].kv.size
         self.ffn = _spans(arch.ffn, mesh.tp)[mesh.tp_rank]
         vocabulary = _spans(arch.vocab_size, mesh.tp)
         self.vocab = vocabulary[mesh.tp_rank]
@@ -67,6 +70,10 @@ class Shares:
         }
         by_input = {"o_proj": (q, self.q), "down_proj": (ffn, self.ffn)}
         part = name.split(".")[-2]
+        if part == "embed_positions":
+            assert isinstance(arch.body, GptBody)
+            positions = arch.body.learned_positions
+            return Cut(positions, hidden, Span(0, positions), Span(0, hidden))
         if part in by_input:
             k, columns = by_input[part]
             return Cut(hidden, k, Span(0, hidden), columns)
@@ -74,8 +81,8 @@ class Shares:
         return Cut(n, hidden, rows, Span(0, hidden))
 
     def own(self, source: WeightSource, name: str, size: int) -> Floats:
-        """The vector `name`, of which this rank has `size` values: all of a norm, its share of a bias."""
-        if not name.endswith(".bias"):
+        """The vector `name`, of which this rank has `size` values: all of a norm, its share of another bias."""
+        if not name.endswith(".bias") or "norm" in name:
             return source.vector(name, size)
         cut = self.cut(name)
         whole = source.vector(name, cut.n)
@@ -122,6 +129,10 @@ def columns_of(matrix: RawMatrix, span: Span) -> RawMatrix:
     part = matrix.raw[:, first + span.start // values * nbytes : first + span.stop // values * nbytes]
     raw = np.concatenate((matrix.raw[:, :first], part), axis=1) if first else part
     return RawMatrix(matrix.kind, raw, matrix.n, span.size)
+
+
+def _times(span: Span, factor: int) -> Span:
+    return Span(span.start * factor, span.stop * factor)
 
 
 def _spans(total: int, parts: int) -> list[Span]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from trireme.arch_bodies import MoeBody
 from trireme.arch_spec import ArchSpec
 from trireme.config import Decision, EngineConfig
 from trireme.device import DeviceFacts
@@ -26,17 +27,14 @@ class Obstacle(NamedTuple):
     cure: str
 
 
-def lacks_on_gpu(arch: ArchSpec) -> list[str]:
-    """What a model needs that the GPU body does not have; empty when it computes it."""
+def lacks_on_gpu(arch: ArchSpec, max_len: int | None = None) -> list[str]:
+    """What a model needs that the GPU body does not have; empty when it computes it, sequences of up to `max_len` tokens (default:
+    the model's own limit)."""
+    is_long = (max_len or arch.max_position) > arch.rope.original_max_position
     lacks = {
-        f"the layers of {arch.family}": arch.body is not None or arch.family == "stub",
-        "norms other than RMS": arch.norm_kind != "rms" or arch.norm_bias,
-        f"{arch.norm_placement} norms": arch.norm_placement == "parallel",
-        "norms of whole q and k": arch.qk_norm and arch.qk_norm_kind != "head",
-        "scores with a soft cap": bool(arch.attn_softcap),
-        "layers without rotation": bool(arch.no_rope_layers),
-        "rotation that depends on the length": arch.rope.kind in ("dynamic", "longrope"),
-        "a head of unit rows": arch.unit_head,
+        f"the layers of {arch.family}": isinstance(arch.body, MoeBody) or arch.family == "stub",
+        "rotation that depends on the length": is_long and arch.rope.kind in ("dynamic", "longrope"),
+        "a tied head of unit rows": arch.unit_head and arch.tie_embeddings,
         f"heads of {arch.head_dim}": arch.head_dim not in HEAD_DIMS,
     }
     return [name for name, is_so in lacks.items() if is_so]
@@ -53,8 +51,10 @@ def obstacles(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> list
     if not device.has_cuda_kernels:
         cure = "make native (with nvcc and a torch for CUDA), or --device cpu"
         found.append(Obstacle("the extension models._cuda is not built", cure))
-    if missing := lacks_on_gpu(arch):
-        found.append(Obstacle(f"the GPU body lacks {', '.join(missing)}", "--device cpu"))
+    if missing := lacks_on_gpu(arch, config.model.max_len):
+        trained = arch.rope.original_max_position
+        cure = "--device cpu" if lacks_on_gpu(arch, trained) else f"--max-len {trained}, or --device cpu"
+        found.append(Obstacle(f"the GPU body lacks {', '.join(missing)}", cure))
     if config.model.quantize is not None and config.model.quantize not in SCHEMES:
         why = f"--quantize {config.model.quantize} rounds for the CPU's kernels"
         found.append(Obstacle(why, f"{' or '.join('--quantize ' + name for name in SCHEMES)}, or --device cpu"))

@@ -23,7 +23,7 @@ from models.cuda_rows import SPLIT_FROM
 from models.cuda_shards import own_weights
 from models.cuda_shelf import Shelf, tensors_of
 from models.forward import HostKV, Model, SoloGroup
-from models.load import open_checked
+from models.load import as_decoder, open_checked
 from models.native import find_native
 from models.shards import Shares
 from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
@@ -137,7 +137,8 @@ class Worker:
     def _load_model(self, arch: ArchSpec, device: torch.device, shares: Shares) -> CudaModel:
         """This worker's weights on the device."""
         config = self.config
-        source = open_checked(files_of(config.model), arch, dummy=config.model.load_format == "dummy")
+        stored = open_checked(files_of(config.model), arch, dummy=config.model.load_format == "dummy")
+        source = as_decoder(stored, arch)
         dtype = DTYPES[compute_dtype(config, arch)]
         weights = own_weights(source, dtype, device, shares, scheme=config.model.quantize)
         model = CudaModel(

@@ -1,11 +1,12 @@
-// RMS norms, with the addition to the residual before and the rounding to fp8 or int8 after in the same pass. One block per token.
+// RMS and layer norms, with the addition to the residual before and the rounding to fp8 or int8 after in the same pass. One block per token.
 #include "cuda/rounding.cuh"
 
 namespace trireme::cuda {
 namespace {
 
-template <class T>
-__global__ void __launch_bounds__(1024) rms_norm_kernel(NormArgs args) {
+// Layer norms are those that are centred.
+template <class T, bool kIsCentred>
+__device__ __forceinline__ void norm_row(const NormArgs& args) {
   __shared__ float shared[32];
   constexpr int size = Pack<T>::size;
   const int packs = args.hidden / size;
@@ -18,7 +19,7 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(NormArgs args) {
   wait_for_inputs();
   const float row = row_scale(args.x_scales, token);
   Kept<T> kept;
-  float squares = 0.0f;
+  float squares = 0.0f, total = 0.0f, mean = 0.0f;
 #pragma unroll
   for (int i = 0; i < kMaxPacks; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
@@ -35,7 +36,23 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(NormArgs args) {
     kept.set(i, sum);
     if (residual != nullptr) store_pack(residual + at * size, sum);
 #pragma unroll
-    for (int j = 0; j < size; ++j) squares += to_float(sum.v[j]) * to_float(sum.v[j]);
+    for (int j = 0; j < size; ++j) {
+      if constexpr (kIsCentred) {
+        total += to_float(sum.v[j]);
+      } else {
+        squares += to_float(sum.v[j]) * to_float(sum.v[j]);
+      }
+    }
+  }
+  if constexpr (kIsCentred) {
+    mean = block_sum(total, shared) / args.hidden;
+#pragma unroll
+    for (int i = 0; i < kMaxPacks; ++i) {
+      if (threadIdx.x + i * blockDim.x >= packs) break;
+      const Pack<T> sum = kept[i];
+#pragma unroll
+      for (int j = 0; j < size; ++j) squares += (to_float(sum.v[j]) - mean) * (to_float(sum.v[j]) - mean);
+    }
   }
   const float inverse = rsqrtf(block_sum(squares, shared) / args.hidden + args.eps);
 #pragma unroll
@@ -43,14 +60,29 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(NormArgs args) {
     const int at = threadIdx.x + i * blockDim.x;
     if (at >= packs) break;
     const Pack<T> w = load_pack(weight + at * size), before = kept[i];
-    Pack<T> normed;
+    Pack<T> normed, added{};
+    if constexpr (kIsCentred) {
+      if (args.bias != nullptr) added = load_pack(static_cast<const T*>(args.bias) + at * size);
+    }
 #pragma unroll
-    for (int j = 0; j < size; ++j) normed.v[j] = from_float<T>(to_float(before.v[j]) * inverse * (to_float(w.v[j]) + args.weight_offset));
+    for (int j = 0; j < size; ++j) {
+      float value = to_float(before.v[j]);
+      if constexpr (kIsCentred) value -= mean;
+      value = value * inverse * (to_float(w.v[j]) + args.weight_offset);
+      if constexpr (kIsCentred) value += to_float(added.v[j]);
+      normed.v[j] = from_float<T>(value);
+    }
     kept.set(i, normed);
     if (args.scale == nullptr) store_pack(static_cast<T*>(args.out) + token * args.out_stride + at * size, normed);
   }
   if (args.scale != nullptr) write_narrow<T>(kept, packs, args.narrow, args.out, token * args.out_stride, args.scale + token, shared);
 }
+
+template <class T>
+__global__ void __launch_bounds__(1024) rms_norm_kernel(NormArgs args) { norm_row<T, false>(args); }
+
+template <class T>
+__global__ void __launch_bounds__(1024) layer_norm_kernel(NormArgs args) { norm_row<T, true>(args); }
 
 template <class T>
 __global__ void __launch_bounds__(1024) quantize_kernel(NormArgs args) {
@@ -92,16 +124,21 @@ void round_rows(const NormArgs& args, Stream stream) {
   launch(round_kernel<T, N>, dim3((args.hidden / Pack<T>::size + threads - 1) / threads, args.tokens), dim3(threads), 0, stream, args);
 }
 
-}  // namespace
-
-void rms_norm(const NormArgs& args, Stream stream) {
+template <bool kIsCentred>
+void run_norm(const char* op, const NormArgs& args, Stream stream) {
   if (args.tokens < 1) return;
-  if (args.scale != nullptr) need_narrow("rms_norm", args.narrow);
+  if (args.scale != nullptr) need_narrow(op, args.narrow);
   with_type(args.type, [&](auto zero) {
     using T = decltype(zero);
-    launch_rows<T>("rms_norm", rms_norm_kernel<T>, args.tokens, args.hidden, args, stream);
+    launch_rows<T>(op, kIsCentred ? layer_norm_kernel<T> : rms_norm_kernel<T>, args.tokens, args.hidden, args, stream);
   });
 }
+
+}  // namespace
+
+void rms_norm(const NormArgs& args, Stream stream) { run_norm<false>("rms_norm", args, stream); }
+
+void layer_norm(const NormArgs& args, Stream stream) { run_norm<true>("layer_norm", args, stream); }
 
 void quantize_rows(const NormArgs& args, Stream stream) {
   if (args.tokens < 1) return;

@@ -36,9 +36,12 @@ struct NormArgs {
   Type type;            // of x, residual, weight, out
   float* scale;         // not null: out is `narrow` times one scale per token, written here (largest magnitude / 448 or 127)
   Type narrow;          // fp8 or int8
+  const void* bias;     // [H] or null: added last; layer norms alone
   const float* largest; // of quantize_rows: the largest magnitude of each token, where it is known; or null
 };
 void rms_norm(const NormArgs& args, Stream stream);
+// The same of what is left of x less its mean, plus the bias.
+void layer_norm(const NormArgs& args, Stream stream);
 // x [T, H] as narrow values and a scale per token, without a norm; of args only x, out, scale, sizes and types count.
 void quantize_rows(const NormArgs& args, Stream stream);
 
@@ -59,6 +62,7 @@ struct RotaryArgs {
   int64_t q_stride, k_stride, v_stride;
   Type type;            // of q, k, v, norms
   const float* cos_sin; // [max_position, rotary]: rotary / 2 cosines, then sines
+  int64_t cos_sin_stride;  // 0: all positions have the same
   const int32_t* positions;  // [T]
   const int32_t* slots;      // [T]; negative: nothing is written to the cache
   const void* q_norm;   // [D] or null: RMS norm of each head before rotation
@@ -72,7 +76,7 @@ void rotary_and_cache(const RotaryArgs& args, Stream stream);
 
 // ---- activation.cu
 
-enum class Gate { silu = 0, gelu_tanh = 1, gelu = 2 };
+enum class Gate { silu = 0, gelu_tanh = 1, gelu = 2, relu = 3 };
 // out [T, F] = act(gate_up[:, :F]) * gate_up[:, F:]
 struct GatedArgs {
   const void* gate_up;  // [T, 2 F]
@@ -86,6 +90,8 @@ struct GatedArgs {
   float* largest;       // [T] or null: where a token of out has a larger magnitude than this, it becomes that
 };
 void gated_activation(const GatedArgs& args, Stream stream);
+// out [T, F] = act(gate_up [T, F]), of networks without a gate; out may be gate_up.
+void activation(const GatedArgs& args, Stream stream);
 
 // ---- decode.cu: one query per row over the paged cache
 

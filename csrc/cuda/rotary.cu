@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(32 * kWarps) rotary_kernel(RotaryArgs args) {
     T* q = static_cast<T*>(args.q) + token * args.q_stride + head * dim;
     Head values = load_head(q, dim, args.scales, row, head * dim);
     if (args.q_norm != nullptr) norm_head(values, static_cast<const T*>(args.q_norm), dim, args.eps);
-    rotate_head(values, args.cos_sin + static_cast<int64_t>(args.positions[token]) * args.rotary, args.rotary, scratch[threadIdx.y]);
+    rotate_head(values, args.cos_sin + args.positions[token] * args.cos_sin_stride, args.rotary, scratch[threadIdx.y]);
     store_head(q, values, dim);
     return;
   }
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(32 * kWarps) rotary_kernel(RotaryArgs args) {
     T* k = static_cast<T*>(args.k) + token * args.k_stride + kv_head * dim;
     Head values = load_head(k, dim, args.scales, row, head * dim);
     if (args.k_norm != nullptr) norm_head(values, static_cast<const T*>(args.k_norm), dim, args.eps);
-    rotate_head(values, args.cos_sin + static_cast<int64_t>(args.positions[token]) * args.rotary, args.rotary, scratch[threadIdx.y]);
+    rotate_head(values, args.cos_sin + args.positions[token] * args.cos_sin_stride, args.rotary, scratch[threadIdx.y]);
     store_head(k, values, dim);
     if (slot >= 0) write_cache<C>(values, args.cache, args.cache.k, 1.0f / args.cache.k_scale, slot, kv_head);
   } else {
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(32 * kWarps) whole_kernel(RotaryArgs args) {
   wait_for_inputs();
   const int slot = args.slots[token];
   const float row = row_scale(args.scales, token);
-  const float* angles = args.cos_sin + static_cast<int64_t>(args.positions[token]) * D + at;
+  const float* angles = args.cos_sin + args.positions[token] * args.cos_sin_stride + at;
   float cos[size], sin[size];
 #pragma unroll
   for (int i = 0; i < size; i += 4) {

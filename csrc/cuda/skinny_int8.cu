@@ -124,30 +124,49 @@ void run_int8(const Int8Args& args, Stream stream) {
 }
 
 constexpr int kTogether = 4;  // neighbouring outputs of a thread
+constexpr int kScaledRows = 4;  // of a thread, which reads the scales of its outputs once and has the sums of all of them in flight
 
-// A block scales kTogether * its threads outputs of one row.
+// A block scales kTogether * its threads outputs of kScaledRows rows.
 template <class T>
 __global__ void __launch_bounds__(kProductWarps * 32) skinny_int8_scale_kernel(const int32_t* sums, Int8Scaling scaling, bool is_aligned) {
-  const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kTogether;
-  const int64_t row = blockIdx.x;
+  const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kTogether, first = blockIdx.x * kScaledRows;
+  const bool has_outputs = at < scaling.n;
+  float columns[kTogether] = {}, bias[kTogether] = {};
+  if (has_outputs) {
+    const float4 found = *reinterpret_cast<const float4*>(scaling.w_scale + at);
+    columns[0] = found.x, columns[1] = found.y, columns[2] = found.z, columns[3] = found.w;
+    if (scaling.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) bias[i] = to_float(static_cast<const T*>(scaling.bias)[at + i]);
+    }
+  }
   let_next_start();
   wait_for_inputs();
-  if (at >= scaling.n) return;
-  const int4 found = *reinterpret_cast<const int4*>(sums + row * scaling.n + at);
-  const float4 columns = *reinterpret_cast<const float4*>(scaling.w_scale + at);
-  const float x_scale = scaling.x_scale[row];
-  float values[kTogether] = {scaled(found.x, x_scale, columns.x), scaled(found.y, x_scale, columns.y), scaled(found.z, x_scale, columns.z),
-                             scaled(found.w, x_scale, columns.w)};
-  if (scaling.bias != nullptr) {
+  if (!has_outputs) return;
+  int4 found[kScaledRows];
+  float x_scale[kScaledRows];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) values[i] = __fadd_rn(values[i], to_float(static_cast<const T*>(scaling.bias)[at + i]));
+  for (int i = 0; i < kScaledRows; ++i) {
+    const int64_t row = min(first + i, scaling.m - 1);
+    found[i] = *reinterpret_cast<const int4*>(sums + row * scaling.n + at);
+    x_scale[i] = scaling.x_scale[row];
   }
-  T* out = static_cast<T*>(scaling.out) + row * scaling.out_stride + at;
-  if (is_aligned) {
-    *reinterpret_cast<uint2*>(out) = make_uint2(pair_of<T>(values[0], values[1]), pair_of<T>(values[2], values[3]));
-  } else {
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) out[i] = from_float<T>(values[i]);
+  for (int i = 0; i < kScaledRows; ++i) {
+    if (first + i >= scaling.m) break;
+    float values[kTogether] = {scaled(found[i].x, x_scale[i], columns[0]), scaled(found[i].y, x_scale[i], columns[1]),
+                               scaled(found[i].z, x_scale[i], columns[2]), scaled(found[i].w, x_scale[i], columns[3])};
+    if (scaling.bias != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) values[j] = __fadd_rn(values[j], bias[j]);
+    }
+    T* out = static_cast<T*>(scaling.out) + static_cast<int64_t>(first + i) * scaling.out_stride + at;
+    if (is_aligned) {
+      *reinterpret_cast<uint2*>(out) = make_uint2(pair_of<T>(values[0], values[1]), pair_of<T>(values[2], values[3]));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) out[j] = from_float<T>(values[j]);
+    }
   }
 }
 
@@ -180,7 +199,8 @@ void scale_int8(const int32_t* sums, const Int8Scaling& scaling, Stream stream) 
     constexpr int threads = kProductWarps * 32;
     const bool is_aligned = reinterpret_cast<std::uintptr_t>(scaling.out) % 8 == 0 && scaling.out_stride % kTogether == 0;
     const int chunks = (scaling.n + threads * kTogether - 1) / (threads * kTogether);
-    launch(skinny_int8_scale_kernel<T>, dim3(scaling.m, chunks), dim3(threads), 0, stream, sums, scaling, is_aligned);
+    const int groups = (scaling.m + kScaledRows - 1) / kScaledRows;
+    launch(skinny_int8_scale_kernel<T>, dim3(groups, chunks), dim3(threads), 0, stream, sums, scaling, is_aligned);
   });
 }
 

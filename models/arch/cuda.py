@@ -1,5 +1,5 @@
-"""The Llama-like families on one NVIDIA GPU: weights in half precision on the device, kernels of csrc/cuda, products by the
-faster of our own kernel and cuBLAS, attention of prompts by what is fastest on the card. One stage, on one rank of those that
+"""The Llama-like and GPT-like families on one NVIDIA GPU: weights in 16 bits on the device, kernels of csrc/cuda, products by
+the faster of our own kernel and cuBLAS, attention of prompts by what is fastest on the card. One stage, on one rank of those that
 share its layers.
 
 Built by workers' GPU side; `run` launches a step on the current stream without waiting and takes only tensors made before, so a
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from models import cuda_ops as ops
-from models.arch.stage import NORM_NAMES, attention_scale_of
+from models.arch.cuda_form import form_of
+from models.arch.stage import complete_rope
 from models.attention.cuda_prompt import Prompts
 from models.attention.cuda_registry import Need, choose_on_card
 from models.cuda_ops import PagedKV
@@ -30,12 +31,14 @@ from models.forward import Group, SoloGroup
 from models.layers.cuda_contract import Linear, narrow_like
 from models.layers.cuda_largest import LargestOfRows
 from models.layers.cuda_linear import CudaLinear, make_linear
+from models.layers.cuda_norm import CudaNorm
+from models.layers.norm import norm_each_head, whole_columns
 from models.layers.rope import cos_sin_table
 from models.shards import Shares
 from trireme.arch import ArchSpec
 from trireme.errors import ModelError
 from trireme.gpu import lacks_on_gpu
-from trireme.mesh import Mesh
+from trireme.mesh import Mesh, Span
 
 ALONE = Mesh(1, 1, 1)
 _HIDDEN = 2  # buffers of hidden states, the first ones
@@ -64,22 +67,28 @@ class _Layer:
         arch, at = model.arch, f"model.layers.{index}."
         dim, hidden, ffn = arch.head_dim, arch.hidden, model.shares.ffn.size
         q, kv = model.q_heads * dim, model.kv_heads * dim
-        names = [at + name if name else "" for name in NORM_NAMES[arch.norm_placement]]
+        form = model.form
         self.attn_norm, self.attn_post, self.ffn_norm, self.ffn_post = (
-            model.vector(source, name + ".weight", hidden) if name else None for name in names
+            model.norm(source, at + name) if name else None for name in form.norms
         )
         self.q_norm = self.k_norm = None
         if arch.qk_norm:
-            self.q_norm = model.vector(source, at + "self_attn.q_norm.weight", dim)
-            self.k_norm = model.vector(source, at + "self_attn.k_norm.weight", dim)
+            shares, heads = model.shares, (arch.num_heads, arch.num_kv_heads)
+            self.q_norm, self.k_norm = (
+                model.head_norm(source, f"{at}self_attn.{side}_norm.weight", num, own)
+                for side, num, own in zip("qk", heads, (shares.q, shares.kv), strict=True)
+            )
         qkv = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
         self.qkv = model.linear(source, at + "self_attn.", qkv, hidden, bias=arch.qkv_bias)
         self.o = model.linear(source, at + "self_attn.", [("o_proj", hidden)], q, bias=arch.o_bias)
-        gate_up = [("gate_proj", ffn), ("up_proj", ffn)]
+        gate_up = [(name, ffn) for name in (("gate_proj", "up_proj") if form.has_gate else ("up_proj",))]
         self.gate_up = model.linear(source, at + "mlp.", gate_up, hidden, bias=arch.mlp_bias)
         self.down = model.linear(source, at + "mlp.", [("down_proj", hidden)], ffn, bias=arch.mlp_bias)
         self.window = 0 if index in arch.full_attention_layers else arch.sliding_window or 0
+        self.scale = form.scale_of(index)
         self.cos_sin = model.cos_sin if model.local_cos_sin is None or not self.window else model.local_cos_sin
+        if form.learned_positions or index in arch.no_rope_layers:
+            self.cos_sin = model.unturned
 
 
 class Product(NamedTuple):
@@ -105,9 +114,19 @@ def _narrowed(linear: Linear, x: Tensor, largest: Tensor | None) -> Tensor | Nar
     return Narrow(ops.quantize_rows(x, narrow, scale, largest), scale)
 
 
-def refuse_uncovered(arch: ArchSpec) -> None:
+def _multiply(linear: Linear, x: Tensor | Narrow, out: Tensor) -> Tensor:
+    """The product of x with all its scales."""
+    return linear(x, out) if isinstance(x, Tensor) else linear.of_narrow(x.values, x.scale, out)
+
+
+def _unit_rows(weight: Tensor) -> Tensor:
+    """Every row brought to length 1."""
+    return torch.nn.functional.normalize(weight.float(), eps=1e-12).to(weight.dtype)
+
+
+def refuse_uncovered(arch: ArchSpec, max_len: int) -> None:
     """Raises ModelError that names what the GPU body lacks for this model."""
-    if missing := lacks_on_gpu(arch):
+    if missing := lacks_on_gpu(arch, max_len):
         raise ModelError(f"{arch.family} needs what the GPU body lacks: {', '.join(missing)}", hint="--device cpu")
 
 
@@ -131,12 +150,15 @@ class CudaModel:
     ) -> None:
         """`place` says which share, and who has the others; `kv_dtype` is that of keys and values, as the weights' unless float8 is
         asked for; in steps of `split_from` tokens and more, with prompts, each rank keeps a part of the hidden states (0: none)."""
-        refuse_uncovered(arch)
+        refuse_uncovered(arch, max_len)
         mesh, group = place
         self.mesh, self.group = mesh, group or SoloGroup()
         self._split_from = split_from if mesh.tp > 1 else 0
         self.shares = Shares(arch, mesh)
-        self.arch = arch
+        self.arch, self.form = arch, form_of(arch)
+        self._norms_in_rotary = arch.qk_norm_kind == "head"
+        if 0 < self.form.learned_positions < max_len:
+            raise ModelError(f"{arch.family} has {self.form.learned_positions} positions; {max_len} are asked for")
         self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
         self.vocab_size = arch.vocab_size
         self.q_heads, self.kv_heads, self.head_dim = self.shares.q_heads, self.shares.kv_heads, arch.head_dim
@@ -145,7 +167,10 @@ class CudaModel:
         self.weight_bytes = 0
         name = "rope_freqs.weight"
         divisors = source.vector(name, arch.rope.dim // 2) if name in source.names() else None
-        self.cos_sin = torch.from_numpy(cos_sin_table(arch.rope, max_len, divisors)).cuda()
+        rope = complete_rope(arch.rope, source.vector)
+        self.cos_sin = torch.from_numpy(cos_sin_table(rope, max_len, divisors)).cuda()
+        half = torch.ones(arch.head_dim // 2)
+        self.unturned = torch.cat((half, 0 * half)).cuda().expand(max_len, -1)  # of layers without rotation
         self.local_cos_sin = (
             None if arch.rope_local is None else torch.from_numpy(cos_sin_table(arch.rope_local, max_len)).cuda()
         )
@@ -155,12 +180,12 @@ class CudaModel:
             progress("weights", done, total)
             self._layers.append(_Layer(self, source, index))
         self._build_ends(source)
-        self._scale = attention_scale_of(arch)
         windows = [layer.window for layer in self._layers if layer.window]
         is_fp8 = self.kv_dtype == torch.float8_e4m3fn
-        need = Need(dtype, arch.head_dim, min(windows, default=0), fp8_cache=is_fp8)
+        is_capped = arch.attn_softcap > 0
+        need = Need(dtype, arch.head_dim, min(windows, default=0), softcap=is_capped, fp8_cache=is_fp8)
         self.chosen_attention = choose_on_card(need, self.q_heads, self.kv_heads)
-        self.prompt_attention = self.chosen_attention.attention()
+        self.prompt_attention = self.chosen_attention.attention(arch.attn_softcap)
         self.buffers = self._allocate(0)
         self._largest = LargestOfRows(2 * len(self._layers))
         progress("weights", total, total)
@@ -169,13 +194,30 @@ class CudaModel:
         """Embedding on the first stage, norm and head on the last; one matrix serves both where they are tied."""
         arch, rows, mesh = self.arch, self.shares.vocab.size, self.mesh
         if mesh.is_last_stage:
-            self._norm = self.vector(source, "model.norm.weight", arch.hidden)
+            self._norm = self.norm(source, "model.norm")
+        self._positions: Tensor | None = None
+        if mesh.is_first_stage and mesh.tp_rank == 0 and self.form.learned_positions:
+            name = "model.embed_positions.weight"
+            self._positions = self._matrix(source, name, self.form.learned_positions, arch.hidden)
         if mesh.is_first_stage or arch.tie_embeddings:
             self._embedding = self._matrix(source, "model.embed_tokens.weight", rows, arch.hidden)
         if arch.tie_embeddings:
             self._head: Linear = CudaLinear(self._embedding, None)
+        elif arch.unit_head and mesh.is_last_stage:
+            self._head = CudaLinear(_unit_rows(self._matrix(source, "lm_head.weight", rows, arch.hidden)), None)
         elif mesh.is_last_stage:
             self._head = self.linear(source, "", [("lm_head", rows)], arch.hidden, bias=False)
+
+    def norm(self, source: DeviceWeights, name: str) -> CudaNorm:
+        hidden, form = self.arch.hidden, self.form
+        bias = self.vector(source, name + ".bias", hidden) if form.has_norm_bias else None
+        return CudaNorm(self.vector(source, name + ".weight", hidden), bias, self.arch.norm_eps, is_rms=form.is_rms)
+
+    def head_norm(self, source: DeviceWeights, name: str, num_heads: int, own: Span) -> Tensor:
+        """Weights of the norm of queries or keys: of one head, of all heads, or of those of this rank."""
+        kind, dim = self.arch.qk_norm_kind, self.arch.head_dim
+        whole = self.vector(source, name, dim if kind == "head" else num_heads * dim)
+        return whole[own.start : own.stop] if kind == "heads" else whole
 
     def vector(self, source: DeviceWeights, name: str, size: int) -> Tensor:
         """A norm's or bias's values on the device; norms with their offset added."""
@@ -209,15 +251,14 @@ class CudaModel:
     def run(self, batch: CudaBatch, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
         """Logits [S, V] of one step, in the model's dtype. A stage that is not the last passes its hidden states [T, H] on, and
         gives them too."""
-        arch = self.arch
         rows = self._rows(batch.token_ids.shape[0], batch.prompts)
         residual, normed, qkv, attended, gate_up, product = self._views(rows)
-        self._begin(batch, rows, residual)
+        self._begin(batch, rows, residual, normed)
         largest = self._noted(rows.num)
         pending: Product | None = None
         for layer, cache in zip(self._layers, kv, strict=True):
             x = self._normed(rows, layer.qkv, normed, layer.attn_norm, residual, pending)
-            turned = self._product(layer.qkv, x, qkv)
+            turned = self._qkv(layer, x, qkv)
             ops.rotary_and_cache(
                 qkv,
                 self.q_heads,
@@ -225,21 +266,27 @@ class CudaModel:
                 layer.cos_sin,
                 batch.positions,
                 batch.slots,
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
-                eps=arch.norm_eps,
+                q_norm=layer.q_norm if self._norms_in_rotary else None,
+                k_norm=layer.k_norm if self._norms_in_rotary else None,
+                eps=self.arch.norm_eps,
                 scales=turned.scales,
             )
             noted = next(largest) if batch.prompts is None and layer.o.narrow_type(rows.num) else None
-            found = self._attend(batch, qkv, cache, attended, layer.window, scratch, noted)
-            x = _narrowed(layer.o, found, noted)
-            branch = self._post(self._branch(rows, layer.o, x, normed), layer.attn_post)
-            x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm, residual, branch)
-            gates = self._product(layer.gate_up, x, gate_up)
-            noted = next(largest) if layer.down.narrow_type(rows.num) else None
-            ops.gated_activation(gates.values, product, arch.activation, gates.scales, noted)
-            x = _narrowed(layer.down, product, noted)
-            pending = self._post(self._branch(rows, layer.down, x, normed), layer.ffn_post)
+            found = self._attend(batch, layer, qkv, cache, attended, scratch, noted)
+            noted_of_down = next(largest) if layer.down.narrow_type(rows.num) else None
+            if self.form.is_parallel:
+                if layer.ffn_norm is not None or layer.gate_up.narrow_type(rows.num) != layer.qkv.narrow_type(rows.num):
+                    x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm or layer.attn_norm, residual, None)
+                self._activate(self._product(layer.gate_up, x, gate_up), product, noted_of_down)
+                branches = _narrowed(layer.o, found, noted), _narrowed(layer.down, product, noted_of_down)
+                pending = self._both_branches(rows, layer, *branches, normed)
+            else:
+                x = _narrowed(layer.o, found, noted)
+                branch = self._post(self._branch(rows, layer.o, x, normed), layer.attn_post)
+                x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm, residual, branch)
+                self._activate(self._product(layer.gate_up, x, gate_up), product, noted_of_down)
+                x = _narrowed(layer.down, product, noted_of_down)
+                pending = self._post(self._branch(rows, layer.down, x, normed), layer.ffn_post)
         if not self.mesh.is_last_stage:
             hidden = rows.whole(self._norm_into(rows, normed, None, residual, pending))
             self.group.send_next(hidden)
@@ -268,15 +315,40 @@ class CudaModel:
         rounding = (linear.narrow_type(num_rows) for layer in self._layers for linear in (layer.o, layer.down))
         return self._largest.cleared(num_rows) if any(rounding) else repeat(None)
 
-    def _begin(self, batch: CudaBatch, rows: Rows, residual: Tensor) -> None:
-        """The embeddings of the tokens, each from the rank that has it, or what the stage before has computed."""
+    def _begin(self, batch: CudaBatch, rows: Rows, residual: Tensor, spare: Tensor) -> None:
+        """The embeddings of the tokens, each from the rank that has it, or what the stage before has given. `spare` is spoilt."""
         x = residual[: rows.num]
         if not self.mesh.is_first_stage:
             x.copy_(self.group.recv_prev(tuple(x.shape), x.dtype))
             return
         first = self.shares.vocab.start
         ops.gather_rows(self._embedding, batch.token_ids, x, first=first, scale=self.arch.embed_scale)
+        if self._positions is not None:
+            x.add_(ops.gather_rows(self._positions, batch.positions, spare[: rows.num]))
         rows.summed(residual)
+
+    def _activate(self, product: Product, out: Tensor, largest: Tensor | None) -> None:
+        act = ops.gated_activation if self.form.has_gate else ops.activation
+        act(product.values, out, self.form.activation, product.scales, largest)
+
+    def _qkv(self, layer: _Layer, x: Tensor | Narrow, out: Tensor) -> Product:
+        """Queries, keys and values; queries and keys are normed here where their norm is not that of each head by one vector."""
+        if not self.arch.qk_norm or self._norms_in_rotary:
+            return self._product(layer.qkv, x, out)
+        _multiply(layer.qkv, x, out)
+        arch, shares = self.arch, self.shares
+        q, k = out[:, : shares.q.size], out[:, shares.q.size : shares.q.size + shares.kv.size]
+        for part, weight, spans in ((q, layer.q_norm, shares.all_q), (k, layer.k_norm, shares.all_kv)):
+            assert weight is not None
+            if arch.qk_norm_kind == "heads":
+                norm_each_head(part.unflatten(1, (-1, arch.head_dim)), weight, arch.norm_eps)
+            elif self.mesh.tp == 1:
+                ops.rms_norm(part, weight, arch.norm_eps, part)
+            else:
+                whole = whole_columns(part, spans, self.group)
+                own = spans[self.mesh.tp_rank]
+                part.copy_(ops.rms_norm(whole, weight, arch.norm_eps, whole)[:, own.start : own.stop])
+        return Product(out)
 
     def _product(self, linear: Linear, x: Tensor | Narrow, out: Tensor) -> Product:
         """Of x, in `out`."""
@@ -289,26 +361,34 @@ class CudaModel:
         some = out[: rows.num]
         if self.mesh.tp == 1:
             return self._product(linear, x, some)
-        if isinstance(x, Tensor):
-            linear(x, some)
-        else:
-            linear.of_narrow(x.values, x.scale, some)
+        _multiply(linear, x, some)
+        return Product(rows.summed(out))
+
+    def _both_branches(
+        self, rows: Rows, layer: _Layer, attended: Tensor | Narrow, product: Tensor | Narrow, out: Tensor
+    ) -> Product:
+        """The same of a layer whose branches stand side by side: their sum, which ranks exchange at once."""
+        some = out[: rows.num]
+        other = torch.empty_like(some)
+        _multiply(layer.o, attended, some)
+        _multiply(layer.down, product, other)
+        some.add_(other)
         return Product(rows.summed(out))
 
     def _normed(
-        self, rows: Rows, linear: Linear, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Product | None
+        self, rows: Rows, linear: Linear, out: Tensor, norm: CudaNorm | None, residual: Tensor, branch: Product | None
     ) -> Tensor | Narrow:
         """residual += branch; all rows of what is normed as `linear` wants it, in the same pass."""
         dtype = linear.narrow_type(rows.num)
-        if weight is None or dtype is None:
-            return rows.whole(self._norm_into(rows, out, weight, residual, branch))
+        if norm is None or dtype is None:
+            return rows.whole(self._norm_into(rows, out, norm, residual, branch))
         narrow, scale = narrow_like(residual, dtype)
         kept, own = rows.own(residual), (rows.own(narrow), rows.own(scale))
         if branch is None:
-            ops.rms_norm_narrow(kept, weight, self.arch.norm_eps, *own)
+            norm.narrow(kept, *own)
         else:
             x, scales = self._scaled_branch(branch)
-            ops.rms_norm_narrow(x, weight, self.arch.norm_eps, *own, residual=kept, scales=scales)
+            norm.narrow(x, *own, residual=kept, scales=scales)
         return Narrow(rows.whole(narrow), rows.whole(scale))
 
     def _scaled_branch(self, branch: Product) -> Product:
@@ -317,37 +397,37 @@ class CudaModel:
         return branch
 
     def _norm_into(
-        self, rows: Rows, out: Tensor, weight: Tensor | None, residual: Tensor, branch: Product | None
+        self, rows: Rows, out: Tensor, norm: CudaNorm | None, residual: Tensor, branch: Product | None
     ) -> Tensor:
         """residual += branch, in the rows that are kept here; what has the normed ones: `out`, or the residual itself where there
         is no norm."""
-        eps, kept = self.arch.norm_eps, rows.own(residual)
+        kept = rows.own(residual)
         if branch is None:
-            if weight is None:
+            if norm is None:
                 return residual
-            ops.rms_norm(kept, weight, eps, rows.own(out))
+            norm(kept, rows.own(out))
             return out
         x, scales = self._scaled_branch(branch)
-        if weight is not None:
-            ops.rms_norm(x, weight, eps, rows.own(out), residual=kept, scales=scales)
+        if norm is not None:
+            norm(x, rows.own(out), residual=kept, scales=scales)
             return out
         if scales is not None:
             x.mul_(scales.rows[:, None]).mul_(scales.columns)
         kept.add_(x)
         return residual
 
-    def _post(self, branch: Product, weight: Tensor | None) -> Product:
-        if weight is None:
+    def _post(self, branch: Product, norm: CudaNorm | None) -> Product:
+        if norm is None:
             return branch
-        return Product(ops.rms_norm(branch.values, weight, self.arch.norm_eps, branch.values, scales=branch.scales))
+        return Product(norm(branch.values, branch.values, scales=branch.scales))
 
     def _attend(
         self,
         batch: CudaBatch,
+        layer: _Layer,
         qkv: Tensor,
         cache: PagedKV,
         out: Tensor,
-        window: int,
         scratch: Tensor | None,
         largest: Tensor | None,
     ) -> Tensor:
@@ -360,16 +440,17 @@ class CudaModel:
                 cache,
                 batch.block_table[:decodes],
                 batch.context_len,
-                self._scale,
+                layer.scale,
                 out,
-                window=window,
+                window=layer.window,
+                softcap=self.arch.attn_softcap,
                 splits=batch.splits,
                 scratch=scratch,
                 largest=largest,
             )
         if batch.prompts is None:
             return out
-        rest = qkv[decodes:], heads, cache, batch.prompts, self._scale, window, out[decodes:]
+        rest = qkv[decodes:], heads, cache, batch.prompts, layer.scale, layer.window, out[decodes:]
         found = self.prompt_attention(*rest, may_move=not decodes)
         return out if decodes else found
 
@@ -390,12 +471,12 @@ class CudaModel:
     def reserve(self, num_tokens: int) -> None:
         """Makes the activations of the largest step, so that no later one moves them: graphs remember addresses."""
         self.buffers = self._allocate(num_tokens)
-        self.prompt_attention.prepare(self.buffers[2], self.q_heads, self.kv_heads, self._scale)
+        self.prompt_attention.prepare(self.buffers[2], self.q_heads, self.kv_heads, self.form.attention_scale)
 
     def _allocate(self, num_tokens: int) -> list[Tensor]:
         """Room for a step of so many tokens, however its rows are split."""
         hidden, ffn = self.arch.hidden, self.shares.ffn.size
         num_tokens = -(-num_tokens // self.mesh.tp) * self.mesh.tp if self._split_from else num_tokens
         q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
-        widths = (hidden, hidden, q + 2 * kv, q, 2 * ffn, ffn)
+        widths = (hidden, hidden, q + 2 * kv, q, (1 + self.form.has_gate) * ffn, ffn)
         return [torch.empty(num_tokens, width, dtype=self.dtype, device="cuda") for width in widths]

@@ -21,7 +21,7 @@ from models.arch.stage import LayerWeights, NormWeights, StageWeights, attention
 from models.forward import ForwardBatch, Group, KVLayer
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
-from models.layers.norm import Norm, norm_each_head
+from models.layers.norm import Norm, norm_each_head, whole_columns
 from models.layers.packed import PackedLinear
 from models.layers.rope import depends_on_length, step_table
 from models.quant.packed import Floats
@@ -185,17 +185,8 @@ class Decoder:
             elif self._group.size == 1:
                 ops.rms_norm(part, weight, eps, part)
             else:
-                whole = self._whole(part, spans)
+                whole = whole_columns(part, spans, self._group)
                 part.copy_(ops.rms_norm(whole, weight, eps)[:, spans[rank].start : spans[rank].stop])
-
-    def _whole(self, part: Tensor, spans: list[Span]) -> Tensor:
-        """All columns in order, once each, where ranks may share some."""
-        gathered = self._group.all_gather(part.contiguous(), sizes_of(spans)).split(sizes_of(spans), dim=1)
-        columns, have = [], 0
-        for span, piece in zip(spans, gathered, strict=True):
-            columns.append(piece[:, max(have - span.start, 0) :])
-            have = max(have, span.stop)
-        return torch.cat(columns, dim=1)
 
     def _project(self, last: Linear, x: Tensor, sizes: list[int]) -> Tensor:
         """All columns of a product that needs all inputs; `sizes` are the columns of x on each rank."""

@@ -233,7 +233,7 @@ class StageWeights:
             progress("weights", done, total)
         self._build_ends(build, mesh)
         progress("weights", total, total)
-        self.rope = self._complete_rope(build)
+        self.rope = complete_rope(arch.rope, build.vector)
         self._share_tables(build, max_len or arch.max_position)
 
     def _build_ends(self, build: _Builder, mesh: Mesh) -> None:
@@ -250,14 +250,6 @@ class StageWeights:
             own = [("model.embed_tokens", arch.vocab_size, rows)]
             shared = self.head if arch.tie_embeddings else None
             self.embedding = shared or build.linear("", own, arch.hidden, bias=False)
-
-    def _complete_rope(self, build: _Builder) -> RopeSpec:
-        """The rotary rule, with the factors that GGUF files keep in tensors."""
-        rope = self.arch.rope
-        if rope.kind != "longrope" or rope.short_factors:
-            return rope
-        short, long = (tuple(build.vector(name, rope.dim // 2).tolist()) for name in _LONGROPE)
-        return msgspec.structs.replace(rope, short_factors=short, long_factors=long)
 
     def _share_tables(self, build: _Builder, positions: int) -> None:
         """Makes the tables of cosines and sines and gives each layer the one it reads."""
@@ -277,6 +269,14 @@ class StageWeights:
         ends = {id(end): end.nbytes for end in (self.head, self.embedding) if end is not None}
         layers = sum(layer.nbytes for layer in self.layers)
         return layers + sum(ends.values()) + sum(table.nbytes for table in self.tables)
+
+
+def complete_rope(rope: RopeSpec, vector: Callable[[str, int], Floats]) -> RopeSpec:
+    """The rotary rule, with the factors that GGUF files keep in tensors."""
+    if rope.kind != "longrope" or rope.short_factors:
+        return rope
+    short, long = (tuple(vector(name, rope.dim // 2).tolist()) for name in _LONGROPE)
+    return msgspec.structs.replace(rope, short_factors=short, long_factors=long)
 
 
 def attention_scale_of(arch: ArchSpec) -> float:

@@ -53,17 +53,26 @@ RunWhole: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(q [B, Hq, S, D], k [B, Hk, S, D], v, scale) -> [B, Hq, S, D] with the heads of a token side by side in memory."""
 RunFresh: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int], Tensor]
 """(q [T, Hq, D], k [T, Hk, D], v, start [F + 1], longest, scale, window) -> [T, Hq, D]."""
-RunPieces: TypeAlias = Callable[[Tensor, int, PagedKV, Prompts, float, int, Tensor], Any]
-"""(qkv, Hq, cache, prompts, scale, window, out [T, Hq * D]): writes the pieces' rows of out."""
+RunPieces: TypeAlias = Callable[..., Any]
+"""(qkv, Hq, cache, prompts, scale, window, out [T, Hq * D]): writes the pieces' rows of out. Takes a `softcap` where it has one."""
 
 
 class PromptAttention:
     """One kernel for each way, and the rules by which plans are made for them."""
 
     def __init__(
-        self, rules: Rules, pieces: RunPieces, *, whole: RunWhole | None = None, fresh: RunFresh | None = None
+        self,
+        rules: Rules,
+        pieces: RunPieces,
+        *,
+        whole: RunWhole | None = None,
+        fresh: RunFresh | None = None,
+        softcap: float = 0.0,
     ) -> None:
+        """With a `softcap` of scores pieces must be all there is."""
+        assert not softcap or not (whole or fresh)
         self.rules = rules
+        self._softcap = {"softcap": softcap} if softcap else {}
         self._whole, self._fresh, self._pieces = whole, fresh, pieces
 
     def __call__(
@@ -93,7 +102,7 @@ class PromptAttention:
             found = self._fresh(q, k, v, prompts.fresh_start, plan.longest_fresh, scale, window)
             out[plan.fresh_first : stop].copy_(found.flatten(1))
         if plan.piece_row.size:
-            self._pieces(qkv, q_heads, cache, prompts, scale, window, out)
+            self._pieces(qkv, q_heads, cache, prompts, scale, window, out, **self._softcap)
         return out
 
     def prepare(self, qkv: Tensor, q_heads: int, kv_heads: int, scale: float) -> None:

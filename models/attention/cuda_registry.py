@@ -135,11 +135,20 @@ def _triton() -> Any:
     from models.attention.triton_prompt import piece_attention
 
     def run(
-        qkv: Tensor, q_heads: int, cache: PagedKV, prompts: Prompts, scale: float, window: int, out: Tensor
+        qkv: Tensor,
+        q_heads: int,
+        cache: PagedKV,
+        prompts: Prompts,
+        scale: float,
+        window: int,
+        out: Tensor,
+        softcap: float = 0.0,
     ) -> Tensor:
         columns = (prompts.table, prompts.places, prompts.firsts, prompts.bounds, prompts.contexts)
         most = prompts.most_queries or prompts.plan.num_queries
-        return piece_attention(qkv, q_heads, cache, *columns, scale, out, most_queries=most, window=window)
+        return piece_attention(
+            qkv, q_heads, cache, *columns, scale, out, most_queries=most, window=window, softcap=softcap
+        )
 
     return run
 
@@ -183,7 +192,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("cuDNN", "whole", _cudnn, range(8, 129, 8)),
     Kernel("FlashInfer", "whole", _flashinfer, (64, 128, 256), package="flashinfer"),
     Kernel("torch flash over copies", "pieces", _gathered, needs_copies=True),
-    Kernel("Triton", "pieces", _triton, POWERS, package="triton"),
+    Kernel("Triton", "pieces", _triton, POWERS, has_softcap=True, package="triton"),
 )
 
 
@@ -325,10 +334,10 @@ class Chosen:
         """Whether steps with prompts can be captured: nothing but pieces then."""
         return not self.pieces.kernel.needs_copies
 
-    def attention(self) -> PromptAttention:
+    def attention(self, softcap: float = 0.0) -> PromptAttention:
         """The kernels, ready to be called."""
         whole, fresh = (timing and timing.kernel.load() for timing in (self.whole, self.fresh))
-        return PromptAttention(self.rules, self.pieces.kernel.load(), whole=whole, fresh=fresh)
+        return PromptAttention(self.rules, self.pieces.kernel.load(), whole=whole, fresh=fresh, softcap=softcap)
 
     def decisions(self) -> list[tuple[str, str, str]]:
         """(what, value, because), for people."""

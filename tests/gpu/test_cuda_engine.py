@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.test_cuda_model import write_model as write_family
 from tests.models.tiny import write_byte_tokenizer
 from trireme import LLM, SamplingParams
 from trireme.errors import ConfigError
@@ -95,13 +96,14 @@ def assert_same_up_to_ties(
     mine: list[tuple[int, ...]],
     theirs: list[tuple[int, ...]],
     prompts: Sequence[list[int]] = PROMPTS,
+    near: float = 0.5,
 ) -> None:
     """Where two answers part, the two tokens must have been nearly equal: within what bfloat16 errs by on these logits."""
     for prompt, a, b in zip(prompts, mine, theirs, strict=True):
         assert len(a) == len(b) == LENGTH
         if a != b:
             at = next(i for i in range(LENGTH) if a[i] != b[i])
-            assert margin_of(model, prompt, a[:at], (a[at], b[at])) < 0.5
+            assert margin_of(model, prompt, a[:at], (a[at], b[at])) < near
 
 
 def test_greedy_tokens_are_those_of_the_cpu(model: Path, found: dict[str, Any]) -> None:
@@ -161,3 +163,16 @@ def test_too_little_memory_names_what_would_do(model: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="of KV cache") as caught:
         engine(tmp_path, load_format="dummy", max_len=1 << 24, gpu_memory=0.5, kv_memory=None).close()
     assert "--max-len" in caught.value.hint
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "falcon-40b", "gemma2", "smollm3"])
+def test_other_families_give_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
+    """From the names of their files to graphs."""
+    write_family(family, tmp_path)
+    write_byte_tokenizer(tmp_path, size=VOCAB)
+    found = []
+    for device in ("cuda", "cpu"):
+        with engine(tmp_path, device=device) as llm:
+            assert llm.config.parallel.device == device
+            found.append(tokens(llm.generate(PROMPTS, GREEDY)))
+    assert_same_up_to_ties(tmp_path, *found, near=0.15)

@@ -75,6 +75,52 @@ def test_rms_norm_to_fp8(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (3, 4544), (700, 768), (5, 16384), (2, 24)])
+def test_layer_norm(dtype: torch.dtype, tokens: int, hidden: int) -> None:
+    x, weight, bias, residual = (random(n, hidden, dtype=dtype) for n in (tokens, 1, 1, tokens))
+    x += 3  # a mean that the variance must not see
+    for shift in (bias[0], None):
+        out, expected = poisoned(tokens, hidden, dtype=dtype), torch.empty(tokens, hidden, device="cuda")
+        ops.layer_norm(x, weight[0], shift, 1e-5, out)
+        reference.layer_norm_reference(x, weight[0], shift, 1e-5, expected)
+        assert error(out, expected) < ERROR[dtype]
+    again, scales = residual.clone(), some_scales(tokens, hidden)
+    ops.layer_norm(x, weight[0], bias[0], 1e-5, out, residual=residual, scales=scales)
+    reference.layer_norm_reference(x, weight[0], bias[0], 1e-5, expected, residual=again, scales=scales)
+    assert error(residual, again) < ERROR[dtype]
+    assert error(out, expected) < ERROR[dtype]
+    apart = ops.layer_norm(x, weight[0], bias[0], 1e-5, out).clone()
+    assert torch.equal(ops.layer_norm(x, weight[0], bias[0], 1e-5, x), apart)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.int8])
+def test_layer_norm_to_one_byte(dtype: torch.dtype, narrow: torch.dtype) -> None:
+    x, weight, bias = random(33, 4544, dtype=dtype), random(4544, dtype=dtype), random(4544, dtype=dtype)
+    residual, expected = random(33, 4544, dtype=dtype), torch.empty(33, 4544, device="cuda")
+    reference.layer_norm_reference(x, weight, bias, 1e-5, expected, residual=residual.clone())
+    out = torch.empty(33, 4544, device="cuda", dtype=narrow)
+    scale = poisoned(33, dtype=torch.float32)
+    ops.layer_norm_narrow(x, weight, bias, 1e-5, out, scale, residual=residual)
+    assert error(out.float() * scale[:, None], expected) < 0.03
+    most = 448 if narrow == torch.float8_e4m3fn else 127
+    assert torch.allclose(scale, expected.abs().amax(1) / most, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("gate", list(ops.GATES))
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (7, 18176), (300, 1536), (66000, 8)])
+def test_activation(dtype: torch.dtype, gate: str, tokens: int, width: int) -> None:
+    x = random(tokens, width, dtype=dtype)
+    expected = torch.empty(tokens, width, device="cuda", dtype=torch.float64)
+    for scales in (None, some_scales(tokens, width)):
+        out = ops.activation(x, poisoned(tokens, width, dtype=dtype), gate, scales)
+        assert error(out, reference.activation_reference(x, expected, gate, scales)) < ERROR[dtype]
+    apart = ops.activation(x, torch.empty_like(x), gate)
+    assert torch.equal(ops.activation(x, x, gate), apart)
+
+
+@pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("gate", list(ops.GATES))
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (7, 14336), (300, 1536), (66000, 8)])
 def test_gated_activation(dtype: torch.dtype, gate: str, tokens: int, width: int) -> None:
@@ -435,8 +481,8 @@ def test_rotary_and_cache(
     slots[3] = -1
     positions = torch.randint(0, 500, (tokens,), device="cuda", dtype=torch.int32)
     norms = {"q_norm": random(dim, dtype=dtype), "k_norm": random(dim, dtype=dtype)} if normed else {}
-    for rotary in (dim, dim // 2):
-        table = random(500, rotary)
+    for rotary, rows in ((dim, 500), (dim // 2, 500), (dim, 1)):
+        table = random(rows, rotary).expand(500, -1)
         ops.rotary_and_cache(qkv, q_heads, caches[0], table, positions, slots, **norms)
         reference.rotary_and_cache_reference(same, q_heads, caches[1], table, positions, slots, **norms)
         width = (q_heads + kv_heads) * dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -79,6 +80,18 @@ def test_what_is_chosen_gives_attention(dtype: torch.dtype, window: int) -> None
         case = Case((8, 2), 128, dtype)
         expected = case.run(piece_attention_reference, PIECES, window)
         assert error(case.run(chosen.attention(), rules, window), expected) < 6e-3
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_scores_have_a_soft_cap(window: int, dim: int) -> None:
+    chosen, case = (
+        choose_on_card(Need(torch.bfloat16, dim, window, softcap=True), 8, 2),
+        Case((8, 2), dim, torch.bfloat16),
+    )
+    found = case.run(chosen.attention(1.0), chosen.rules, window)
+    assert error(found, case.run(partial(piece_attention_reference, softcap=1.0), PIECES, window)) < 6e-3
+    assert error(found, case.run(piece_attention_reference, PIECES, window)) > 0.05
 
 
 @pytest.mark.parametrize("kernel", candidates("pieces", Need(torch.bfloat16, 64))[0], ids=lambda kernel: kernel.name)

@@ -16,13 +16,15 @@ from models.cuda_batch import HostModel
 from models.cuda_shards import own_weights
 from models.cuda_shelf import Shelf, tensors_of
 from models.cuda_weights import device_weights
-from models.load import open_weights
+from models.load import as_decoder, open_weights
 from models.shards import Shares
 from tests.models.drive import Driver, load
 from tests.models.test_cuda_linear import TWINS, WIDE, dense_of, error
 from tests.models.test_cuda_spread import OPS, OnCpu, plain_ops  # noqa: F401  (a fixture)
 from tests.models.test_cuda_spread import logits_of as spread_logits
-from tests.models.test_families import MODELS, make
+from tests.models.test_families import MODELS, length_dependent, make, rearrange
+from tests.models.test_families_more import GPT
+from tests.models.test_families_more import make as make_gpt
 from tests.models.test_int8_model import compressed
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
@@ -30,6 +32,7 @@ from trireme.arch import read_arch
 from trireme.gpu import lacks_on_gpu
 from trireme.packaged import find_model
 
+LAYERED = ("cohere", "cohere-plus", "olmo2", "stablelm", "stablelm-2")  # layer norms, or norms of whole q and k
 CPU = torch.device("cpu")
 TOKENS = [[(7 * row + 11 * i * i) % 250 for i in range(24)] for row in range(20)]
 
@@ -41,13 +44,13 @@ def _more_ops(monkeypatch: pytest.MonkeyPatch, plain_ops: None) -> None:  # noqa
     monkeypatch.setattr(cuda_ops, "skinny_max_rows", lambda: 32)
 
 
-def body(path: Path, *, scheme: str | None = None, kv_dtype: torch.dtype | None = None) -> Any:
+def body(path: Path, *, scheme: str | None = None, kv_dtype: torch.dtype | None = None, max_len: int = 64) -> Any:
     files = find_model(path)
     arch = read_arch(files)
-    assert lacks_on_gpu(arch) == []
-    source = device_weights(open_weights(files, arch), torch.float32, CPU, scheme=scheme)
+    assert lacks_on_gpu(arch, max_len) == []
+    source = device_weights(as_decoder(open_weights(files, arch), arch), torch.float32, CPU, scheme=scheme)
     with OnCpu(), torch.inference_mode():
-        model = CudaModel(arch, source, torch.float32, max_len=64, progress=lambda *_: None, kv_dtype=kv_dtype)
+        model = CudaModel(arch, source, torch.float32, max_len=max_len, progress=lambda *_: None, kv_dtype=kv_dtype)
     source.close()
     return model
 
@@ -62,6 +65,18 @@ def decoded(model: CudaModel, rows: int) -> Tensor:
     return torch.stack([step for step in steps if step is not None], 1)
 
 
+def prefilled(model: CudaModel, rows: int) -> Tensor:
+    """The same, each row's first half and then the rest as a prompt."""
+    host: Any = HostModel(model, "cpu")
+    with OnCpu():
+        driver = Driver(host, rows, 64, block_size=4)
+        driver.kv = model.allocate_kv(driver.kv[0].k.shape[0], 4)  # type: ignore[assignment]
+        halves = [[(row, TOKENS[row][half]) for row in range(rows)] for half in (slice(11), slice(11, None))]
+        steps = [driver.step(half, all_logits=True) for half in halves]
+    parts = [step.view(rows, -1, step.shape[-1]) for step in steps if step is not None]
+    return torch.cat(parts, 1)
+
+
 def expected_of(path: Path, rows: int) -> Tensor:
     """By the CPU's body, a row at a time."""
     model, found = load(path), []
@@ -72,12 +87,45 @@ def expected_of(path: Path, rows: int) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma3", "granite", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["gemma", "gemma2", "gemma2-capped", "gemma3", "granite", "phi3", "smollm3", *LAYERED, *GPT]
+)
 def test_families_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
-    """Windows, two rotary tables, norms before and after, offsets and scales; more tokens than a window has."""
-    assert name in MODELS
-    path = make(tmp_path, name)
-    assert error(decoded(body(path), 2), expected_of(path, 2)) < 1e-3
+    """Windows, two rotary tables and none, norms before, after and side by side, offsets, scales and biases, no gate; more tokens
+    than a window has."""
+    path = make(tmp_path, name) if name in MODELS else make_gpt(tmp_path, name)
+    model, expected = body(path), expected_of(path, 2)
+    assert error(decoded(model, 2), expected) < 1e-3
+    assert error(prefilled(model, 2), expected) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_depend_on_the_length_are_those_of_the_trained_one(kind: str, tmp_path: Path) -> None:
+    path = length_dependent(tmp_path, kind)
+    trained = read_arch(find_model(path)).rope.original_max_position
+    assert trained == 48
+    assert lacks_on_gpu(read_arch(find_model(path))) == ["rotation that depends on the length"]
+    assert error(decoded(body(path, max_len=trained), 2), expected_of(path, 2)) < 1e-3
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "falcon-7b"])
+def test_layer_norms_and_networks_without_a_gate_round_their_outputs(name: str, scheme: str, tmp_path: Path) -> None:
+    path = make_gpt(tmp_path, name, hidden_size=128)
+    found, expected = decoded(body(path, scheme=scheme), 12), expected_of(path, 12)
+    assert 1e-3 < error(found, expected) < (0.25 if scheme == "fp8" else 0.08)
+
+
+def test_a_head_of_unit_rows(tmp_path: Path) -> None:
+    """Rows of different lengths, so that the head as it is stored would say something else."""
+    path = make_tiny(tmp_path, **WIDE, num_hidden_layers=1, vocab_size=125696, tokenizer=False)
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] *= torch.linspace(0.5, 2, 125696)[:, None]
+    at = "model.layers.0.self_attn."
+    weights[at + "W_pack.weight"] = torch.cat([weights.pop(f"{at}{side}_proj.weight") for side in "qkv"])
+    rearrange(path, {"model_type": "baichuan"}, weights)
+    assert read_arch(find_model(path)).unit_head
+    assert error(decoded(body(path), 1), expected_of(path, 1)) < 1e-3
 
 
 def rounded(path: Path, scheme: str, directory: Path) -> Path:

@@ -54,6 +54,36 @@ def test_scales_of_a_product_are_as_if_they_had_been_applied() -> None:
     torch.testing.assert_close(caches[0].v, caches[1].v)
 
 
+def test_layer_norm() -> None:
+    x, residual, weight, bias = torch.randn(5, 96) + 3, torch.randn(5, 96), torch.randn(96), torch.randn(96)
+    for shift in (bias, None):
+        found = reference.layer_norm_reference(x, weight, shift, 1e-5, torch.empty(5, 96))
+        expected = torch.nn.functional.layer_norm(x, (96,), weight, shift, 1e-5)
+        torch.testing.assert_close(found, expected)
+    scales = Scales(torch.rand(5), torch.rand(96))
+    applied, summed = x * scales.rows[:, None] * scales.columns, residual.clone()
+    found = reference.layer_norm_reference(x, weight, bias, 1e-5, torch.empty(5, 96), residual=summed, scales=scales)
+    torch.testing.assert_close(summed, residual + applied)
+    torch.testing.assert_close(found, torch.nn.functional.layer_norm(summed, (96,), weight, bias, 1e-5))
+    out, scale = torch.empty(5, 96, dtype=torch.int8), torch.empty(5)
+    reference.layer_norm_narrow_reference(x, weight, bias, 1e-5, out, scale, residual=residual, scales=scales)
+    assert ((out * scale[:, None] - found).abs() <= found.abs().amax(1, keepdim=True) / 254 * 1.001).all()
+
+
+def test_activations_without_a_gate() -> None:
+    x, act = torch.randn(3, 64), torch.nn.functional
+    for gate, expected in {
+        "relu": act.relu(x),
+        "gelu": act.gelu(x),
+        "gelu_tanh": act.gelu(x, approximate="tanh"),
+        "silu": act.silu(x),
+    }.items():
+        torch.testing.assert_close(reference.activation_reference(x, torch.empty(3, 64), gate), expected)
+    scales = Scales(torch.rand(3), torch.rand(64))
+    found = reference.activation_reference(x, torch.empty(3, 64), "relu", scales)
+    torch.testing.assert_close(found, act.relu(x) * scales.rows[:, None] * scales.columns)
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rotary", [16, 8])
 def test_rotary_and_cache(normed: bool, rotary: int) -> None:

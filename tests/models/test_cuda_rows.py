@@ -28,6 +28,7 @@ from tests.models.test_cuda_spread import BLOCK, CPU, Meeting, OnCpu, ThreadGrou
 from tests.models.test_shards import Stored, arch_of
 from tests.unit.test_gpu_choice import BOX, resolved
 from tests.unit.test_resolve import LAPTOP
+from trireme.arch_bodies import GptBody
 from trireme.arch_spec import ArchSpec
 from trireme.arena import create_arena
 from trireme.errors import ConfigError
@@ -44,6 +45,9 @@ ARCHS: dict[str, dict[str, Any]] = {
     "post-norms": {"norm_placement": "both"},
     "only post-norms": {"norm_placement": "post"},
     "scaled": {"residual_scale": 0.5},
+    "one norm for both": {"body": GptBody(parallel=True, norms="shared"), "tie_embeddings": True},
+    "a norm each": {"body": GptBody(parallel=True, learned_positions=64), "tie_embeddings": False},
+    "norms of whole q": {"qk_norm": True, "qk_norm_kind": "wide", "tie_embeddings": False},
 }
 MAX_LEN = 32
 Chunk = tuple[int, int, int]

@@ -25,6 +25,7 @@ from models.cuda_shards import own_weights
 from models.shards import Shares
 from tests.models.test_prompt_plan import fresh, whole
 from tests.models.test_shards import Stored, arch_of
+from trireme.arch_bodies import GptBody
 from trireme.arch_spec import ArchSpec
 from trireme.mesh import Mesh
 
@@ -37,7 +38,10 @@ OPS = (
         "rms_norm_narrow",
         "rotary_and_cache",
         "decode_attention",
+        "layer_norm",
+        "layer_norm_narrow",
         "gated_activation",
+        "activation",
         "gather_rows",
     ),
     "skinny_linear",
@@ -160,8 +164,18 @@ def stored(arch: ArchSpec) -> Callable[[Shares], Any]:
 @pytest.mark.parametrize("shape", [(2, 1), (3, 1), (1, 2), (2, 2)], ids=["tp2", "tp3", "pp2", "tp2pp2"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tie_embeddings": True, "qkv_bias": False, "o_bias": False, "mlp_bias": False}, {"norm_placement": "both"}],
-    ids=["biases", "tied", "post-norms"],
+    [
+        {},
+        {"tie_embeddings": True, "qkv_bias": False, "o_bias": False, "mlp_bias": False},
+        {"norm_placement": "both"},
+        {"norm_placement": "parallel", "norm_kind": "layer"},
+        {"qk_norm": True, "qk_norm_kind": "wide", "norm_placement": "post"},
+        {"qk_norm": True, "qk_norm_kind": "heads", "num_heads": 4, "num_kv_heads": 1},
+        {"body": GptBody(learned_positions=16, scale_by_layer=True)},
+        {"body": GptBody(parallel=True, activation="relu")},
+        {"body": GptBody(parallel=True, norms="shared")},
+    ],
+    ids=["biases", "tied", "post-norms", "parallel", "wide", "heads", "positions", "two-norms", "one-norm"],
 )
 def test_logits_are_those_of_one_card(shape: tuple[int, int], changes: dict[str, Any]) -> None:
     arch = arch_of(**{"tie_embeddings": False, **changes})

@@ -190,7 +190,9 @@ def test_longrope_attention_scale() -> None:
 
 def length_dependent(tmp_path: Path, kind: str) -> Path:
     if kind == "longrope":
-        return make(tmp_path, "phi3", max_position_embeddings=192, rope_parameters=LONGROPE)
+        trained = LONGROPE["original_max_position_embeddings"]  # (the family's own field, which would be 4096)
+        lengths = {"max_position_embeddings": 192, "original_max_position_embeddings": trained}
+        return make(tmp_path, "phi3", **lengths, rope_parameters=LONGROPE)
     rope = {"rope_type": "dynamic", "factor": 4.0}
     return make_tiny(tmp_path, max_position_embeddings=48, rope_scaling=rope)
 

@@ -8,6 +8,8 @@ import pytest
 from launch.doctor import examine
 from launch.plan import make_plan
 from tests.unit.test_resolve import LAPTOP, SMOL, reasons
+from trireme.arch_bodies import GptBody, MoeBody
+from trireme.arch_spec import RopeSpec
 from trireme.device import DeviceFacts, GpuFacts, gpu_from_text
 from trireme.errors import ConfigError
 from trireme.gpu import lacks_on_gpu
@@ -15,6 +17,7 @@ from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
 from trireme.sizes import GIB
 
+LONG = RopeSpec(kind="dynamic", dim=SMOL.rope.dim, original_max_position=512)
 BOX = DeviceFacts(cores=16, memory_free=100 * GIB, memory_total=128 * GIB, num_gpus=1, has_cuda_kernels=True)
 
 
@@ -74,7 +77,9 @@ def test_the_cpu_is_chosen_with_the_reason_against_the_gpu():
         (SMOL, {}, {"dtype": "float32"}, "16 bits", "--dtype bfloat16"),
         (SMOL, {}, {"kv_dtype": "int8"}, "does not hold int8", "--kv-dtype auto"),
         (SMOL, {}, {"dtype": "float16", "kv_dtype": "bfloat16"}, "float16, not bfloat16", "--kv-dtype auto"),
-        (changed(attn_softcap=50.0), {}, {}, "scores with a soft cap", "--device cpu"),
+        (changed(rope=LONG), {}, {}, "rotation that depends on the length", "--max-len 512"),
+        (changed(rope=LONG), {}, {"max_len": 513}, "rotation that depends on the length", "--max-len 512"),
+        (changed(rope=LONG, head_dim=260), {}, {}, "rotation that depends on the length, heads of 260", "--device cpu"),
     ],
 )
 def test_a_gpu_that_was_asked_for_is_refused_with_the_cure(arch, box, flags, why, cure):
@@ -87,8 +92,12 @@ def test_a_gpu_that_was_asked_for_is_refused_with_the_cure(arch, box, flags, why
 
 def test_what_the_gpu_body_lacks_is_named():
     assert lacks_on_gpu(SMOL) == []
-    assert lacks_on_gpu(changed(norm_kind="layer", head_dim=260)) == ["norms other than RMS", "heads of 260"]
-    assert lacks_on_gpu(changed(norm_placement="parallel")) == ["parallel norms"]
+    assert lacks_on_gpu(changed(norm_kind="layer", norm_bias=True, norm_placement="parallel")) == []
+    assert lacks_on_gpu(changed(body=GptBody(learned_positions=2048))) == []
+    assert lacks_on_gpu(changed(qk_norm=True, qk_norm_kind="wide", head_dim=260)) == ["heads of 260"]
+    assert lacks_on_gpu(changed(rope=LONG), 512) == []
+    experts = MoeBody(num_experts=4, top_k=2, moe_layers=(0,), router="softmax")
+    assert lacks_on_gpu(changed(family="gpt_oss", body=experts)) == ["the layers of gpt_oss"]
 
 
 def llama_8b():
