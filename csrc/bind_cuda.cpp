@@ -25,6 +25,7 @@ Scales scales_at(const Addresses& pair) { return {floats(pair.first), floats(pai
 void bind_peers(py::module_& m);
 void bind_grouped(py::module_& m);
 void bind_int8(py::module_& m);
+void bind_experts(py::module_& m);
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "Native CUDA kernels of Trireme.";
@@ -136,4 +137,5 @@ PYBIND11_MODULE(_cuda, m) {
   bind_peers(m);
   bind_grouped(m);
   bind_int8(m);
+  bind_experts(m);
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from models.attention.cuda_prompt import Prompts
+from models.cuda_experts import Gate, Sorted
 from models.cuda_ops import (
     ALLOWED,
     BARRED,
@@ -203,6 +204,7 @@ def piece_attention_reference(
     window: int,
     out: Tensor,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """In float64, piece by piece, each of its queries as if it were decoded."""
     bounds, firsts, contexts = (x.tolist() for x in (prompts.bounds, prompts.firsts, prompts.contexts))
@@ -211,8 +213,18 @@ def piece_attention_reference(
         rows = slice(firsts[i], firsts[i] + count)
         lengths = torch.arange(contexts[i] - count + 1, contexts[i] + 1)
         table = prompts.table[place].expand(count, -1)
-        found = out[rows]
-        decode_attention_reference(qkv[rows], q_heads, kv, table, lengths, scale, found, window=window, softcap=softcap)
+        decode_attention_reference(
+            qkv[rows],
+            q_heads,
+            kv,
+            table,
+            lengths,
+            scale,
+            out[rows],
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
 
 
 def quantize_rows_reference(x: Tensor, out: Tensor, scale: Tensor, largest: Tensor | None = None) -> Tensor:
@@ -461,6 +473,63 @@ def expand_fp8_blocks_reference(weight: Tensor, groups: Tensor, out: Tensor) -> 
 def expand_blocks_reference(blocks: Tensor, out: Tensor, *, form: str) -> Tensor:
     """In float32, rounded once."""
     return out.copy_(block_values(blocks, form))
+
+
+def route_experts_reference(logits: Tensor, chosen: Tensor, scores: Tensor) -> None:
+    """In float32."""
+    found = logits.float().sort(stable=True, dim=-1, descending=True)
+    count = chosen.shape[1]
+    chosen.copy_(found.indices[:, :count])
+    scores.copy_(found.values[:, :count].softmax(-1))
+
+
+def sort_pairs_reference(chosen: Tensor, out: Sorted, num_experts: int) -> None:
+    """The pairs of an expert in their own order."""
+    experts = chosen.flatten().long()
+    out.pairs.copy_(experts.argsort(stable=True))
+    tiles, first = [], 0
+    for expert, count in enumerate(experts.bincount(minlength=num_experts).tolist()):
+        tiles += [(expert, first + at, min(out.rows, count - at)) for at in range(0, count, out.rows)]
+        first += count
+    flat = [len(tiles), *(number for tile in tiles for number in tile)]
+    out.tiles[: len(flat)] = torch.tensor(flat, dtype=torch.int32)
+
+
+def _tiles_of(order: Sorted) -> list[list[int]]:
+    """(expert, first place, number of places) of each tile."""
+    count, *numbers = order.tiles.tolist()
+    return [numbers[3 * at : 3 * at + 3] for at in range(count)]
+
+
+def expert_gates_reference(
+    x: Tensor, weight: Tensor, out: Tensor, order: Sorted, top_k: int, gate: Gate, bias: Tensor | None = None
+) -> Tensor:
+    """In float64, rounded once."""
+    for expert, first, count in _tiles_of(order):
+        rows = order.pairs[first : first + count].long() // top_k
+        found = x[rows].double() @ weight[expert].double().T
+        gates, ups = (found if bias is None else found + bias[expert].double()).chunk(2, -1)
+        if gate.limit > 0:
+            gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit) + 1
+        share = torch.sigmoid(gates * (gate.alpha if gate.limit > 0 else 1.0))
+        out[first : first + count] = (ups * gates * share).to(out.dtype)
+    return out
+
+
+def expert_outputs_reference(
+    x: Tensor, weight: Tensor, out: Tensor, order: Sorted, bias: Tensor | None = None
+) -> Tensor:
+    """In float64."""
+    for expert, first, count in _tiles_of(order):
+        found = x[first : first + count].double() @ weight[expert].double().T
+        pairs = order.pairs[first : first + count].long()
+        out[pairs] = (found if bias is None else found + bias[expert].double()).to(out.dtype)
+    return out
+
+
+def mix_experts_reference(results: Tensor, scores: Tensor, out: Tensor) -> Tensor:
+    """In float64."""
+    return out.copy_((results.double() * scores.double()[:, :, None]).sum(1))
 
 
 def gather_rows_reference(

@@ -7,9 +7,9 @@ that no kernel computes with are expanded on the way. Which format a matrix gets
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, cast
 from zlib import crc32
 
 import numpy as np
@@ -30,7 +30,7 @@ from models.cuda_staging import THREADS, Staging
 from models.dummy import DEVIATION, DummySource
 from models.layers.cuda_linear import DeviceMatrix
 from models.quant.packed import GROUPED, Floats
-from models.weights import DENSE_KINDS, RawMatrix, WeightSource
+from models.weights import DENSE_KINDS, RawMatrix, TensorSource, WeightSource
 from trireme.gpu_formats import format_of
 from trireme.mesh import Span
 
@@ -46,6 +46,7 @@ ROUNDED: dict[str, Callable[[Tensor], DeviceMatrix]] = {
 }
 """A dense matrix in each format."""
 _EXPANDED = 1 << 22  # values of a part
+_MXFP4_SCALE = 120  # 2^-7
 _SCALED = {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}  # kinds whose raw rows begin with their scale
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -71,6 +72,10 @@ class DeviceWeights(Protocol):
 
     def vector(self, name: str, size: int) -> Floats:
         """Float32 on the host."""
+        ...
+
+    def experts(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        """The parts of a tensor of `shape` that each expert has, as in the file, on the device: all of it on every rank."""
         ...
 
     def close(self) -> None:
@@ -104,6 +109,11 @@ class StoredWeights:
 
     def vector(self, name: str, size: int) -> Floats:
         return self._source.vector(name, size)
+
+    def experts(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        for part in cast(TensorSource, self._source).tensor(name, shape):
+            rows = part.contiguous().view(part.shape[0] if part.dim() > 1 else 1, -1)
+            yield self._staging.send(rows.view(torch.uint8).numpy()).view(part.dtype).view(part.shape)
 
     def close(self) -> None:
         self._staging.close()
@@ -163,6 +173,23 @@ class NoiseWeights:
 
     def vector(self, name: str, size: int) -> Floats:
         return self._source.vector(name, size)
+
+    def experts(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        self._generator.manual_seed(crc32(name.encode()))
+        for _ in range(shape[0]):
+            yield self._part(name, shape[1:])
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Of MXFP4, any codes with a scale that makes them about as large as other noise."""
+        if name.endswith("_blocks"):
+            codes = torch.empty(shape, dtype=torch.uint8, device=self._device)
+            return codes.random_(0, 256, generator=self._generator)
+        if name.endswith("_scales"):
+            return torch.full(shape, _MXFP4_SCALE, dtype=torch.uint8, device=self._device)
+        if name.endswith("_bias"):
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return weight.normal_(std=DEVIATION, generator=self._generator)
 
     def close(self) -> None:
         pass

@@ -19,6 +19,7 @@ from trireme.mesh import Mesh
 from trireme.packaged import ModelFiles
 from trireme.runtime import TORCH, choose_runtime
 
+_DUMMIES = ("models.arch.stage", "models.arch.moe")  # modules that name weights which a DummySource has
 Progress = Callable[[str, int, int], None]
 
 
@@ -56,6 +57,8 @@ def load_model(
         return StubModel(arch, mesh, group)
     source = open_checked(files, arch, dummy=dummy)
     family = family_named(arch.family)
+    if dummy and family.names != _DUMMIES[0]:
+        raise ModelError(f"--load-format dummy makes weights of {arch.family} on a GPU alone", hint="--device cuda")
     dense = quantize or dense_kind(dtype)
     if (runtime or choose_runtime(arch, mesh).value) != TORCH:
         return native.NativeDecoder(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len)
@@ -75,7 +78,7 @@ def open_checked(files: ModelFiles, arch: ArchSpec, *, dummy: bool = False) -> W
     """The weights of a model, every one there and none too many; or noise under their names. Raises ModelError."""
     family = family_named(arch.family)
     if dummy:
-        if family.names != "models.arch.stage":
+        if family.names not in _DUMMIES:
             raise ModelError(f"--load-format dummy does not know the weights of {arch.family}")
         return DummySource(arch, family.weight_names(arch), files.path)
     source = open_weights(files, arch)

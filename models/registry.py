@@ -108,6 +108,8 @@ FAMILIES: dict[str, Family] = {
     "falcon": _GPT,
     "llama4": _MOE,
     "gpt_oss": _MOE,
+    "mixtral": _MOE,
+    "qwen3_moe": _MOE,
 }
 
 

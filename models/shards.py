@@ -8,15 +8,15 @@ sums are on rank 0 alone.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from models.quant.grouped import narrower
 from models.quant.packed import BLOCKS, GROUPED, ROW_SCALE_BYTES, Floats
-from models.weights import RawMatrix, WeightSource
+from models.weights import RawMatrix, TensorSource, WeightSource
 from trireme.arch import ArchSpec
-from trireme.arch_bodies import GptBody
+from trireme.arch_bodies import GptBody, MoeBody
 from trireme.arch_packed import BLOCK_SIZES
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh, Span, split_evenly, split_heads
@@ -68,7 +68,10 @@ class Shares:
             "embed_tokens": (arch.vocab_size, self.vocab),
             "lm_head": (arch.vocab_size, self.vocab),
         }
-        by_input = {"o_proj": (q, self.q), "down_proj": (ffn, self.ffn)}
+        if isinstance(arch.body, MoeBody):
+            everything = arch.body.num_experts, Span(0, arch.body.num_experts)
+            by_output |= {"router": everything, "gate": everything, "w1": (ffn, self.ffn), "w3": (ffn, self.ffn)}
+        by_input = {"o_proj": (q, self.q), "down_proj": (ffn, self.ffn), "w2": (ffn, self.ffn)}
         part = name.split(".")[-2]
         if part == "embed_positions":
             assert isinstance(arch.body, GptBody)
@@ -109,6 +112,10 @@ class ShardSource:
 
     def vector(self, name: str, size: int) -> Floats:
         return self._shares.own(self._source, name, size)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Whole: who asks knows which part of it a rank has."""
+        return cast(TensorSource, self._source).tensor(name, shape)
 
 
 def columns_of(matrix: RawMatrix, span: Span) -> RawMatrix:

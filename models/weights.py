@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -127,6 +127,14 @@ class WeightSource(Protocol):
 
     def vector(self, name: str, size: int) -> Floats:
         """A float32 copy of a vector, likewise."""
+        ...
+
+
+class TensorSource(Protocol):
+    """What a WeightSource of safetensors has besides, as models/arch/ends.PrefixedSource gives it."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A tensor of torch, of any rank and dtype as stored, on the host."""
         ...
 
 

@@ -26,7 +26,8 @@ class GptBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class MoeBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Llama 4 and GPT-OSS: RMS norms, gated experts of which a router picks `top_k` per token. ArchSpec.ffn is their width."""
+    """Llama 4, GPT-OSS, Mixtral and Qwen3-MoE: RMS norms, gated experts of which a router picks `top_k` per token. ArchSpec.ffn
+    is their width."""
 
     num_experts: int
     top_k: int
@@ -34,6 +35,7 @@ class MoeBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     router: Literal["sigmoid", "softmax"]  # sigmoid scales an expert's input; softmax (over the chosen) its output
     dense_ffn: int = 0
     shared_expert: bool = False
+    expert_names: tuple[str, ...] = ()  # gate, up, down: matrices of each expert; else two tensors have all experts
     biases: bool = False  # of router and experts
     glu_limit: float = 0.0  # 0: SwiGLU; else GPT-OSS's clamped one
     glu_alpha: float = 1.702

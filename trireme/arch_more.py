@@ -1,5 +1,6 @@
 """Reads config.json of the families whose bodies are not the Llama-like decoder: GPT-2, GPT-NeoX, Falcon, Llama 4 (text),
-GPT-OSS. Called by trireme.arch through its table of readers. Variants that no body computes are refused by name.
+GPT-OSS, Mixtral, Qwen3-MoE. Called by trireme.arch through its table of readers.
+Variants that no body computes are refused by name.
 """
 
 from __future__ import annotations
@@ -132,6 +133,44 @@ class _GptOss(msgspec.Struct, frozen=True):
     swiglu_alpha: float = 1.702
     swiglu_limit: Positive = 7.0
     attention_bias: bool = True
+
+
+class _Mixtral(msgspec.Struct, frozen=True):
+    vocab_size: Dim
+    hidden_size: Dim
+    num_hidden_layers: _Layers
+    num_attention_heads: Dim
+    intermediate_size: Dim
+    num_key_value_heads: Dim | None = None
+    head_dim: Dim | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: Dim = 4096 * 32
+    rms_norm_eps: _Eps = 1e-5
+    num_experts_per_tok: Dim = 2
+    num_local_experts: Dim = 8
+    sliding_window: Dim | None = None
+
+
+class _Qwen3Moe(msgspec.Struct, frozen=True):
+    vocab_size: Dim
+    hidden_size: Dim
+    num_hidden_layers: _Layers
+    num_attention_heads: Dim
+    moe_intermediate_size: Dim
+    intermediate_size: Dim = 6144
+    num_key_value_heads: Dim | None = None
+    head_dim: Dim | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: Dim = 32768
+    rms_norm_eps: _Eps = 1e-6
+    num_experts_per_tok: Dim = 8
+    num_experts: Dim | None = None
+    num_local_experts: Dim = 128
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Dim = 1
+    mlp_only_layers: list[int] | None = None
+    attention_bias: bool = False
+    use_sliding_window: bool = False
 
 
 def _convert(config: dict[str, Any], kind: type[_S], where: Path) -> _S:
@@ -378,6 +417,76 @@ def gpt_oss_from_config(config: dict[str, Any], generation: dict[str, Any], wher
     return checked(arch, where)
 
 
+def mixtral_from_config(config: dict[str, Any], generation: dict[str, Any], where: Path) -> ArchSpec:
+    """Mixtral."""
+    have = _convert(config, _Mixtral, where)
+    _only_silu(have.hidden_act, where)
+    head_dim = have.head_dim or _head_dim(have.hidden_size, have.num_attention_heads, where)
+    body = MoeBody(
+        num_experts=have.num_local_experts,
+        top_k=have.num_experts_per_tok,
+        moe_layers=tuple(range(have.num_hidden_layers)),
+        router="softmax",
+        expert_names=("w1", "w3", "w2"),
+    )
+    arch = ArchSpec(
+        family="mixtral",
+        num_layers=have.num_hidden_layers,
+        hidden=have.hidden_size,
+        num_heads=have.num_attention_heads,
+        num_kv_heads=have.num_key_value_heads or have.num_attention_heads,
+        head_dim=head_dim,
+        ffn=have.intermediate_size,
+        vocab_size=have.vocab_size,
+        norm_eps=have.rms_norm_eps,
+        rope=_rope(config, head_dim, where, rope_theta=1000000.0),
+        max_position=have.max_position_embeddings,
+        sliding_window=have.sliding_window,
+        body=_checked_experts(body, where),
+        **_shared(config, generation, where, tied=False),
+    )
+    return checked(arch, where)
+
+
+def qwen3_moe_from_config(config: dict[str, Any], generation: dict[str, Any], where: Path) -> ArchSpec:
+    """Qwen3-MoE. Raises ModelError for windows, and for scores that are not normed over the chosen experts."""
+    have = _convert(config, _Qwen3Moe, where)
+    _only_silu(have.hidden_act, where)
+    if have.use_sliding_window:
+        raise ModelError(f"{where} has use_sliding_window, which is not supported for qwen3_moe")
+    if not have.norm_topk_prob:
+        raise ModelError(f"{where} has norm_topk_prob false; qwen3_moe is supported with true")
+    head_dim = have.head_dim or _head_dim(have.hidden_size, have.num_attention_heads, where)
+    step, dense = have.decoder_sparse_step, set(have.mlp_only_layers or ())
+    body = MoeBody(
+        num_experts=have.num_experts or have.num_local_experts,
+        top_k=have.num_experts_per_tok,
+        moe_layers=tuple(i for i in range(have.num_hidden_layers) if i not in dense and (i + 1) % step == 0),
+        router="softmax",
+        dense_ffn=have.intermediate_size,
+        expert_names=("gate_proj", "up_proj", "down_proj"),
+    )
+    arch = ArchSpec(
+        family="qwen3_moe",
+        num_layers=have.num_hidden_layers,
+        hidden=have.hidden_size,
+        num_heads=have.num_attention_heads,
+        num_kv_heads=have.num_key_value_heads or have.num_attention_heads,
+        head_dim=head_dim,
+        ffn=have.moe_intermediate_size,
+        vocab_size=have.vocab_size,
+        norm_eps=have.rms_norm_eps,
+        rope=_rope(config, head_dim, where),
+        max_position=have.max_position_embeddings,
+        qkv_bias=have.attention_bias,
+        o_bias=have.attention_bias,
+        qk_norm=True,
+        body=_checked_experts(body, where),
+        **_shared(config, generation, where, tied=False),
+    )
+    return checked(arch, where)
+
+
 def _only_silu(activation: str, where: Path) -> None:
     if activation != "silu":
         raise ModelError(f"{where} has hidden_act {activation!r}; silu is supported")
@@ -396,4 +505,6 @@ READERS = {
     "llama4": llama4_from_config,
     "llama4_text": llama4_from_config,
     "gpt_oss": gpt_oss_from_config,
+    "mixtral": mixtral_from_config,
+    "qwen3_moe": qwen3_moe_from_config,
 }

@@ -22,6 +22,7 @@ LOGITS_BYTES = 64 * MIB  # most bytes of logits that one forward may give
 WORKER_PROGRAM, FRONT_PROGRAM, LAUNCH_PROGRAM = 48 * MIB, 80 * MIB, 40 * MIB
 TORCH_LIBRARY = 180 * MIB  # more in a worker that computes in torch
 GPU_GRAPHS = 640 * MIB  # CUDA graphs of decode steps, and what the GPU's libraries allocate later
+GPU_EXPERT_TOKENS = 4096  # that a layer of experts on a GPU computes at a time
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INTEGER_BYTES = {"int16": 2, "int8": 1}  # of keys and values only
 KV_BYTES = {**DTYPE_BYTES, "fp8": 1}
@@ -101,8 +102,12 @@ def _mixture_token_bytes(arch: ArchSpec, body: MoeBody) -> int:
 def gpu_activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
     """Upper estimate of what a step on a GPU needs beside weights and KV; the worker measures it when it starts."""
     heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-    per_token = 2 * (3 * arch.hidden + 3 * arch.ffn + 2 * heads)
-    return scheduler.num_tokens * per_token + 6 * scheduler.num_rows * arch.vocab_size
+    ffn, mixed = arch.ffn, 0
+    if isinstance(arch.body, MoeBody):  # pairs, each with what is between its products and what comes of them
+        pairs = min(scheduler.num_tokens, GPU_EXPERT_TOKENS) * arch.body.top_k
+        ffn, mixed = 0, pairs * 2 * (arch.hidden + arch.ffn)
+    per_token = 2 * (3 * arch.hidden + 3 * ffn + 2 * heads)
+    return scheduler.num_tokens * per_token + mixed + 6 * scheduler.num_rows * arch.vocab_size
 
 
 class Share(NamedTuple):

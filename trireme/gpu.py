@@ -18,6 +18,7 @@ from trireme.gpu_formats import FOR_GPUS_ALONE, SCHEMES
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8")
 FP8_HEAD_DIMS = (64, 96, 128, 256)  # of csrc/cuda/decode.cu over a cache of float8
 HEAD_DIMS = range(8, 257, 8)
+MOST_EXPERTS, MOST_CHOSEN, EXPERT_UNIT = 256, 32, 8  # of csrc/cuda/experts.cu; the last divides widths
 
 
 class Obstacle(NamedTuple):
@@ -32,12 +33,30 @@ def lacks_on_gpu(arch: ArchSpec, max_len: int | None = None) -> list[str]:
     the model's own limit)."""
     is_long = (max_len or arch.max_position) > arch.rope.original_max_position
     lacks = {
-        f"the layers of {arch.family}": isinstance(arch.body, MoeBody) or arch.family == "stub",
+        f"the layers of {arch.family}": arch.family == "stub",
         "rotation that depends on the length": is_long and arch.rope.kind in ("dynamic", "longrope"),
         "a tied head of unit rows": arch.unit_head and arch.tie_embeddings,
         f"heads of {arch.head_dim}": arch.head_dim not in HEAD_DIMS,
     }
+    if isinstance(arch.body, MoeBody):
+        lacks |= _lacks_for_experts(arch, arch.body)
     return [name for name, is_so in lacks.items() if is_so]
+
+
+def _lacks_for_experts(arch: ArchSpec, body: MoeBody) -> dict[str, bool]:
+    return {
+        "experts whose inputs are scaled": body.router != "softmax",
+        "experts that all tokens share": body.shared_expert,
+        "layers without experts": len(body.moe_layers) < arch.num_layers,
+        "layers without rotation": bool(arch.no_rope_layers or body.no_rope_layers),
+        "attention in chunks": body.attention_chunk > 0,
+        "norms of q and k without weights": body.unit_qk_norm,
+        "scales of q that depend on the position": body.temperature is not None,
+        f"{body.num_experts} experts": body.num_experts > MOST_EXPERTS,
+        f"{body.top_k} experts for a token": body.top_k > MOST_CHOSEN,
+        f"experts of {arch.ffn} columns": arch.ffn % EXPERT_UNIT > 0,
+        f"experts of {arch.hidden} inputs": arch.hidden % EXPERT_UNIT > 0,
+    }
 
 
 def obstacles(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> list[Obstacle]:
@@ -58,6 +77,10 @@ def obstacles(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> list
     if config.model.quantize is not None and config.model.quantize not in SCHEMES:
         why = f"--quantize {config.model.quantize} rounds for the CPU's kernels"
         found.append(Obstacle(why, f"{' or '.join('--quantize ' + name for name in SCHEMES)}, or --device cpu"))
+    if config.model.quantize is not None and isinstance(arch.body, MoeBody):
+        found.append(Obstacle("experts on a GPU have 16 bits", "leave --quantize out, or --device cpu"))
+    if config.in_lockstep:
+        found.append(Obstacle("--ep splits experts over engines on the CPU alone", "--tp instead, or --device cpu"))
     if config.model.dtype == "float32":
         found.append(Obstacle("the GPU's kernels compute in 16 bits", "--dtype bfloat16, or --device cpu"))
     if config.cache.kv_dtype not in CACHE_DTYPES:

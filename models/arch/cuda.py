@@ -1,6 +1,6 @@
-"""The Llama-like and GPT-like families on one NVIDIA GPU: weights in 16 bits on the device, kernels of csrc/cuda, products by
-the faster of our own kernel and cuBLAS, attention of prompts by what is fastest on the card. One stage, on one rank of those that
-share its layers.
+"""The Llama-like and GPT-like families and mixtures of experts on one NVIDIA GPU: weights in 16 bits on the device, kernels of
+csrc/cuda, products by the faster of our own kernel and cuBLAS, attention of prompts by what is fastest on the card. One stage, on
+one rank of those that share its layers.
 
 Built by workers' GPU side; `run` launches a step on the current stream without waiting and takes only tensors made before, so a
 step of decoding rows can be captured in a CUDA graph.
@@ -21,14 +21,18 @@ from torch import Tensor
 
 from models import cuda_ops as ops
 from models.arch.cuda_form import form_of
+from models.arch.moe import FEED_FORWARD, router_name
 from models.arch.stage import complete_rope
 from models.attention.cuda_prompt import Prompts
 from models.attention.cuda_registry import Need, choose_on_card
+from models.cuda_expert_weights import load_experts
+from models.cuda_experts import Gate
 from models.cuda_ops import PagedKV
 from models.cuda_rows import RowGroup, Rows, SplitRows, WholeRows
 from models.cuda_weights import DeviceWeights
 from models.forward import Group, SoloGroup
 from models.layers.cuda_contract import Linear, narrow_like
+from models.layers.cuda_experts import CudaExperts
 from models.layers.cuda_largest import LargestOfRows
 from models.layers.cuda_linear import CudaLinear, make_linear
 from models.layers.cuda_norm import CudaNorm
@@ -36,6 +40,7 @@ from models.layers.norm import norm_each_head, whole_columns
 from models.layers.rope import cos_sin_table
 from models.shards import Shares
 from trireme.arch import ArchSpec
+from trireme.arch_bodies import MoeBody
 from trireme.errors import ModelError
 from trireme.gpu import lacks_on_gpu
 from trireme.mesh import Mesh, Span
@@ -81,9 +86,14 @@ class _Layer:
         qkv = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
         self.qkv = model.linear(source, at + "self_attn.", qkv, hidden, bias=arch.qkv_bias)
         self.o = model.linear(source, at + "self_attn.", [("o_proj", hidden)], q, bias=arch.o_bias)
-        gate_up = [(name, ffn) for name in (("gate_proj", "up_proj") if form.has_gate else ("up_proj",))]
-        self.gate_up = model.linear(source, at + "mlp.", gate_up, hidden, bias=arch.mlp_bias)
-        self.down = model.linear(source, at + "mlp.", [("down_proj", hidden)], ffn, bias=arch.mlp_bias)
+        self.sinks = model.sinks(source, at + "self_attn.sinks")
+        self.experts: CudaExperts | None = None
+        if isinstance(arch.body, MoeBody):
+            self.experts = model.experts(source, at + FEED_FORWARD[arch.family])
+        else:
+            gate_up = [(name, ffn) for name in (("gate_proj", "up_proj") if form.has_gate else ("up_proj",))]
+            self.gate_up = model.linear(source, at + "mlp.", gate_up, hidden, bias=arch.mlp_bias)
+            self.down = model.linear(source, at + "mlp.", [("down_proj", hidden)], ffn, bias=arch.mlp_bias)
         self.window = 0 if index in arch.full_attention_layers else arch.sliding_window or 0
         self.scale = form.scale_of(index)
         self.cos_sin = model.cos_sin if model.local_cos_sin is None or not self.window else model.local_cos_sin
@@ -182,8 +192,14 @@ class CudaModel:
         self._build_ends(source)
         windows = [layer.window for layer in self._layers if layer.window]
         is_fp8 = self.kv_dtype == torch.float8_e4m3fn
-        is_capped = arch.attn_softcap > 0
-        need = Need(dtype, arch.head_dim, min(windows, default=0), softcap=is_capped, fp8_cache=is_fp8)
+        need = Need(
+            dtype,
+            arch.head_dim,
+            min(windows, default=0),
+            softcap=arch.attn_softcap > 0,
+            sinks=any(layer.sinks is not None for layer in self._layers),
+            fp8_cache=is_fp8,
+        )
         self.chosen_attention = choose_on_card(need, self.q_heads, self.kv_heads)
         self.prompt_attention = self.chosen_attention.attention(arch.attn_softcap)
         self.buffers = self._allocate(0)
@@ -238,6 +254,25 @@ class CudaModel:
         self.weight_bytes += sum(factor.nbytes for factor in factors)
         return make_linear(factors, torch.cat(biases) if biases else None)
 
+    def experts(self, source: DeviceWeights, at: str) -> CudaExperts:
+        """A router and its experts, of which this rank has some columns each."""
+        body, shares = self.arch.body, self.shares
+        assert isinstance(body, MoeBody)
+        name = f"{at}.{router_name(body)}"
+        router = source.matrix(name + ".weight", body.num_experts, self.arch.hidden)
+        bias = self.vector(source, name + ".bias", body.num_experts) if body.biases else None
+        weights = load_experts(source, at, self.arch, shares.ffn, self.dtype, adds_bias=shares.rank == 0)
+        self.weight_bytes += router.nbytes + weights.nbytes
+        return CudaExperts(CudaLinear(router, bias), weights, body.top_k, Gate(body.glu_limit, body.glu_alpha))
+
+    def sinks(self, source: DeviceWeights, name: str) -> Tensor | None:
+        """One logit for each of this rank's heads, in float32."""
+        if not (isinstance(self.arch.body, MoeBody) and self.arch.body.sinks):
+            return None
+        first = self.shares.q.start // self.head_dim
+        values = source.vector(name, self.arch.num_heads)[first : first + self.q_heads]
+        return torch.from_numpy(np.ascontiguousarray(values)).cuda()
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
         """Zeroed caches of all layers."""
         shape = (num_blocks, self.kv_heads, block_size, self.head_dim)
@@ -273,20 +308,19 @@ class CudaModel:
             )
             noted = next(largest) if batch.prompts is None and layer.o.narrow_type(rows.num) else None
             found = self._attend(batch, layer, qkv, cache, attended, scratch, noted)
-            noted_of_down = next(largest) if layer.down.narrow_type(rows.num) else None
             if self.form.is_parallel:
-                if layer.ffn_norm is not None or layer.gate_up.narrow_type(rows.num) != layer.qkv.narrow_type(rows.num):
-                    x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm or layer.attn_norm, residual, None)
-                self._activate(self._product(layer.gate_up, x, gate_up), product, noted_of_down)
-                branches = _narrowed(layer.o, found, noted), _narrowed(layer.down, product, noted_of_down)
-                pending = self._both_branches(rows, layer, *branches, normed)
+                pending = self._side_by_side(rows, layer, x, _narrowed(layer.o, found, noted), largest, residual)
+                continue
+            x = _narrowed(layer.o, found, noted)
+            branch = self._post(self._branch(rows, layer.o, x, normed), layer.attn_post)
+            if layer.experts is not None:
+                x = self._normed(rows, layer.experts, normed, layer.ffn_norm, residual, branch)
+                branch = self._branch(rows, layer.experts, x, normed)
             else:
-                x = _narrowed(layer.o, found, noted)
-                branch = self._post(self._branch(rows, layer.o, x, normed), layer.attn_post)
                 x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm, residual, branch)
-                self._activate(self._product(layer.gate_up, x, gate_up), product, noted_of_down)
-                x = _narrowed(layer.down, product, noted_of_down)
-                pending = self._post(self._branch(rows, layer.down, x, normed), layer.ffn_post)
+                x = self._activated(layer, x, gate_up, product, largest)
+                branch = self._branch(rows, layer.down, x, normed)
+            pending = self._post(branch, layer.ffn_post)
         if not self.mesh.is_last_stage:
             hidden = rows.whole(self._norm_into(rows, normed, None, residual, pending))
             self.group.send_next(hidden)
@@ -312,7 +346,8 @@ class CudaModel:
 
     def _noted(self, num_rows: int) -> Iterator[Tensor | None]:
         """Where kernels of this step note the largest magnitudes of rows that are rounded next."""
-        rounding = (linear.narrow_type(num_rows) for layer in self._layers for linear in (layer.o, layer.down))
+        linears = (linear for layer in self._layers for linear in (layer.o, layer.experts or layer.down))
+        rounding = (linear.narrow_type(num_rows) for linear in linears)
         return self._largest.cleared(num_rows) if any(rounding) else repeat(None)
 
     def _begin(self, batch: CudaBatch, rows: Rows, residual: Tensor, spare: Tensor) -> None:
@@ -327,9 +362,15 @@ class CudaModel:
             x.add_(ops.gather_rows(self._positions, batch.positions, spare[: rows.num]))
         rows.summed(residual)
 
-    def _activate(self, product: Product, out: Tensor, largest: Tensor | None) -> None:
+    def _activated(
+        self, layer: _Layer, x: Tensor | Narrow, gate_up: Tensor, product: Tensor, largest: Iterator[Tensor | None]
+    ) -> Tensor | Narrow:
+        """What goes into a dense network's last product. The next of `largest` is used if that is rounded."""
+        found = self._product(layer.gate_up, x, gate_up)
+        noted = next(largest) if layer.down.narrow_type(product.shape[0]) else None
         act = ops.gated_activation if self.form.has_gate else ops.activation
-        act(product.values, out, self.form.activation, product.scales, largest)
+        act(found.values, product, self.form.activation, found.scales, noted)
+        return _narrowed(layer.down, product, noted)
 
     def _qkv(self, layer: _Layer, x: Tensor | Narrow, out: Tensor) -> Product:
         """Queries, keys and values; queries and keys are normed here where their norm is not that of each head by one vector."""
@@ -364,16 +405,27 @@ class CudaModel:
         _multiply(linear, x, some)
         return Product(rows.summed(out))
 
-    def _both_branches(
-        self, rows: Rows, layer: _Layer, attended: Tensor | Narrow, product: Tensor | Narrow, out: Tensor
+    def _side_by_side(
+        self,
+        rows: Rows,
+        layer: _Layer,
+        x: Tensor | Narrow,
+        attended: Tensor | Narrow,
+        largest: Iterator[Tensor | None],
+        residual: Tensor,
     ) -> Product:
-        """The same of a layer whose branches stand side by side: their sum, which ranks exchange at once."""
-        some = out[: rows.num]
+        """Both branches of a layer in which they read the same residual, x being the attention's normed input: their sum, which
+        ranks exchange at once."""
+        _, normed, _, _, gate_up, product = self._views(rows)
+        if layer.ffn_norm is not None or layer.gate_up.narrow_type(rows.num) != layer.qkv.narrow_type(rows.num):
+            x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm or layer.attn_norm, residual, None)
+        x = self._activated(layer, x, gate_up, product, largest)
+        some = normed[: rows.num]
         other = torch.empty_like(some)
         _multiply(layer.o, attended, some)
-        _multiply(layer.down, product, other)
+        _multiply(layer.down, x, other)
         some.add_(other)
-        return Product(rows.summed(out))
+        return Product(rows.summed(normed))
 
     def _normed(
         self, rows: Rows, linear: Linear, out: Tensor, norm: CudaNorm | None, residual: Tensor, branch: Product | None
@@ -444,6 +496,7 @@ class CudaModel:
                 out,
                 window=layer.window,
                 softcap=self.arch.attn_softcap,
+                sinks=layer.sinks,
                 splits=batch.splits,
                 scratch=scratch,
                 largest=largest,
@@ -451,7 +504,7 @@ class CudaModel:
         if batch.prompts is None:
             return out
         rest = qkv[decodes:], heads, cache, batch.prompts, layer.scale, layer.window, out[decodes:]
-        found = self.prompt_attention(*rest, may_move=not decodes)
+        found = self.prompt_attention(*rest, may_move=not decodes, sinks=layer.sinks)
         return out if decodes else found
 
     def _finished(self, logits: Tensor) -> Tensor:
@@ -475,7 +528,7 @@ class CudaModel:
 
     def _allocate(self, num_tokens: int) -> list[Tensor]:
         """Room for a step of so many tokens, however its rows are split."""
-        hidden, ffn = self.arch.hidden, self.shares.ffn.size
+        hidden, ffn = self.arch.hidden, 0 if isinstance(self.arch.body, MoeBody) else self.shares.ffn.size
         num_tokens = -(-num_tokens // self.mesh.tp) * self.mesh.tp if self._split_from else num_tokens
         q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
         widths = (hidden, hidden, q + 2 * kv, q, (1 + self.form.has_gate) * ffn, ffn)

@@ -1,5 +1,5 @@
-"""The body of Llama 4 (text) and GPT-OSS: one stage of it on one rank, with mixtures of experts on a plain path: per layer a
-router, then one product per chosen expert. Built by models.load; what differs between the two is arch.body.
+"""The body of Llama 4 (text), GPT-OSS, Mixtral and Qwen3-MoE: one stage of it on one rank, with mixtures of experts on a plain
+path: per layer a router, then one product per chosen expert. Built by models.load; what differs between them is arch.body.
 
 Legend: T tokens, H hidden, F width of an expert, E experts, P pairs of a token and one of its K experts (P = T K), sorted by
 expert.
@@ -26,7 +26,7 @@ from trireme.arch_bodies import MoeBody
 from trireme.errors import ModelError
 from trireme.mesh import Mesh, Span, split_evenly
 
-_FEED_FORWARD = {"llama4": "feed_forward", "gpt_oss": "mlp"}
+FEED_FORWARD = {"llama4": "feed_forward", "gpt_oss": "mlp", "mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
 _VISION = ("vision_model.", "multi_modal_projector.")
 MXFP4_VALUES_PER_BLOCK = 32
 
@@ -52,7 +52,9 @@ def weight_names(arch: ArchSpec) -> Iterator[str]:
                 yield f"{at}self_attn.{name}_proj.bias"
         if body.sinks:
             yield at + "self_attn.sinks"
-        yield from _feed_forward_names(body, at + _FEED_FORWARD[arch.family], layer)
+        if arch.qk_norm:
+            yield from (at + "self_attn.q_norm.weight", at + "self_attn.k_norm.weight")
+        yield from _feed_forward_names(body, at + FEED_FORWARD[arch.family], layer)
 
 
 def _feed_forward_names(body: MoeBody, at: str, layer: int) -> Iterator[str]:
@@ -60,14 +62,20 @@ def _feed_forward_names(body: MoeBody, at: str, layer: int) -> Iterator[str]:
     for network in dense:
         yield from (f"{network}.{name}_proj.weight" for name in ("gate", "up", "down"))
     if layer in body.moe_layers:
-        yield at + ".router.weight"
-        for name in ("gate_up_proj", "down_proj"):
+        yield f"{at}.{router_name(body)}.weight"
+        yield from (f"{at}.experts.{i}.{name}.weight" for i in range(body.num_experts) for name in body.expert_names)
+        for name in () if body.expert_names else ("gate_up_proj", "down_proj"):
             stored = (name + "_blocks", name + "_scales") if body.mxfp4 else (name,)
             yield from (f"{at}.experts.{part}" for part in stored)
             if body.biases:
                 yield f"{at}.experts.{name}_bias"
         if body.biases:
             yield at + ".router.bias"
+
+
+def router_name(body: MoeBody) -> str:
+    """What a layer's router is called in a file."""
+    return "gate" if body.expert_names else "router"
 
 
 def ignorable_names(arch: ArchSpec) -> list[str]:
@@ -115,7 +123,7 @@ class _Experts:
         arch, self._body = cut.arch, _body(cut.arch)
         body, hidden, ffn = self._body, arch.hidden, arch.ffn
         self._router = cut.packed(
-            [cut.source.matrix(at + ".router.weight", body.num_experts, hidden)],
+            [cut.source.matrix(f"{at}.{router_name(body)}.weight", body.num_experts, hidden)],
             [cut.vector(at + ".router.bias", body.num_experts)] if body.biases else None,
         )
         self._wide, self._hidden = cut.columns(cut.spans(ffn)), cut.columns(cut.spans(hidden))
@@ -124,10 +132,14 @@ class _Experts:
         self._own = Span(0, body.num_experts)
         if peers is not None:
             self._own = split_evenly(body.num_experts, peers.size, peers.rank)
-        stored = _Stored(cut.source, at + ".experts", body, self._own)
-        gate_up_rows = _gate_up_rows(gate, ffn, interleaved=body.glu_limit > 0)
-        self._gate_up = stored.linears(cut, "gate_up_proj", 2 * ffn, hidden, gate_up_rows)
-        self._down = stored.linears(cut, "down_proj", hidden, ffn, np.arange(own.start, own.stop))
+        if body.expert_names:
+            experts = [f"{at}.experts.{i}." for i in range(self._own.start, self._own.stop)]
+            self._gate_up, self._down = _separate(cut, experts, body.expert_names, (gate, own))
+        else:
+            stored = _Stored(cut.source, at + ".experts", body, self._own)
+            gate_up_rows = _gate_up_rows(gate, ffn, interleaved=body.glu_limit > 0)
+            self._gate_up = stored.linears(cut, "gate_up_proj", 2 * ffn, hidden, gate_up_rows)
+            self._down = stored.linears(cut, "down_proj", hidden, ffn, np.arange(own.start, own.stop))
         self._shared = _Dense(cut, at + ".shared_expert", ffn) if body.shared_expert else None
         self.nbytes = sum(linear.nbytes for linear in (self._router, *self._gate_up, *self._down))
         self.nbytes += self._shared.nbytes if self._shared else 0
@@ -175,6 +187,21 @@ def _gate_up_rows(own: Span, ffn: int, *, interleaved: bool) -> np.ndarray:
     """Rows of one rank, gates then ups; stored alternating (GPT-OSS) or as two halves (Llama 4)."""
     gate = np.arange(own.start, own.stop)
     return np.concatenate((2 * gate, 2 * gate + 1) if interleaved else (gate, ffn + gate))
+
+
+def _separate(
+    cut: Cut, experts: list[str], names: tuple[str, ...], rows: tuple[Span, Span]
+) -> tuple[list[Linear], list[Linear]]:
+    """Gates with ups, and downs, of experts whose matrices are stored one by one; `rows` are this rank's of either."""
+    (gate, up, down), (wide, narrow), hidden, ffn = names, rows, cut.arch.hidden, cut.arch.ffn
+
+    def part(name: str, n: int, k: int, own: Span) -> RawMatrix:
+        return cut.source.matrix(name + ".weight", n, k).rows(own)
+
+    return (
+        [cut.packed([part(at + name, ffn, hidden, wide) for name in (gate, up)]) for at in experts],
+        [cut.packed([part(at + down, hidden, ffn, narrow)]) for at in experts],
+    )
 
 
 class _Stored:
@@ -240,11 +267,14 @@ class _Layer:
         self.qkv = cut.packed(matrices, biases)
         self.o = cut.rows(at + "self_attn.o_proj", arch.hidden, arch.num_heads * dim, bias=arch.o_bias)
         self.window = None if index in arch.full_attention_layers else arch.sliding_window
-        self.unit = torch.ones(dim) if body.unit_qk_norm and self.rotates else None
+        self.q_norm = self.k_norm = torch.ones(dim) if body.unit_qk_norm and self.rotates else None
+        if arch.qk_norm:
+            self.q_norm = cut.vector(at + "self_attn.q_norm.weight", dim)
+            self.k_norm = cut.vector(at + "self_attn.k_norm.weight", dim)
         self.sinks: Tensor | None = None
         if body.sinks:
             self.sinks = cut.vector(at + "self_attn.sinks", arch.num_heads)[own.q.start : own.q.stop]
-        network = at + _FEED_FORWARD[arch.family]
+        network = at + FEED_FORWARD[arch.family]
         self.feed_forward: _Experts | _Dense = (
             _Experts(cut, network, peers) if index in body.moe_layers else _Dense(cut, network, body.dense_ffn)
         )
@@ -330,17 +360,18 @@ class MoeModel:
         self, layer: _Layer, normed: Tensor, batch: ForwardBatch, chunked: ForwardBatch | None, kv: KVLayer
     ) -> Tensor:
         """Heads of this rank [T, Hq * D]."""
-        qkv, scale, eps, unit = _apply(layer.qkv, normed), self.head_dim**-0.5, self.arch.norm_eps, layer.unit
+        qkv, scale, eps = _apply(layer.qkv, normed), self.head_dim**-0.5, self.arch.norm_eps
+        q_norm, k_norm = layer.q_norm, layer.k_norm
         table, window = self._cos_sin if layer.rotates else self._unrotated, layer.window
         if not layer.rotates and self._body.temperature:
             qkv[:, : self._q.own] *= _temperature(batch.positions, *self._body.temperature)
         seen = chunked if layer.rotates else batch
         if seen is not None and layer.sinks is None:
             return ops.rope_cache_attention(
-                qkv, kv, seen, table, scale, window=window, q_norm=unit, k_norm=unit, eps=eps
+                qkv, kv, seen, table, scale, window=window, q_norm=q_norm, k_norm=k_norm, eps=eps
             )
         q, k, v = _split_heads(qkv, self.kv_heads, self.head_dim)
-        ops.rope_and_cache(q, k, v, table, batch.positions, batch.slots, kv, unit, unit, eps)
+        ops.rope_and_cache(q, k, v, table, batch.positions, batch.slots, kv, q_norm, k_norm, eps)
         chunk = self._body.attention_chunk if layer.rotates else 0
         return torch_attention(q, kv, batch, scale, window=window, chunk=chunk, sinks=layer.sinks)
 

@@ -54,7 +54,8 @@ RunWhole: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 RunFresh: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int], Tensor]
 """(q [T, Hq, D], k [T, Hk, D], v, start [F + 1], longest, scale, window) -> [T, Hq, D]."""
 RunPieces: TypeAlias = Callable[..., Any]
-"""(qkv, Hq, cache, prompts, scale, window, out [T, Hq * D]): writes the pieces' rows of out. Takes a `softcap` where it has one."""
+"""(qkv, Hq, cache, prompts, scale, window, out [T, Hq * D]): writes the pieces' rows of out. Takes a `softcap` where it has one,
+and `sinks` [Hq] float32 where it has those."""
 
 
 class PromptAttention:
@@ -86,9 +87,12 @@ class PromptAttention:
         out: Tensor,
         *,
         may_move: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """out [T, Hq * D] from the rotated products qkv [T, (Hq + 2 Hk) * D]; with `may_move` perhaps another tensor."""
+        """out [T, Hq * D] from the rotated products qkv [T, (Hq + 2 Hk) * D]; with `may_move` perhaps another tensor. `sinks` are
+        for pieces: rules that know other ways were made without them."""
         plan = prompts.plan
+        assert sinks is None or not (plan.whole or plan.longest_fresh)
         for whole in plan.whole:
             found = self._square(qkv, q_heads, cache.k.shape[1], whole, scale)
             if may_move and found.shape[0] == qkv.shape[0]:
@@ -102,7 +106,8 @@ class PromptAttention:
             found = self._fresh(q, k, v, prompts.fresh_start, plan.longest_fresh, scale, window)
             out[plan.fresh_first : stop].copy_(found.flatten(1))
         if plan.piece_row.size:
-            self._pieces(qkv, q_heads, cache, prompts, scale, window, out, **self._softcap)
+            more = self._softcap if sinks is None else {**self._softcap, "sinks": sinks}
+            self._pieces(qkv, q_heads, cache, prompts, scale, window, out, **more)
         return out
 
     def prepare(self, qkv: Tensor, q_heads: int, kv_heads: int, scale: float) -> None:

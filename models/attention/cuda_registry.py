@@ -143,11 +143,21 @@ def _triton() -> Any:
         window: int,
         out: Tensor,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         columns = (prompts.table, prompts.places, prompts.firsts, prompts.bounds, prompts.contexts)
         most = prompts.most_queries or prompts.plan.num_queries
         return piece_attention(
-            qkv, q_heads, cache, *columns, scale, out, most_queries=most, window=window, softcap=softcap
+            qkv,
+            q_heads,
+            cache,
+            *columns,
+            scale,
+            out,
+            most_queries=most,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
         )
 
     return run
@@ -192,7 +202,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("cuDNN", "whole", _cudnn, range(8, 129, 8)),
     Kernel("FlashInfer", "whole", _flashinfer, (64, 128, 256), package="flashinfer"),
     Kernel("torch flash over copies", "pieces", _gathered, needs_copies=True),
-    Kernel("Triton", "pieces", _triton, POWERS, has_softcap=True, package="triton"),
+    Kernel("Triton", "pieces", _triton, POWERS, has_softcap=True, has_sinks=True, package="triton"),
 )
 
 

@@ -97,7 +97,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-GPT = [name for name in MODELS if not name.startswith(("llama4", "gpt_oss"))]
+MODELS |= {
+    "mixtral": ("mixtral", {**MOE, "num_experts_per_tok": 2}),
+    "mixtral-windowed": ("mixtral", {**MOE, "num_experts_per_tok": 3, "sliding_window": 8}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**MOE, "num_experts_per_tok": 2, "moe_intermediate_size": 80, "norm_topk_prob": True, "num_experts": 4},
+    ),
+    "qwen3_moe-mixed": (
+        "qwen3_moe",
+        {
+            **MOE,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 80,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+            "attention_bias": True,
+        },
+    ),
+}
+GPT = [name for name in MODELS if not name.startswith(("llama4", "gpt_oss", "mixtral", "qwen3_moe"))]
 
 
 def make(directory: Path, name: str, **changes: Any) -> Path:
@@ -147,7 +166,9 @@ def test_tiny_model_equals_transformers(tmp_path: Path, name: str) -> None:
     assert model.body.weight_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "falcon-7b", "falcon-40b", "llama4", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt_neox", "falcon-7b", "falcon-40b", "llama4", "gpt_oss", "mixtral", "qwen3_moe"]
+)
 def test_ranks_together_change_no_bit(tmp_path: Path, name: str) -> None:
     path = make(tmp_path, name)
     alone = logits_of(load(path), TEXT, chunk=9)
@@ -155,7 +176,7 @@ def test_ranks_together_change_no_bit(tmp_path: Path, name: str) -> None:
         assert torch.equal(logits_of(RankedModel(path, tp=tp, pp=pp), TEXT, chunk=9), alone)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "falcon-40b", "llama4", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt2", "falcon-40b", "llama4", "gpt_oss", "mixtral", "qwen3_moe"])
 def test_chunks_and_batches_change_no_bit(tmp_path: Path, name: str) -> None:
     model = load(make(tmp_path, name))
     whole = logits_of(model, TEXT)
@@ -252,6 +273,9 @@ def test_attention_chunks_matter(tmp_path: Path) -> None:
         ("gpt_neox", {"quantization_config": {"quant_method": "gptq"}}, r"quantized weights \(gptq\)"),
         ("gpt_oss", {"num_experts_per_tok": 9}, "9 experts per token of 4"),
         ("gpt_oss", {"layer_types": ["linear_attention"] * 2}, "layer_types"),
+        ("mixtral", {"num_experts_per_tok": 9}, "9 experts per token of 4"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob false"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
         ("llama4", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("llama4", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ],

@@ -24,7 +24,7 @@ PROMPTS = [prompt_of(3 + 41 * i % 150, 7 * i) for i in range(7)]
 PARAMS = [SamplingParams(max_tokens=6 + 5 * i, temperature=float(i % 2), seed=i, ignore_eos=True) for i in range(7)]
 
 
-@pytest.fixture(scope="module", params=["llama4", "llama4-scout", "gpt_oss"])
+@pytest.fixture(scope="module", params=["llama4", "llama4-scout", "gpt_oss", "qwen3_moe"])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make(tmp_path_factory.mktemp("mixture"), request.param)
     write_byte_tokenizer(path)

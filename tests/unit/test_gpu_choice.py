@@ -66,6 +66,17 @@ def test_the_cpu_is_chosen_with_the_reason_against_the_gpu():
     assert resolve(asked, ModelFacts(SMOL, "m", 1), BOX)[0].parallel.worker_kind == "torch"
 
 
+def mixture(**fields):
+    body = {"num_experts": 32, "top_k": 4, "moe_layers": tuple(range(SMOL.num_layers)), "router": "softmax", **fields}
+    return changed(body=MoeBody(**body), family="gpt_oss", weights_dtype="bfloat16", source="safetensors")
+
+
+def test_a_mixture_of_experts_goes_to_the_gpu():
+    for flags in ({}, {"tp": 2, "share_gpus": True}):
+        config, _ = resolved(mixture(), **flags)
+        assert config.parallel.worker_kind == "cuda"
+
+
 @pytest.mark.parametrize(
     ("arch", "box", "flags", "why", "cure"),
     [
@@ -80,6 +91,15 @@ def test_the_cpu_is_chosen_with_the_reason_against_the_gpu():
         (changed(rope=LONG), {}, {}, "rotation that depends on the length", "--max-len 512"),
         (changed(rope=LONG), {}, {"max_len": 513}, "rotation that depends on the length", "--max-len 512"),
         (changed(rope=LONG, head_dim=260), {}, {}, "rotation that depends on the length, heads of 260", "--device cpu"),
+        (mixture(), {}, {"quantize": "fp8"}, "experts on a GPU have 16 bits", "leave --quantize out"),
+        (
+            mixture(),
+            {"num_gpus": 2},
+            {"dp": 2, "ep": True},
+            "--ep splits experts over engines on the CPU alone",
+            "--tp",
+        ),
+        (mixture(num_experts=300), {}, {}, "lacks 300 experts", "--device cpu"),
     ],
 )
 def test_a_gpu_that_was_asked_for_is_refused_with_the_cure(arch, box, flags, why, cure):
@@ -96,8 +116,13 @@ def test_what_the_gpu_body_lacks_is_named():
     assert lacks_on_gpu(changed(body=GptBody(learned_positions=2048))) == []
     assert lacks_on_gpu(changed(qk_norm=True, qk_norm_kind="wide", head_dim=260)) == ["heads of 260"]
     assert lacks_on_gpu(changed(rope=LONG), 512) == []
-    experts = MoeBody(num_experts=4, top_k=2, moe_layers=(0,), router="softmax")
-    assert lacks_on_gpu(changed(family="gpt_oss", body=experts)) == ["the layers of gpt_oss"]
+    assert lacks_on_gpu(mixture()) == []
+    assert lacks_on_gpu(mixture(router="sigmoid", shared_expert=True, moe_layers=(0,))) == [
+        "experts whose inputs are scaled",
+        "experts that all tokens share",
+        "layers without experts",
+    ]
+    assert lacks_on_gpu(msgspec.structs.replace(mixture(), ffn=1500)) == ["experts of 1500 columns"]
 
 
 def llama_8b():
