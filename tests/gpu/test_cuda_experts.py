@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from models.layers.cuda_linear import CudaLinear
 from tests.gpu.test_cuda_model import MARGIN, GpuDriver, error, load_on_gpu, logits_of
 from tests.gpu.test_cuda_ops import ALL, ERROR, HALF, poisoned, random
 from tests.gpu.test_cuda_prompts import Case
-from tests.gpu.test_cuda_quantized import PROMPTS, same_as_on_the_cpu, told
+from tests.gpu.test_cuda_quantized import PROMPTS, told
 from tests.models.tiny import write_byte_tokenizer
 from trireme import LLM
 
@@ -281,7 +281,7 @@ YARN = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 32, "rope_parameters": YARN},
     "mixtral": {},
-    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 104, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 112, "num_experts_per_tok": 3, "norm_topk_prob": True},
 }
 
 
@@ -335,28 +335,53 @@ def median_error(found: Tensor, expected: Tensor) -> float:
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).median())
 
 
+class Written(NamedTuple):
+    """A model on disk, and transformers' own of it in bfloat16 and in float32."""
+
+    path: Path
+    theirs: Any
+    exact: Any
+
+
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     path = tmp_path_factory.mktemp(request.param)
-    write_model(path, request.param)
-    return path
+    return Written(path, *write_model(path, request.param))
 
 
-def test_greedy_tokens_are_those_of_the_cpu(model: Path) -> None:
+def check_greedy_tokens(model: Written, device: str = "cuda", **settings: Any) -> None:
+    """The engine's tokens are the best ones after what came before, by transformers in float32, as often as those of transformers'
+    own bfloat16 would be: where 16 bits choose another expert, quite another token may be the best."""
+    with LLM(model.path, device=device, max_len=512, max_num_seqs=8, kv_memory="256MiB", **settings) as llm:
+        texts = told(llm, PROMPTS)
+    off = their_off = 0
+    for prompt, ids in zip(PROMPTS, texts, strict=True):
+        best, half = (
+            logits_of(each, [[*prompt, *ids]])[0][len(prompt) - 1 : -1].argmax(-1).tolist()
+            for each in (model.exact, model.theirs)
+        )
+        assert len(best) == len(ids)
+        off += sum(a != b for a, b in zip(ids, best, strict=True))
+        their_off += sum(a != b for a, b in zip(half, best, strict=True))
+    print(f"{model.path.name} {settings}: not the best {off}, of transformers' bfloat16 {their_off}")
+    assert off <= 1.5 * their_off + 6
+
+
+def test_greedy_tokens_are_as_good_as_those_of_transformers(model: Written) -> None:
     """Through the engine, whose decode steps are graphs."""
-    same_as_on_the_cpu(model, PROMPTS, 0.3)
+    check_greedy_tokens(model)
 
 
-def test_two_ranks(model: Path) -> None:
-    same_as_on_the_cpu(model, PROMPTS, 0.3, tp=2, share_gpus=torch.cuda.device_count() < 2)
+def test_two_ranks(model: Written) -> None:
+    check_greedy_tokens(model, tp=2, share_gpus=torch.cuda.device_count() < 2)
 
 
-def test_captured_steps_say_what_eager_ones_do(model: Path) -> None:
+def test_captured_steps_say_what_eager_ones_do(model: Written) -> None:
     """The same rows in the same steps; a padded graph has rows for nobody, whose experts change no bit of the others."""
     settings = {"device": "cuda", "max_len": 512, "max_num_seqs": 8, "kv_memory": "256MiB"}
     answers = []
     for sizes in ("1,8", "none"):
-        with LLM(model, graph_sizes=sizes, **settings) as llm:  # type: ignore[arg-type]
+        with LLM(model.path, graph_sizes=sizes, **settings) as llm:  # type: ignore[arg-type]
             answers.append([told(llm, [prompt])[0] for prompt in PROMPTS])
     same = sum(a == b for a, b in zip(*answers, strict=True))
     assert (
@@ -364,9 +389,9 @@ def test_captured_steps_say_what_eager_ones_do(model: Path) -> None:
     )  # (other splits of a context, another product for more rows: a near tie may fall otherwise)
 
 
-def test_noise_in_place_of_weights(model: Path) -> None:
+def test_noise_in_place_of_weights(model: Written) -> None:
     """More rows than graphs at the start have, and steps with long prompts."""
     settings = {"device": "cuda", "load_format": "dummy", "kv_memory": "128MiB", "max_len": 512}
-    with LLM(model, max_num_seqs=64, **settings) as llm:  # type: ignore[arg-type]
+    with LLM(model.path, max_num_seqs=64, **settings) as llm:  # type: ignore[arg-type]
         prompts = [[(7 * i + 3 * j) % 250 for j in range(4 + 7 * i)] for i in range(64)]
         assert [len(ids) for ids in told(llm, prompts)] == [24] * 64
