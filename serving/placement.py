@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 ROUTE_TIMEOUT_S = 1.0
 LINK_WAIT_S = 1.0
+ASKING_S = (
+    2.5  # after which the coordinator is not asked again: with one more answer and link, less than 5 s for a choice
+)
 
 
 class Placement:
@@ -88,7 +91,10 @@ class Placement:
         pin = route.pin
         if not self._is_coordinated:
             return self._place_alone(pin), 0
-        for _ in range(3):
+        give_up = self._clock() + ASKING_S
+        for tries in range(3):
+            if tries and self._clock() >= give_up:
+                break
             routed = await self._route(msgspec.structs.replace(route, rid=next(self._numbers)))
             if routed is None or not self.has(routed.engine):
                 # away, or just back and not yet told what our own links know
