@@ -345,16 +345,9 @@ def llama4_from_config(config: dict[str, Any], generation: dict[str, Any], where
     )
     arch = ArchSpec(
         family="llama4",
-        num_layers=have.num_hidden_layers,
-        hidden=have.hidden_size,
-        num_heads=have.num_attention_heads,
-        num_kv_heads=have.num_key_value_heads or have.num_attention_heads,
-        head_dim=head_dim,
+        **_sizes(have, head_dim),
         ffn=have.intermediate_size,
-        vocab_size=have.vocab_size,
-        norm_eps=have.rms_norm_eps,
         rope=_rope(config, head_dim, where, rope_theta=500000.0),
-        max_position=have.max_position_embeddings,
         qkv_bias=have.attention_bias,
         o_bias=have.attention_bias,
         body=_checked_experts(body, where),
@@ -372,6 +365,20 @@ def _attention_chunk(have: _Llama4, unrotated: tuple[int, ...], where: Path) -> 
         if full != unrotated or set(have.layer_types) - {"full_attention", "chunked_attention"}:
             raise ModelError(f"{where}: layer_types is supported where the layers without rotation are the full ones")
     return have.attention_chunk_size or 0
+
+
+def _sizes(have: _Llama4 | _GptOss | _Mixtral | _Qwen3Moe, head_dim: int) -> dict[str, Any]:
+    """What every mixture of experts says in the same words."""
+    return {
+        "num_layers": have.num_hidden_layers,
+        "hidden": have.hidden_size,
+        "num_heads": have.num_attention_heads,
+        "num_kv_heads": have.num_key_value_heads or have.num_attention_heads,
+        "head_dim": head_dim,
+        "vocab_size": have.vocab_size,
+        "norm_eps": have.rms_norm_eps,
+        "max_position": have.max_position_embeddings,
+    }
 
 
 def gpt_oss_from_config(config: dict[str, Any], generation: dict[str, Any], where: Path) -> ArchSpec:
@@ -397,16 +404,9 @@ def gpt_oss_from_config(config: dict[str, Any], generation: dict[str, Any], wher
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     arch = ArchSpec(
         family="gpt_oss",
-        num_layers=have.num_hidden_layers,
-        hidden=have.hidden_size,
-        num_heads=have.num_attention_heads,
-        num_kv_heads=have.num_key_value_heads or have.num_attention_heads,
-        head_dim=head_dim,
+        **_sizes(have, head_dim),
         ffn=have.intermediate_size,
-        vocab_size=have.vocab_size,
-        norm_eps=have.rms_norm_eps,
         rope=_rope(config, head_dim, where, rope_theta=150000.0, rope_scaling=yarn),
-        max_position=have.max_position_embeddings,
         qkv_bias=have.attention_bias,
         o_bias=have.attention_bias,
         sliding_window=have.sliding_window,
@@ -431,16 +431,9 @@ def mixtral_from_config(config: dict[str, Any], generation: dict[str, Any], wher
     )
     arch = ArchSpec(
         family="mixtral",
-        num_layers=have.num_hidden_layers,
-        hidden=have.hidden_size,
-        num_heads=have.num_attention_heads,
-        num_kv_heads=have.num_key_value_heads or have.num_attention_heads,
-        head_dim=head_dim,
+        **_sizes(have, head_dim),
         ffn=have.intermediate_size,
-        vocab_size=have.vocab_size,
-        norm_eps=have.rms_norm_eps,
         rope=_rope(config, head_dim, where, rope_theta=1000000.0),
-        max_position=have.max_position_embeddings,
         sliding_window=have.sliding_window,
         body=_checked_experts(body, where),
         **_shared(config, generation, where, tied=False),
@@ -468,16 +461,9 @@ def qwen3_moe_from_config(config: dict[str, Any], generation: dict[str, Any], wh
     )
     arch = ArchSpec(
         family="qwen3_moe",
-        num_layers=have.num_hidden_layers,
-        hidden=have.hidden_size,
-        num_heads=have.num_attention_heads,
-        num_kv_heads=have.num_key_value_heads or have.num_attention_heads,
-        head_dim=head_dim,
+        **_sizes(have, head_dim),
         ffn=have.moe_intermediate_size,
-        vocab_size=have.vocab_size,
-        norm_eps=have.rms_norm_eps,
         rope=_rope(config, head_dim, where),
-        max_position=have.max_position_embeddings,
         qkv_bias=have.attention_bias,
         o_bias=have.attention_bias,
         qk_norm=True,
