@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "bind_address.h"
 #include "cuda/ops.h"
 
 namespace py = pybind11;
@@ -11,11 +12,8 @@ using namespace trireme::cuda;
 
 namespace {
 
-using Address = std::uintptr_t;
-
-void* at(Address address) { return reinterpret_cast<void*>(address); }
-const int32_t* ints(Address address) { return reinterpret_cast<const int32_t*>(address); }
-const float* floats(Address address) { return reinterpret_cast<const float*>(address); }
+const int32_t* ints(Address address) { return at<const int32_t>(address); }
+const float* floats(Address address) { return at<const float>(address); }
 
 using Addresses = std::pair<Address, Address>;  // of Scales
 Scales scales_at(const Addresses& pair) { return {floats(pair.first), floats(pair.second)}; }

@@ -1,19 +1,11 @@
 // Mixtures of experts in models._cuda. models/cuda_experts.py checks shapes and dtypes.
 #include <pybind11/pybind11.h>
 
+#include "bind_address.h"
 #include "cuda/experts.h"
 
 namespace py = pybind11;
 using namespace trireme::cuda;
-
-namespace {
-
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) { return reinterpret_cast<T*>(address); }
-
-}  // namespace
 
 void bind_experts(py::module_& m) {
   m.attr("MOST_EXPERTS") = kMostExperts;

@@ -1,16 +1,13 @@
 // Products with grouped weights in models._cuda. models/cuda_grouped.py checks shapes and dtypes.
 #include <pybind11/pybind11.h>
 
+#include "bind_address.h"
 #include "cuda/grouped.h"
 
 namespace py = pybind11;
 using namespace trireme::cuda;
 
 namespace {
-
-using Address = std::uintptr_t;
-
-void* at(Address address) { return reinterpret_cast<void*>(address); }
 
 template <void (*Op)(const GroupedArgs&, Stream)>
 void call(Address x, int64_t x_stride, Address w, Address groups, int64_t group_stride, int group, Address out, int64_t out_stride, Address bias,

@@ -1,17 +1,13 @@
 // Products of int8 in models._cuda. models/cuda_ops.py checks shapes and dtypes.
 #include <pybind11/pybind11.h>
 
+#include "bind_address.h"
 #include "cuda/int8.h"
 
 namespace py = pybind11;
 using namespace trireme::cuda;
 
 namespace {
-
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) { return reinterpret_cast<T*>(address); }
 
 Int8Scaling scaling_of(Address x_scale, Address w_scale, Address bias, Address out, int64_t out_stride, int rows, int n, int type) {
   return {at<const float>(x_scale), at<const float>(w_scale), at<const void>(bias), at<void>(out), out_stride, rows, n, static_cast<Type>(type)};

@@ -2,14 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bind_address.h"
 #include "cuda/peer.h"
 
 namespace py = pybind11;
 using namespace trireme::cuda;
 
 void bind_peers(py::module_& m) {
-  using Address = std::uintptr_t;
-  const auto at = [](Address address) { return reinterpret_cast<void*>(address); };
   m.attr("MAX_PEERS") = kMaxPeers;
   py::class_<Peers>(m, "Peers")
       .def(py::init<int, int, int64_t, int64_t, double>(), py::arg("rank"), py::arg("size"), py::arg("pushed_bytes"), py::arg("staged_bytes"),
@@ -20,11 +19,11 @@ void bind_peers(py::module_& m) {
         self.open(found);
       })
       .def("all_reduce",
-           [at](Peers& self, Address x, Address out, int64_t count, int type, int way, Address stream) {
+           [](Peers& self, Address x, Address out, int64_t count, int type, int way, Address stream) {
              self.all_reduce(at(x), at(out), count, static_cast<Type>(type), static_cast<Way>(way), at(stream));
            })
       .def("all_gather",
-           [at](Peers& self, Address x, Address out, int64_t rows, const std::vector<int64_t>& row_bytes, Address stream) {
+           [](Peers& self, Address x, Address out, int64_t rows, const std::vector<int64_t>& row_bytes, Address stream) {
              self.all_gather(at(x), at(out), rows, row_bytes, at(stream));
            })
       .def("abort", &Peers::abort)
