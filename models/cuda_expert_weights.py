@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from models.arch.moe import MXFP4_VALUES_PER_BLOCK, gate_up_rows
 from models.cuda_weights import DeviceWeights
 from models.layers.cuda_experts import ExpertWeights
 from trireme.arch import ArchSpec
@@ -19,7 +19,6 @@ from trireme.errors import ModelError
 from trireme.gpu import EXPERT_UNIT
 from trireme.mesh import Span
 
-MXFP4_BLOCK = 32  # values that share a scale
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -35,7 +34,7 @@ def load_experts(
             f"{at}: a rank's share of experts of {ffn} columns is {own.size}, no multiple of {EXPERT_UNIT}",
             hint="another --tp",
         )
-    rows = torch.from_numpy(_gate_up_rows(own, ffn, interleaved=body.glu_limit > 0)).cuda()
+    rows = torch.from_numpy(gate_up_rows(own, ffn, interleaved=body.glu_limit > 0)).cuda()
     if body.expert_names:
         return _separate(source, at, body, (own.size, hidden), dtype)
     shapes = (body.num_experts, 2 * own.size, hidden), (body.num_experts, hidden, own.size)
@@ -68,21 +67,15 @@ def _separate(
     return found
 
 
-def _gate_up_rows(own: Span, ffn: int, *, interleaved: bool) -> np.ndarray:
-    """Rows of one rank, gates then ups; stored alternating (GPT-OSS) or as two halves."""
-    gate = np.arange(own.start, own.stop)
-    return np.concatenate((2 * gate, 2 * gate + 1) if interleaved else (gate, ffn + gate))
-
-
 def _matrices(source: DeviceWeights, name: str, body: MoeBody, n: int, k: int) -> Iterator[Tensor]:
     """[n, k] of each expert."""
     count = body.num_experts
     if not body.mxfp4:
         yield from (stored.T for stored in source.experts(name, (count, k, n)))
         return
-    if k % MXFP4_BLOCK:
-        raise ModelError(f"{name} has rows of {k} values, no multiple of {MXFP4_BLOCK}")
-    shape = (count, n, k // MXFP4_BLOCK)
+    if k % MXFP4_VALUES_PER_BLOCK:
+        raise ModelError(f"{name} has rows of {k} values, no multiple of {MXFP4_VALUES_PER_BLOCK}")
+    shape = (count, n, k // MXFP4_VALUES_PER_BLOCK)
     blocks, scales = source.experts(name + "_blocks", (*shape, 16)), source.experts(name + "_scales", shape)
     yield from (mxfp4_values(*both) for both in zip(blocks, scales, strict=True))
 

@@ -24,9 +24,7 @@ log = logging.getLogger(__name__)
 
 ROUTE_TIMEOUT_S = 1.0
 LINK_WAIT_S = 1.0
-ASKING_S = (
-    2.5  # after which the coordinator is not asked again: with one more answer and link, less than 5 s for a choice
-)
+ASKING_S = 2.5  # after which the coordinator is not asked again, so that a choice takes less than 5 s in all
 
 
 class Placement:

@@ -137,8 +137,8 @@ class _Experts:
             self._gate_up, self._down = _separate(cut, experts, body.expert_names, (gate, own))
         else:
             stored = _Stored(cut.source, at + ".experts", body, self._own)
-            gate_up_rows = _gate_up_rows(gate, ffn, interleaved=body.glu_limit > 0)
-            self._gate_up = stored.linears(cut, "gate_up_proj", 2 * ffn, hidden, gate_up_rows)
+            wide_rows = gate_up_rows(gate, ffn, interleaved=body.glu_limit > 0)
+            self._gate_up = stored.linears(cut, "gate_up_proj", 2 * ffn, hidden, wide_rows)
             self._down = stored.linears(cut, "down_proj", hidden, ffn, np.arange(own.start, own.stop))
         self._shared = _Dense(cut, at + ".shared_expert", ffn) if body.shared_expert else None
         self.nbytes = sum(linear.nbytes for linear in (self._router, *self._gate_up, *self._down))
@@ -183,7 +183,7 @@ def _runs(edges: list[int], own: Span) -> Iterator[tuple[int, int, int]]:
             yield expert, edges[expert], edges[expert + 1]
 
 
-def _gate_up_rows(own: Span, ffn: int, *, interleaved: bool) -> np.ndarray:
+def gate_up_rows(own: Span, ffn: int, *, interleaved: bool) -> np.ndarray:
     """Rows of one rank, gates then ups; stored alternating (GPT-OSS) or as two halves (Llama 4)."""
     gate = np.arange(own.start, own.stop)
     return np.concatenate((2 * gate, 2 * gate + 1) if interleaved else (gate, ffn + gate))
