@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Ranks:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
+        assert not self._have_ended(), f"the ranks ended with {self._codes} and had said {self._said}"
         words = json.loads(self._process.stdout.readline())
         if "worker" in words:
             self._said[words.pop("worker")].append(words)
@@ -68,9 +70,12 @@ class Ranks:
             if word in (found := self._said[worker].pop(0)):
                 return found
 
+    def _have_ended(self) -> bool:
+        return bool(self.pids) and len(self._codes) == len(self.pids)
+
     def codes(self) -> list[int]:
         """When all have ended."""
-        while len(self._codes) < len(self.pids):
+        while not self._have_ended():
             self._read()
         return [self._codes[pid] for pid in self.pids]
 
@@ -179,6 +184,31 @@ def test_ranks_that_do_not_meet_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(CollectiveError, match=r"torch\.distributed: "):
         TorchComm(str(tmp_path / "meeting"), 0, 2, timeout_s=0.5)
     assert time.monotonic() - begun < 10
+
+
+class EndsBetween:
+    """A work that ends just after a slice of waiting for it: gloo's wait says that the time is over, the next one how it ended."""
+
+    def __init__(self, failure: str) -> None:
+        self._failure, self._waits = failure, 0
+
+    def wait(self, _: timedelta) -> bool:
+        self._waits += 1
+        if self._waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self._failure:
+            raise RuntimeError(self._failure)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_sum_that_ends_between_two_looks_is_one(tmp_path: Path) -> None:
+    comm = comm_of(tmp_path)
+    comm._wait(lambda: EndsBetween(""))
+    with pytest.raises(CollectiveError, match=r"^torch\.distributed: a rank died$"):
+        comm._wait(lambda: EndsBetween("a rank died"))
 
 
 def test_an_aborted_group_says_why(tmp_path: Path) -> None:

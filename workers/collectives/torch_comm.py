@@ -116,12 +116,13 @@ class TorchComm:
 
     def _is_over(self, work: Any) -> bool:
         """After a slice of waiting. Raises RuntimeError when it failed."""
+        slice_ = timedelta(seconds=_LOOK_S)
         try:
-            work.wait(timedelta(seconds=_LOOK_S))
+            work.wait(slice_)
         except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+            if not work.is_completed():
+                return False
+            work.wait(slice_)  # it ended, perhaps well, just after the slice: this call tells how
         return True
 
     def _need_alive(self) -> None:
