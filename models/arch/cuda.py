@@ -13,37 +13,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple, cast
+from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from models import cuda_ops as ops
 from models.arch.cuda_form import form_of
-from models.arch.moe import FEED_FORWARD, router_name
-from models.arch.stage import complete_rope
+from models.arch.cuda_layer import CudaLayer, Parts, make_rotations
 from models.attention.cuda_prompt import Prompts
 from models.attention.cuda_registry import Need, choose_on_card
-from models.cuda_expert_weights import load_experts
-from models.cuda_experts import Gate
 from models.cuda_ops import PagedKV
 from models.cuda_rows import RowGroup, Rows, SplitRows, WholeRows
 from models.cuda_weights import DeviceWeights
 from models.forward import Group, SoloGroup
 from models.layers.cuda_contract import Linear, narrow_like
-from models.layers.cuda_experts import CudaExperts
 from models.layers.cuda_largest import LargestOfRows
-from models.layers.cuda_linear import CudaLinear, make_linear
+from models.layers.cuda_linear import CudaLinear
 from models.layers.cuda_norm import CudaNorm
+from models.layers.cuda_product import Narrow, Product, multiply, narrowed
 from models.layers.norm import norm_each_head, whole_columns
-from models.layers.rope import cos_sin_table
 from models.shards import Shares
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import MoeBody
 from trireme.errors import ModelError
 from trireme.gpu import lacks_on_gpu
-from trireme.mesh import Mesh, Span
+from trireme.mesh import Mesh
 
 ALONE = Mesh(1, 1, 1)
 _HIDDEN = 2  # buffers of hidden states, the first ones
@@ -63,75 +58,6 @@ class CudaBatch:
     num_decodes: int
     splits: int = 1
     prompts: Prompts | None = None
-
-
-class _Layer:
-    """Weights of one layer."""
-
-    def __init__(self, model: CudaModel, source: DeviceWeights, index: int) -> None:
-        arch, at = model.arch, f"model.layers.{index}."
-        dim, hidden, ffn = arch.head_dim, arch.hidden, model.shares.ffn.size
-        q, kv = model.q_heads * dim, model.kv_heads * dim
-        form = model.form
-        self.attn_norm, self.attn_post, self.ffn_norm, self.ffn_post = (
-            model.norm(source, at + name) if name else None for name in form.norms
-        )
-        self.q_norm = self.k_norm = None
-        if arch.qk_norm:
-            shares, heads = model.shares, (arch.num_heads, arch.num_kv_heads)
-            self.q_norm, self.k_norm = (
-                model.head_norm(source, f"{at}self_attn.{side}_norm.weight", num, own)
-                for side, num, own in zip("qk", heads, (shares.q, shares.kv), strict=True)
-            )
-        qkv = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
-        self.qkv = model.linear(source, at + "self_attn.", qkv, hidden, bias=arch.qkv_bias)
-        self.o = model.linear(source, at + "self_attn.", [("o_proj", hidden)], q, bias=arch.o_bias)
-        self.sinks = model.sinks(source, at + "self_attn.sinks")
-        self.experts: CudaExperts | None = None
-        if isinstance(arch.body, MoeBody):
-            self.experts = model.experts(source, at + FEED_FORWARD[arch.family])
-        else:
-            gate_up = [(name, ffn) for name in (("gate_proj", "up_proj") if form.has_gate else ("up_proj",))]
-            self.gate_up = model.linear(source, at + "mlp.", gate_up, hidden, bias=arch.mlp_bias)
-            self.down = model.linear(source, at + "mlp.", [("down_proj", hidden)], ffn, bias=arch.mlp_bias)
-        self.window = 0 if index in arch.full_attention_layers else arch.sliding_window or 0
-        self.scale = form.scale_of(index)
-        self.cos_sin = model.cos_sin if model.local_cos_sin is None or not self.window else model.local_cos_sin
-        if form.learned_positions or index in arch.no_rope_layers:
-            self.cos_sin = model.unturned
-
-
-class Product(NamedTuple):
-    """What a linear layer has written, times `scales` where it leaves those to the reader."""
-
-    values: Tensor
-    scales: ops.Scales | None = None
-
-
-class Narrow(NamedTuple):
-    """Inputs of a product, rounded: values [T, k] of one byte each, times scale [T] float32."""
-
-    values: Tensor
-    scale: Tensor
-
-
-def _narrowed(linear: Linear, x: Tensor, largest: Tensor | None) -> Tensor | Narrow:
-    """x as `linear` wants it; `largest` are its rows' largest magnitudes, where they are known."""
-    dtype = linear.narrow_type(x.shape[0])
-    if dtype is None:
-        return x
-    narrow, scale = narrow_like(x, dtype)
-    return Narrow(ops.quantize_rows(x, narrow, scale, largest), scale)
-
-
-def _multiply(linear: Linear, x: Tensor | Narrow, out: Tensor) -> Tensor:
-    """The product of x with all its scales."""
-    return linear(x, out) if isinstance(x, Tensor) else linear.of_narrow(x.values, x.scale, out)
-
-
-def _unit_rows(weight: Tensor) -> Tensor:
-    """Every row brought to length 1."""
-    return torch.nn.functional.normalize(weight.float(), eps=1e-12).to(weight.dtype)
 
 
 def refuse_uncovered(arch: ArchSpec, max_len: int) -> None:
@@ -174,22 +100,15 @@ class CudaModel:
         self.q_heads, self.kv_heads, self.head_dim = self.shares.q_heads, self.shares.kv_heads, arch.head_dim
         stage = mesh.layers(arch.num_layers)
         self.num_kv_layers = stage.size
-        self.weight_bytes = 0
-        name = "rope_freqs.weight"
-        divisors = source.vector(name, arch.rope.dim // 2) if name in source.names() else None
-        rope = complete_rope(arch.rope, source.vector)
-        self.cos_sin = torch.from_numpy(cos_sin_table(rope, max_len, divisors)).cuda()
-        half = torch.ones(arch.head_dim // 2)
-        self.unturned = torch.cat((half, 0 * half)).cuda().expand(max_len, -1)  # of layers without rotation
-        self.local_cos_sin = (
-            None if arch.rope_local is None else torch.from_numpy(cos_sin_table(arch.rope_local, max_len)).cuda()
-        )
+        parts = Parts(arch, self.form, self.shares, source, dtype)
+        rotations = make_rotations(arch, source, max_len)
         total = stage.size + 1
         self._layers = []
         for done, index in enumerate(range(stage.start, stage.stop)):
             progress("weights", done, total)
-            self._layers.append(_Layer(self, source, index))
-        self._build_ends(source)
+            self._layers.append(CudaLayer(parts, rotations, index))
+        self._build_ends(parts)
+        self.weight_bytes = parts.weight_bytes
         windows = [layer.window for layer in self._layers if layer.window]
         is_fp8 = self.kv_dtype == torch.float8_e4m3fn
         need = Need(
@@ -206,72 +125,23 @@ class CudaModel:
         self._largest = LargestOfRows(2 * len(self._layers))
         progress("weights", total, total)
 
-    def _build_ends(self, source: DeviceWeights) -> None:
+    def _build_ends(self, parts: Parts) -> None:
         """Embedding on the first stage, norm and head on the last; one matrix serves both where they are tied."""
         arch, rows, mesh = self.arch, self.shares.vocab.size, self.mesh
         if mesh.is_last_stage:
-            self._norm = self.norm(source, "model.norm")
+            self._norm = parts.norm("model.norm")
         self._positions: Tensor | None = None
         if mesh.is_first_stage and mesh.tp_rank == 0 and self.form.learned_positions:
             name = "model.embed_positions.weight"
-            self._positions = self._matrix(source, name, self.form.learned_positions, arch.hidden)
+            self._positions = parts.matrix(name, self.form.learned_positions, arch.hidden)
         if mesh.is_first_stage or arch.tie_embeddings:
-            self._embedding = self._matrix(source, "model.embed_tokens.weight", rows, arch.hidden)
+            self._embedding = parts.matrix("model.embed_tokens.weight", rows, arch.hidden)
         if arch.tie_embeddings:
             self._head: Linear = CudaLinear(self._embedding, None)
         elif arch.unit_head and mesh.is_last_stage:
-            self._head = CudaLinear(_unit_rows(self._matrix(source, "lm_head.weight", rows, arch.hidden)), None)
+            self._head = CudaLinear(parts.unit_matrix("lm_head.weight", rows, arch.hidden), None)
         elif mesh.is_last_stage:
-            self._head = self.linear(source, "", [("lm_head", rows)], arch.hidden, bias=False)
-
-    def norm(self, source: DeviceWeights, name: str) -> CudaNorm:
-        hidden, form = self.arch.hidden, self.form
-        bias = self.vector(source, name + ".bias", hidden) if form.has_norm_bias else None
-        return CudaNorm(self.vector(source, name + ".weight", hidden), bias, self.arch.norm_eps, is_rms=form.is_rms)
-
-    def head_norm(self, source: DeviceWeights, name: str, num_heads: int, own: Span) -> Tensor:
-        """Weights of the norm of queries or keys: of one head, of all heads, or of those of this rank."""
-        kind, dim = self.arch.qk_norm_kind, self.arch.head_dim
-        whole = self.vector(source, name, dim if kind == "head" else num_heads * dim)
-        return whole[own.start : own.stop] if kind == "heads" else whole
-
-    def vector(self, source: DeviceWeights, name: str, size: int) -> Tensor:
-        """A norm's or bias's values on the device; norms with their offset added."""
-        values = source.vector(name, size)
-        if self.arch.norm_offset and "norm" in name:
-            values = values + np.float32(self.arch.norm_offset)
-        return torch.from_numpy(np.ascontiguousarray(values)).to("cuda", self.dtype)
-
-    def _matrix(self, source: DeviceWeights, name: str, n: int, k: int) -> Tensor:
-        weight = source.matrix(name, n, k)
-        self.weight_bytes += weight.nbytes
-        return weight
-
-    def linear(self, source: DeviceWeights, at: str, parts: list[tuple[str, int]], k: int, *, bias: bool) -> Linear:
-        """Matrices with k inputs, one under the other."""
-        factors = [source.factor(f"{at}{name}.weight", n, k) for name, n in parts]
-        biases = [self.vector(source, f"{at}{name}.bias", n) for name, n in parts] if bias else []
-        self.weight_bytes += sum(factor.nbytes for factor in factors)
-        return make_linear(factors, torch.cat(biases) if biases else None)
-
-    def experts(self, source: DeviceWeights, at: str) -> CudaExperts:
-        """A router and its experts, of which this rank has some columns each."""
-        body, shares = self.arch.body, self.shares
-        assert isinstance(body, MoeBody)
-        name = f"{at}.{router_name(body)}"
-        router = source.matrix(name + ".weight", body.num_experts, self.arch.hidden)
-        bias = self.vector(source, name + ".bias", body.num_experts) if body.biases else None
-        weights = load_experts(source, at, self.arch, shares.ffn, self.dtype, adds_bias=shares.rank == 0)
-        self.weight_bytes += router.nbytes + weights.nbytes
-        return CudaExperts(CudaLinear(router, bias), weights, body.top_k, Gate(body.glu_limit, body.glu_alpha))
-
-    def sinks(self, source: DeviceWeights, name: str) -> Tensor | None:
-        """One logit for each of this rank's heads, in float32."""
-        if not (isinstance(self.arch.body, MoeBody) and self.arch.body.sinks):
-            return None
-        first = self.shares.q.start // self.head_dim
-        values = source.vector(name, self.arch.num_heads)[first : first + self.q_heads]
-        return torch.from_numpy(np.ascontiguousarray(values)).cuda()
+            self._head = parts.linear("", [("lm_head", rows)], arch.hidden, bias=False)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
         """Zeroed caches of all layers."""
@@ -309,9 +179,9 @@ class CudaModel:
             noted = next(largest) if batch.prompts is None and layer.o.narrow_type(rows.num) else None
             found = self._attend(batch, layer, qkv, cache, attended, scratch, noted)
             if self.form.is_parallel:
-                pending = self._side_by_side(rows, layer, x, _narrowed(layer.o, found, noted), largest, residual)
+                pending = self._side_by_side(rows, layer, x, narrowed(layer.o, found, noted), largest, residual)
                 continue
-            x = _narrowed(layer.o, found, noted)
+            x = narrowed(layer.o, found, noted)
             branch = self._post(self._branch(rows, layer.o, x, normed), layer.attn_post)
             if layer.experts is not None:
                 x = self._normed(rows, layer.experts, normed, layer.ffn_norm, residual, branch)
@@ -363,20 +233,20 @@ class CudaModel:
         rows.summed(residual)
 
     def _activated(
-        self, layer: _Layer, x: Tensor | Narrow, gate_up: Tensor, product: Tensor, largest: Iterator[Tensor | None]
+        self, layer: CudaLayer, x: Tensor | Narrow, gate_up: Tensor, product: Tensor, largest: Iterator[Tensor | None]
     ) -> Tensor | Narrow:
         """What goes into a dense network's last product. The next of `largest` is used if that is rounded."""
         found = self._product(layer.gate_up, x, gate_up)
         noted = next(largest) if layer.down.narrow_type(product.shape[0]) else None
         act = ops.gated_activation if self.form.has_gate else ops.activation
         act(found.values, product, self.form.activation, found.scales, noted)
-        return _narrowed(layer.down, product, noted)
+        return narrowed(layer.down, product, noted)
 
-    def _qkv(self, layer: _Layer, x: Tensor | Narrow, out: Tensor) -> Product:
+    def _qkv(self, layer: CudaLayer, x: Tensor | Narrow, out: Tensor) -> Product:
         """Queries, keys and values; queries and keys are normed here where their norm is not that of each head by one vector."""
         if not self.arch.qk_norm or self._norms_in_rotary:
             return self._product(layer.qkv, x, out)
-        _multiply(layer.qkv, x, out)
+        multiply(layer.qkv, x, out)
         arch, shares = self.arch, self.shares
         q, k = out[:, : shares.q.size], out[:, shares.q.size : shares.q.size + shares.kv.size]
         for part, weight, spans in ((q, layer.q_norm, shares.all_q), (k, layer.k_norm, shares.all_kv)):
@@ -402,13 +272,13 @@ class CudaModel:
         some = out[: rows.num]
         if self.mesh.tp == 1:
             return self._product(linear, x, some)
-        _multiply(linear, x, some)
+        multiply(linear, x, some)
         return Product(rows.summed(out))
 
     def _side_by_side(
         self,
         rows: Rows,
-        layer: _Layer,
+        layer: CudaLayer,
         x: Tensor | Narrow,
         attended: Tensor | Narrow,
         largest: Iterator[Tensor | None],
@@ -422,8 +292,8 @@ class CudaModel:
         x = self._activated(layer, x, gate_up, product, largest)
         some = normed[: rows.num]
         other = torch.empty_like(some)
-        _multiply(layer.o, attended, some)
-        _multiply(layer.down, x, other)
+        multiply(layer.o, attended, some)
+        multiply(layer.down, x, other)
         some.add_(other)
         return Product(rows.summed(normed))
 
@@ -476,7 +346,7 @@ class CudaModel:
     def _attend(
         self,
         batch: CudaBatch,
-        layer: _Layer,
+        layer: CudaLayer,
         qkv: Tensor,
         cache: PagedKV,
         out: Tensor,
