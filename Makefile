@@ -20,7 +20,7 @@ chat: setup
 	@exec $(BIN)/trireme chat $(MODEL) $(FLAGS)
 
 test: setup-dev lint types arch cuda-compile
-	$(BIN)/python -m pytest -m "not slow" $(FLAGS)
+	@$(BIN)/python scripts/run_tests.py $(FLAGS)
 
 # kill -9 of engines, workers and coordinators at random moments under mixed streams, against the undisturbed answers
 kills: setup

@@ -40,8 +40,8 @@ FAKE = {"vocab_size": 1000, "fake": {"skip_kv": True, "free_bytes": 1 << 40}}
 
 
 class Tap:
-    """Between the link and the client: notes when step outputs came, how many tokens they brought, and keeps a large one of a
-    step in which no row began or ended."""
+    """Between the link and the client: notes when step outputs came, how many tokens they brought, and keeps a large one, if
+    possible of steps in which no row began or ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -53,9 +53,7 @@ class Tap:
             if isinstance(message, StepOutputs) and message.tokens:
                 self.times.append(time.perf_counter())
                 self.num_tokens.append(len(message.tokens) // 4)
-                is_larger = self.sample is None or len(message.tokens) >= len(self.sample.tokens)
-                if is_larger and not message.firsts and not message.ends:
-                    self.sample = message
+                self.sample = max(self.sample or message, message, key=_worth_as_sample)
             on_message(message)
 
         return take
@@ -145,6 +143,10 @@ async def _read(stream: Stream) -> None:
     while not stream.is_done:
         await stream.next()
     stream.close()
+
+
+def _worth_as_sample(message: StepOutputs) -> tuple[bool, int]:
+    return not message.firsts and not message.ends, len(message.tokens)
 
 
 def _figures(tap: Tap, before: dict[str, Any], after: dict[str, Any], wall_s: float, cpu_s: float) -> dict[str, float]:
