@@ -17,6 +17,7 @@ from models.attention.cuda_prompt import Prompts
 from models.attention.prompt_plan import PIECES, Rules, order_prompts, plan_prompts
 from models.cuda_ops import PagedKV
 from models.forward import HostBatch, Logits
+from models.layers.rope import POSITIONS, TableRows
 
 
 class Order(NamedTuple):
@@ -40,7 +41,14 @@ def order_of(batch: HostBatch) -> Order:
     return Order(rows, tokens, int(is_decode.sum()))
 
 
-def upload(batch: HostBatch, *, rules: Rules = PIECES, splits: int = 1, device: str = "cuda") -> CudaBatch:
+def upload(
+    batch: HostBatch,
+    *,
+    rules: Rules = PIECES,
+    splits: int = 1,
+    device: str = "cuda",
+    table_rows: TableRows = POSITIONS,
+) -> CudaBatch:
     """The batch on the device."""
 
     def sent(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
@@ -60,7 +68,7 @@ def upload(batch: HostBatch, *, rules: Rules = PIECES, splits: int = 1, device: 
         prompts = Prompts.of(plan, table, map(sent, (decodes + piece_row, *others)))
     return CudaBatch(
         token_ids=sent(batch.token_ids[tokens]),
-        positions=sent(batch.positions[tokens]),
+        positions=sent(table_rows.of(batch.positions, np.repeat(batch.num_prompt, np.diff(batch.query_start)))[tokens]),
         slots=sent(batch.slots[tokens]),
         context_len=sent(contexts),
         block_table=table,
@@ -82,8 +90,9 @@ class HostModel:
     def forward(self, batch: HostBatch, kv: list[PagedKV]) -> Logits | None:
         """Logits [S, V] float32, None on a stage that is not the last."""
         with torch.inference_mode():
-            rules = self.model.prompt_attention.rules
-            logits = self.model.run(upload(batch, rules=rules, device=self._device), kv)
+            model = self.model
+            rules, table_rows = model.prompt_attention.rules, model.table_rows
+            logits = model.run(upload(batch, rules=rules, device=self._device, table_rows=table_rows), kv)
             if not self.model.mesh.is_last_stage:
                 return None
             found: Logits = logits.float().cpu().numpy()

@@ -34,7 +34,7 @@ def lacks_on_gpu(arch: ArchSpec, max_len: int | None = None) -> list[str]:
     is_long = (max_len or arch.max_position) > arch.rope.original_max_position
     lacks = {
         f"the layers of {arch.family}": arch.family == "stub",
-        "rotation that depends on the length": is_long and arch.rope.kind in ("dynamic", "longrope"),
+        "a rotary base that grows with the length": is_long and arch.rope.kind == "dynamic",
         "a tied head of unit rows": arch.unit_head and arch.tie_embeddings,
         f"heads of {arch.head_dim}": arch.head_dim not in HEAD_DIMS,
     }

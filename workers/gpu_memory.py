@@ -109,7 +109,7 @@ def measure_step(model: CudaModel, batch: HostBatch, block_size: int) -> int:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         model.reserve(batch.token_ids.size)
-        model.run(upload(batch, rules=model.prompt_attention.rules), kv).float()
+        model.run(upload(batch, rules=model.prompt_attention.rules, table_rows=model.table_rows), kv).float()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
     del kv

@@ -24,7 +24,7 @@ from workers.batch import Batch
 from workers.gpu_graphs import MOST_PIECES, DecodeGraphs, GraphSet, MixedGraphs
 from workers.gpu_rows import Ints, block_changes, job_of
 from workers.gpu_rules import DeviceRules, is_for_device
-from workers.gpu_steps import Mixed, Steps, mix
+from workers.gpu_steps import Mixed, Steps
 from workers.graph_policy import Size
 from workers.inputs import StepRows
 from workers.rules import LogitRules
@@ -173,14 +173,14 @@ class GpuRunner:
             self._steps.change_blocks(changes)
             return ticket
         if at_host.any() and samples_here:
-            return self._launch_and_sample(ticket, mix(batch, step, changes, self._steps.rules, at_host), at_host)
+            return self._launch_and_sample(ticket, self._steps.mix(batch, step, changes, at_host=at_host), at_host)
         if graphs is None or (size := graphs.policy.fit(shape)) is None:
-            tokens, logprobs, _ = self._steps.mixed(mix(batch, step, changes, self._steps.rules))
+            tokens, logprobs, _ = self._steps.mixed(self._steps.mix(batch, step, changes))
         elif len(size) == 1:
             tokens, logprobs = self._graphs.run(size, batch, step, changes, self._steps.rows)
         else:
             assert self._mixed_graphs is not None
-            tokens, logprobs = self._mixed_graphs.run(size, mix(batch, step, changes, PIECES))
+            tokens, logprobs = self._mixed_graphs.run(size, self._steps.mix(batch, step, changes, rules=PIECES))
         if asking.size:
             counts = self._num_logprobs[asking]
             if counts.any():

@@ -21,6 +21,7 @@ from models.arch.cuda import CudaBatch
 from models.attention.cuda_prompt import Prompts
 from models.attention.prompt_plan import PromptPlan, Rules, order_prompts, plan_prompts
 from models.cuda_ops import LOGPROB_WORDS
+from models.layers.rope import POSITIONS, TableRows
 from trireme.mesh import Mesh
 from workers.batch import Batch
 from workers.gpu_rows import DeviceRows, Indices, Ints
@@ -43,6 +44,7 @@ class DeviceModel(Protocol):
     kv_heads: int
     mesh: Mesh
     prompt_attention: Any  # models.attention.cuda_prompt.PromptAttention
+    table_rows: TableRows
 
     def run(self, batch: CudaBatch, kv: list[Any], scratch: Tensor | None = None) -> Tensor: ...
 
@@ -68,7 +70,7 @@ def fill_decode(out: Ints, batch: Batch, step: StepRows, changes: tuple[Indices,
     columns = dict(zip(COLUMNS, out, strict=True))
     columns["rows"][:count], columns["rows"][count:] = rows, device.padding
     columns["ids"][:count] = batch.tokens[rows, positions]
-    columns["positions"][:count] = positions
+    columns["positions"][:count] = positions  # (as any TableRows has them: who samples has all of its prompt behind it)
     columns["slots"][:count], columns["slots"][count:] = slot_values(batch, rows, positions), -1
     columns["context"][:count] = context
     columns["jobs"][:count], columns["jobs"][count:] = rows, -1
@@ -105,6 +107,8 @@ def mix(
     changes: tuple[Indices, Ints],
     rules: Rules,
     at_host: NDArray[np.bool_] | None = None,
+    *,
+    table_rows: TableRows = POSITIONS,
 ) -> Mixed:
     """The columns of `step` in the order of MIXED. Of the rows that sample, those of `at_host` get no token on the device. Raises
     EngineError like fill_decode."""
@@ -122,11 +126,12 @@ def mix(
     positions = (np.arange(int(ends[-1])) + np.repeat(step.num_computed[order] - (ends - counts), counts)).astype(
         np.int32
     )
+    turns = table_rows.of(positions, batch.num_prompt[owner])
     last = np.empty_like(ends)
     last[order] = ends - 1
     asking = step.rows[step.sample]
     columns = [
-        *(batch.tokens[owner, positions], positions, slot_values(batch, owner, positions)),
+        *(batch.tokens[owner, positions], turns, slot_values(batch, owner, positions)),
         *(rows[:decodes], contexts[:decodes]),
         *(rows[decodes:][plan.piece_row], *plan.columns[1:]),
         *(last[step.sample], asking, asking if at_host is None else np.where(at_host, -1, asking)),
@@ -196,6 +201,18 @@ class Steps:
         if self.samples:
             self._sample(logits, table.jobs, context, tokens, slots=jobs, logprobs=logprobs)
             table.keep(rows, tokens)
+
+    def mix(
+        self,
+        batch: Batch,
+        step: StepRows,
+        changes: tuple[Indices, Ints],
+        *,
+        rules: Rules | None = None,
+        at_host: NDArray[np.bool_] | None = None,
+    ) -> Mixed:
+        """`mix` for this model, its prompts by its own rules or by `rules`."""
+        return mix(batch, step, changes, rules or self.rules, at_host, table_rows=self._model.table_rows)
 
     def mixed(self, step: Mixed) -> tuple[Tensor, Tensor, Tensor]:
         """Launches any step; returns tokens [S], log-probabilities [S, LOGPROB_WORDS] and logits [S, V] of the rows that sample, in

@@ -33,6 +33,7 @@ from models.layers.cuda_linear import CudaLinear
 from models.layers.cuda_norm import CudaNorm
 from models.layers.cuda_product import Narrow, Product, multiply, narrowed
 from models.layers.norm import norm_each_head, whole_columns
+from models.layers.rope import table_rows
 from models.shards import Shares
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import MoeBody
@@ -50,7 +51,7 @@ class CudaBatch:
     """Inputs of one step on the device. The first `num_decodes` rows have one token each; the rest are prompts."""
 
     token_ids: Tensor  # [T] int32
-    positions: Tensor  # [T] int32
+    positions: Tensor  # [T] int32, as CudaModel.table_rows gives them
     slots: Tensor  # [T] int32
     context_len: Tensor  # [R] int32, 0 for padding
     block_table: Tensor  # [R, B] int32
@@ -102,6 +103,7 @@ class CudaModel:
         self.num_kv_layers = stage.size
         parts = Parts(arch, self.form, self.shares, source, dtype)
         rotations = make_rotations(arch, source, max_len)
+        self.table_rows = table_rows(arch.rope, max_len)
         total = stage.size + 1
         self._layers = []
         for done, index in enumerate(range(stage.start, stage.stop)):

@@ -21,7 +21,7 @@ from models.layers.cuda_contract import Linear
 from models.layers.cuda_experts import CudaExperts
 from models.layers.cuda_linear import CudaLinear, make_linear
 from models.layers.cuda_norm import CudaNorm
-from models.layers.rope import cos_sin_table
+from models.layers.rope import cos_sin_table, long_table
 from models.shards import Shares
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import MoeBody
@@ -98,7 +98,7 @@ class Parts:
 
 
 class Rotations(NamedTuple):
-    """Cosines and sines [max_len, rotated dims] of the layers' rotary positions."""
+    """Cosines and sines [positions, rotated dims] of the layers, by the rows that models.layers.rope.table_rows tells."""
 
     all_layers: Tensor
     windowed: Tensor  # of layers with a window
@@ -115,13 +115,13 @@ def make_rotations(arch: ArchSpec, source: DeviceWeights, max_len: int) -> Rotat
     """Tables for positions below max_len."""
     name = "rope_freqs.weight"
     divisors = source.vector(name, arch.rope.dim // 2) if name in source.names() else None
-    every = torch.from_numpy(cos_sin_table(complete_rope(arch.rope, source.vector), max_len, divisors)).cuda()
+    every = torch.from_numpy(long_table(complete_rope(arch.rope, source.vector), max_len, divisors)).cuda()
     local = arch.rope_local
     half = torch.ones(arch.head_dim // 2)
     return Rotations(
         every,
         every if local is None else torch.from_numpy(cos_sin_table(local, max_len)).cuda(),
-        torch.cat((half, 0 * half)).cuda().expand(max_len, -1),
+        torch.cat((half, 0 * half)).cuda().expand(every.shape[0], -1),
     )
 
 

@@ -7,7 +7,7 @@ computed in float64 and rounded once, so that they depend on no instruction set 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,10 +49,10 @@ def attention_scale(spec: RopeSpec) -> float:
     return yarn_scale(spec.factor) if spec.kind == "yarn" else 1.0
 
 
-def cos_sin_table(spec: RopeSpec, num_positions: int, divisors: Floats | None = None) -> Floats:
-    """[num_positions, dim] float32: dim / 2 cosines, then dim / 2 sines of each position. `divisors` [dim / 2] further
-    divide the frequencies (the tensor rope_freqs of GGUF files, which carries the Llama 3 rule)."""
-    frequencies = inverse_frequencies(spec)
+def cos_sin_table(spec: RopeSpec, num_positions: int, divisors: Floats | None = None, *, length: int = 0) -> Floats:
+    """[num_positions, dim] float32: dim / 2 cosines, then dim / 2 sines of each position, in a sequence of `length` tokens.
+    `divisors` [dim / 2] further divide the frequencies (the tensor rope_freqs of GGUF files, which carries the Llama 3 rule)."""
+    frequencies = inverse_frequencies(spec, length)
     if divisors is not None:
         frequencies = frequencies / divisors
     table = np.empty((num_positions, spec.dim), np.float32)
@@ -73,6 +73,40 @@ def dynamic_base(spec: RopeSpec, length: int) -> float:
 def depends_on_length(spec: RopeSpec) -> bool:
     """Whether a sequence beyond the trained length is rotated in another way than one within it."""
     return spec.kind in ("dynamic", "longrope")
+
+
+class TableRows(NamedTuple):
+    """Which row of `long_table` turns a token. `trained` is 0 where a table has one row for each position."""
+
+    num_positions: int = 0
+    trained: int = 0
+
+    def of(self, positions: NDArray[np.int32], num_prompt: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Rows [T] of tokens at `positions` [T] of sequences whose prompts have `num_prompt` [T] tokens, by step_table's rule."""
+        if not self.trained:
+            return positions
+        is_other = (positions < self.trained) & (num_prompt > self.trained)
+        return positions + np.int32(self.num_positions) * is_other
+
+
+POSITIONS = TableRows()
+"""A row for each position."""
+
+
+def table_rows(spec: RopeSpec, num_positions: int) -> TableRows:
+    """How tokens at up to `num_positions` positions find their rows."""
+    trained = spec.original_max_position
+    return TableRows(num_positions, trained) if spec.kind == "longrope" and trained < num_positions else POSITIONS
+
+
+def long_table(spec: RopeSpec, num_positions: int, divisors: Floats | None = None) -> Floats:
+    """cos_sin_table, of longrope beyond the trained length for every token there can be: the rows of positions, as generated tokens
+    are turned, then those of the first `trained` positions in longer prompts. Its TableRows is table_rows(spec, num_positions)."""
+    plain = cos_sin_table(spec, num_positions, divisors)
+    if not (trained := table_rows(spec, num_positions).trained):
+        return plain
+    grown = cos_sin_table(spec, num_positions, divisors, length=num_positions)
+    return np.concatenate((plain[:trained], grown[trained:], grown[:trained]))
 
 
 def step_table(spec: RopeSpec, batch: StepBatch[Any]) -> Floats | None:

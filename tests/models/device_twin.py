@@ -15,22 +15,34 @@ from torch import Tensor
 from models.attention.prompt_plan import PIECES, Rules
 from models.cuda_ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, PagedKV
 from models.cuda_reference import note_output_reference, ruled_logits_reference
+from models.layers.rope import POSITIONS, TableRows
 from trireme.mesh import Mesh
 from workers.logprobs import logprob_row
 from workers.noise import NoiseField, noise_key, race_among
 from workers.truncation import survivors
 
 VOCAB = 96
+TURN = 128  # of a row of the table, beside a token
+
+
+def _written(cache: Tensor, slots: Tensor, values: Tensor) -> Tensor:
+    """The cache [blocks, 1, size, 2] with the values in their slots, and the values of all slots."""
+    flat = cache.transpose(1, 2).reshape(-1, 2).clone()
+    flat[slots] = values.float()[:, None]
+    cache.copy_(flat.view(cache.shape[0], cache.shape[2], 1, 2).transpose(1, 2))
+    return flat[:, 0]
 
 
 class TwinModel:
-    """The interface of models.arch.cuda.CudaModel. Its cache holds token + 1; a NaN read back spoils the row."""
+    """The interface of models.arch.cuda.CudaModel. Its cache holds token + 1, and which row of a table turned it; a NaN read back
+    spoils the row."""
 
     vocab_size, num_kv_layers, kv_heads, head_dim = VOCAB, 1, 1, 2
     mesh = Mesh(1, 1, 1)
 
-    def __init__(self, rules: Rules = PIECES) -> None:
+    def __init__(self, rules: Rules = PIECES, table_rows: TableRows = POSITIONS) -> None:
         self.prompt_attention = SimpleNamespace(rules=rules)
+        self.table_rows = table_rows
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
         shape = (num_blocks, 1, block_size, 2)
@@ -40,15 +52,13 @@ class TwinModel:
         return 0
 
     def run(self, batch: Any, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
-        cache = kv[0].k
-        size = cache.shape[2]
-        flat = cache.transpose(1, 2).reshape(-1, 2).clone()  # written back below
-        written = batch.slots >= 0
-        flat[batch.slots[written].long()] = (batch.token_ids[written] + 1).float()[:, None]
-        cache.copy_(flat.view(cache.shape[0], size, 1, 2).transpose(1, 2))
+        size, written = kv[0].k.shape[2], batch.slots >= 0
+        at = batch.slots[written].long()
+        tokens = _written(kv[0].k, at, batch.token_ids[written] + 1)
+        flat = tokens + TURN * _written(kv[0].v, at, batch.positions[written])
         logits = torch.zeros(batch.token_ids.numel(), VOCAB)
         for row, context in enumerate(batch.context_len[: batch.num_decodes].tolist()):
-            logits[row] = self._logits(flat[_slots(batch.block_table[row], int(context), size), 0])
+            logits[row] = self._logits(flat[_slots(batch.block_table[row], int(context), size)])
         if batch.prompts is not None:
             self._attend_prompts(batch, flat, size, logits[batch.num_decodes :])
         return logits if batch.logits_index is None else logits[batch.logits_index]
@@ -56,7 +66,7 @@ class TwinModel:
     def _attend_prompts(self, batch: Any, flat: Tensor, size: int, logits: Tensor) -> None:
         """Each way as its kernels see it: squares and packed prompts have their own tokens alone."""
         prompts, plan = batch.prompts, batch.prompts.plan
-        own = (batch.token_ids[batch.num_decodes :] + 1).float()
+        own = (batch.token_ids + 1 + TURN * batch.positions)[batch.num_decodes :].float()
         runs = [(w.first + i * w.length, w.length) for w in plan.whole for i in range(w.num)]
         starts = prompts.fresh_start.tolist()
         runs += [(plan.fresh_first + a, b - a) for a, b in pairwise(starts)]
@@ -66,7 +76,7 @@ class TwinModel:
         bounds = pairwise(prompts.bounds.tolist())
         pieces = zip(bounds, prompts.places.tolist(), prompts.firsts.tolist(), prompts.contexts.tolist(), strict=True)
         for (begin, stop), place, first, context in pieces:
-            tokens = flat[_slots(prompts.table[place], context, size), 0]
+            tokens = flat[_slots(prompts.table[place], context, size)]
             for i in range(stop - begin):
                 logits[first + i] = self._logits(tokens[: context - (stop - begin) + i + 1])
 

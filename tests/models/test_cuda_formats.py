@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +100,48 @@ def test_families_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     assert error(prefilled(model, 2), expected) < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotations_that_depend_on_the_length_are_those_of_the_trained_one(kind: str, tmp_path: Path) -> None:
-    path = length_dependent(tmp_path, kind)
+def test_a_base_that_grows_with_the_length_is_the_trained_one(tmp_path: Path) -> None:
+    path = length_dependent(tmp_path, "dynamic")
     trained = read_arch(find_model(path)).rope.original_max_position
     assert trained == 48
-    assert lacks_on_gpu(read_arch(find_model(path))) == ["rotation that depends on the length"]
+    assert lacks_on_gpu(read_arch(find_model(path))) == ["a rotary base that grows with the length"]
     assert error(decoded(body(path, max_len=trained), 2), expected_of(path, 2)) < 1e-3
+
+
+@pytest.mark.parametrize("max_len", [48, 96])
+@pytest.mark.parametrize(
+    ("num_prompt", "cuts"),
+    [
+        (20, []),
+        (48, [16]),
+        (48, [47]),
+        (49, []),
+        (49, [1, 48]),
+        (64, [47, 48, 49]),
+        (44, [*range(44, 56)]),
+        (1, [*range(1, 52)]),
+    ],
+)
+def test_longrope_is_that_of_the_cpu(num_prompt: int, cuts: list[int], max_len: int, tmp_path: Path) -> None:
+    """Prompts below, at and beyond the trained 48 tokens, cut anywhere, one token alone among the parts, and generated tokens that
+    pass it."""
+    length = max([num_prompt, *(cut + 1 for cut in cuts)])
+    if length > max_len:
+        pytest.skip("longer than the model")
+    path = length_dependent(tmp_path, "longrope")
+    text = [(11 * i * i + 3) % 250 for i in range(length)]
+    steps = [text[start:stop] for start, stop in pairwise([0, *cuts, length])]
+    gpu, cpu = body(path, max_len=max_len), load(path, max_len=max_len)
+    with OnCpu():
+        drivers = [
+            Driver(model, 1, max_len, block_size=4, num_prompt=num_prompt) for model in (HostModel(gpu, "cpu"), cpu)
+        ]
+        drivers[0].kv = gpu.allocate_kv(drivers[0].kv[0].k.shape[0], 4)
+        for step in steps:
+            found, expected = (driver.step([(0, step)], all_logits=True) for driver in drivers)
+            assert found is not None
+            assert expected is not None
+            assert error(found, expected) < 1e-3
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])

@@ -17,6 +17,7 @@ from models import cuda_ops
 from models.attention.prompt_plan import PIECES, Rules
 from models.cuda_batch import HostModel
 from models.forward import HostKV, SoloGroup
+from models.layers.rope import POSITIONS, TableRows
 from tests.models.device_twin import VOCAB, TwinModel, sample_rows
 from tests.models.planner import Job, RandomPlanner, job_of, run_alone
 from tests.models.rows import new_row, plan_of, rows_and_tokens
@@ -54,9 +55,10 @@ def make_runner(
     rules: Rules = PIECES,
     sizes: Sequence[tuple[int, int]] = (),
     policies: tuple[GraphPolicy, GraphPolicy] | None = None,
+    table_rows: TableRows = POSITIONS,
 ) -> tuple[GpuRunner, list[HostKV]]:
     """A runner, and its cache as arrays. `sizes` are those of graphs of small steps with prompts."""
-    model = cast(Any, TwinModel(rules))
+    model = cast(Any, TwinModel(rules, table_rows))
     kv = model.allocate_kv(NUM_BLOCKS, BLOCK)
     slow = host_runner(model, kv, keeps=keeps)
     rows = DeviceRows(NUM_ROWS, slow._batch.blocks.shape[1], CPU)
@@ -84,8 +86,8 @@ def copy_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ops, "copy_blocks", copy_blocks)
 
 
-def alone(job: tuple[list[int], RowParams]) -> Job:
-    model = TwinModel()
+def alone(job: tuple[list[int], RowParams], table_rows: TableRows = POSITIONS) -> Job:
+    model = TwinModel(table_rows=table_rows)
     kv = model.allocate_kv(NUM_BLOCKS, BLOCK)
     return run_alone(host_runner(model, kv, keeps=True), range(9), *job)
 
@@ -105,6 +107,7 @@ def is_plain(job: tuple[list[int], RowParams]) -> tuple[list[int], RowParams]:
     st.sampled_from([PIECES, Rules(whole_from=4, packs_fresh=True), Rules(whole_from=2, whole_to=6)]),
     st.sampled_from([(), ((0, 8), (2, 4), (4, 40))]),
     st.sampled_from([0, 1, NUM_ROWS]),
+    st.sampled_from([POSITIONS, TableRows(MAX_LEN, 6)]),
 )
 def test_any_plan_gives_what_the_host_gives(
     jobs: list[Any],
@@ -115,13 +118,14 @@ def test_any_plan_gives_what_the_host_gives(
     rules: Rules,
     sizes: tuple[tuple[int, int], ...],
     most_ruled: int,
+    table_rows: TableRows,
 ) -> None:
     """With graphs for few rows or all, tokens kept or told again, answers that are seen at once or as late as can be, prompts that
-    go any way, and room for the rules of some rows."""
+    go any way, room for the rules of some rows, and prompts of more than 6 tokens that are rotated in another way."""
     with pytest.MonkeyPatch.context() as patch:
         if are_late:
             patch.setattr(Answer, "has_come", lambda self: False)
-        runner, kv = make_runner(keeps=keeps, num_graphs=num_graphs, rules=rules, sizes=sizes)
+        runner, kv = make_runner(keeps=keeps, num_graphs=num_graphs, rules=rules, sizes=sizes, table_rows=table_rows)
         runner._rules.most = most_ruled
         together = [Job(*job) for job in jobs]
         planner = RandomPlanner(
@@ -129,7 +133,7 @@ def test_any_plan_gives_what_the_host_gives(
         )
         planner.run()
     for mine, job in zip(together, jobs, strict=True):
-        theirs = alone(job)
+        theirs = alone(job, table_rows)
         assert mine.outputs == theirs.outputs
         assert mine.scores == theirs.scores
         assert [a.logprobs.tobytes() for a in mine.logprobs] == [b.logprobs.tobytes() for b in theirs.logprobs]

@@ -88,9 +88,15 @@ def test_a_mixture_of_experts_goes_to_the_gpu():
         (SMOL, {}, {"dtype": "float32"}, "16 bits", "--dtype bfloat16"),
         (SMOL, {}, {"kv_dtype": "int8"}, "does not hold int8", "--kv-dtype auto"),
         (SMOL, {}, {"dtype": "float16", "kv_dtype": "bfloat16"}, "float16, not bfloat16", "--kv-dtype auto"),
-        (changed(rope=LONG), {}, {}, "rotation that depends on the length", "--max-len 512"),
-        (changed(rope=LONG), {}, {"max_len": 513}, "rotation that depends on the length", "--max-len 512"),
-        (changed(rope=LONG, head_dim=260), {}, {}, "rotation that depends on the length, heads of 260", "--device cpu"),
+        (changed(rope=LONG), {}, {}, "a rotary base that grows with the length", "--max-len 512"),
+        (changed(rope=LONG), {}, {"max_len": 513}, "a rotary base that grows with the length", "--max-len 512"),
+        (
+            changed(rope=LONG, head_dim=260),
+            {},
+            {},
+            "a rotary base that grows with the length, heads of 260",
+            "--device cpu",
+        ),
         (mixture(), {}, {"quantize": "fp8"}, "experts on a GPU have 16 bits", "leave --quantize out"),
         (
             mixture(),
