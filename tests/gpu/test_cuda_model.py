@@ -65,6 +65,20 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stablelm": {**WIDE, "use_qkv_bias": True},
     "smollm3": {**WIDE, "no_rope_layers": [1, 0, 1], "pad_token_id": 0},
 }
+TRAINED = 128
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(32)],
+    "long_factor": [2.0 + 0.5 * i for i in range(32)],
+    "original_max_position_embeddings": TRAINED,
+}
+LONG: dict[str, Any] = {
+    **WIDE,
+    "rope_parameters": LONGROPE,
+    "original_max_position_embeddings": TRAINED,
+    "pad_token_id": 0,
+}
 ALL = {name: {**SIZES, **changes} for name, changes in FAMILIES.items()} | OTHERS
 MARGIN = 1.2  # our distance from the float32 twin over that of transformers in bfloat16
 
@@ -74,7 +88,7 @@ def write_model(family: str, directory: Path) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family.partition("-")[0], **ALL[family])
+    config = AutoConfig.for_model(family.partition("-")[0], **(ALL | {"phi3": LONG})[family])
     # Eager: their other attention prepares itself for each of many lengths anew.
     twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.no_grad():
@@ -101,8 +115,8 @@ def load_on_gpu(
 class GpuDriver(Driver):
     """The tests' driver over caches on the device."""
 
-    def __init__(self, model: Any, num_rows: int, max_len: int, block_size: int = 16) -> None:
-        super().__init__(model, num_rows, max_len, block_size=block_size, kv_dtype=torch.float16)
+    def __init__(self, model: Any, num_rows: int, max_len: int, block_size: int = 16, *, num_prompt: int = 1) -> None:
+        super().__init__(model, num_rows, max_len, block_size=block_size, kv_dtype=torch.float16, num_prompt=num_prompt)
         self.kv = model.model.allocate_kv(self.kv[0].k.shape[0], block_size)
 
 
@@ -134,6 +148,18 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert error(found, full) < MARGIN * error(half, full)
     full, half = (torch.stack([logits[-1] for logits in each]) for each in (expected, halves))
     assert error(last, full) < MARGIN * error(half, full)
+
+
+@pytest.mark.parametrize("length", [100, TRAINED, TRAINED + 1, 300])
+def test_longrope_turns_long_prompts_in_another_way(length: int, tmp_path: Path) -> None:
+    """In parts, one of them a token alone, as transformers has the whole."""
+    theirs, twin = write_model("phi3", tmp_path)
+    prompt = torch.randint(0, 512, (length,)).tolist()
+    (expected,), (half,) = logits_of(twin, [prompt]), logits_of(theirs, [prompt])
+    driver = GpuDriver(load_on_gpu(tmp_path), 1, 400, num_prompt=length)
+    parts = [driver.step([(0, part)], all_logits=True) for part in (prompt[:60], prompt[60:61], prompt[61:])]
+    found = torch.cat([part for part in parts if part is not None])
+    assert error(found, expected) < MARGIN * error(half, expected)
 
 
 @pytest.mark.parametrize(
