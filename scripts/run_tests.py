@@ -1,6 +1,6 @@
 """Runs the tests in two parts at once: those that watch real processes by the clock go first, those that compute fill the gaps.
 
-`python scripts/run_tests.py [PYTEST ARGUMENTS]`, called by `make test`. The second part has the lowest priority, and what it says
+`python scripts/run_tests.py [PYTEST ARGUMENTS]`, called by `make test`. The second part has a low priority, and what it says
 follows when the first has ended. Exits with 1 when either fails; a part in which nothing is selected passes if the other selects
 something. Standard library only.
 """
@@ -27,7 +27,7 @@ TIMED = (
     "models/test_torch_sums.py",
 )
 """Under tests/: what measures times, or stops and kills processes."""
-LOWEST = 19
+NICENESS = 10  # a tenth of the share of others, so that no test starves where the machine is busy
 NOTHING_SELECTED = 5  # of pytest's exit codes
 
 
@@ -39,9 +39,9 @@ def command(name: str, *arguments: str) -> list[str]:
 
 def give_way(pid: int) -> None:
     """The session of `pid` gets what processor time others leave."""
-    os.setpriority(os.PRIO_PROCESS, pid, LOWEST)
+    os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
     with suppress(OSError):  # where the kernel shares time out by sessions, their niceness counts
-        Path(f"/proc/{pid}/autogroup").write_text(str(LOWEST))
+        Path(f"/proc/{pid}/autogroup").write_text(str(NICENESS))
 
 
 def end(part: subprocess.Popen[bytes]) -> None:
