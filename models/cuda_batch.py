@@ -66,9 +66,10 @@ def upload(
         plan = plan_prompts(counts, contexts[decodes:] - counts, rules)
         piece_row, *others = plan.columns
         prompts = Prompts.of(plan, table, map(sent, (decodes + piece_row, *others)))
+    owner = np.repeat(rows, np.diff(batch.query_start)[rows])
     return CudaBatch(
         token_ids=sent(batch.token_ids[tokens]),
-        positions=sent(table_rows.of(batch.positions, np.repeat(batch.num_prompt, np.diff(batch.query_start)))[tokens]),
+        positions=sent(table_rows.of(batch.positions[tokens], owner, batch.num_prompt)),
         slots=sent(batch.slots[tokens]),
         context_len=sent(contexts),
         block_table=table,

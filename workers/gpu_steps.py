@@ -21,7 +21,7 @@ from models.arch.cuda import CudaBatch
 from models.attention.cuda_prompt import Prompts
 from models.attention.prompt_plan import PromptPlan, Rules, order_prompts, plan_prompts
 from models.cuda_ops import LOGPROB_WORDS
-from models.layers.rope import POSITIONS, TableRows
+from models.layers.rope import TableRows
 from trireme.mesh import Mesh
 from workers.batch import Batch
 from workers.gpu_rows import DeviceRows, Indices, Ints
@@ -106,9 +106,8 @@ def mix(
     step: StepRows,
     changes: tuple[Indices, Ints],
     rules: Rules,
+    table_rows: TableRows,
     at_host: NDArray[np.bool_] | None = None,
-    *,
-    table_rows: TableRows = POSITIONS,
 ) -> Mixed:
     """The columns of `step` in the order of MIXED. Of the rows that sample, those of `at_host` get no token on the device. Raises
     EngineError like fill_decode."""
@@ -126,7 +125,7 @@ def mix(
     positions = (np.arange(int(ends[-1])) + np.repeat(step.num_computed[order] - (ends - counts), counts)).astype(
         np.int32
     )
-    turns = table_rows.of(positions, batch.num_prompt[owner])
+    turns = table_rows.of(positions, owner, batch.num_prompt)
     last = np.empty_like(ends)
     last[order] = ends - 1
     asking = step.rows[step.sample]
@@ -212,7 +211,7 @@ class Steps:
         at_host: NDArray[np.bool_] | None = None,
     ) -> Mixed:
         """`mix` for this model, its prompts by its own rules or by `rules`."""
-        return mix(batch, step, changes, rules or self.rules, at_host, table_rows=self._model.table_rows)
+        return mix(batch, step, changes, rules or self.rules, self._model.table_rows, at_host)
 
     def mixed(self, step: Mixed) -> tuple[Tensor, Tensor, Tensor]:
         """Launches any step; returns tokens [S], log-probabilities [S, LOGPROB_WORDS] and logits [S, V] of the rows that sample, in

@@ -81,11 +81,14 @@ class TableRows(NamedTuple):
     num_positions: int = 0
     trained: int = 0
 
-    def of(self, positions: NDArray[np.int32], num_prompt: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Rows [T] of tokens at `positions` [T] of sequences whose prompts have `num_prompt` [T] tokens, by step_table's rule."""
+    def of(
+        self, positions: NDArray[np.int32], owner: NDArray[np.int64], num_prompt: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        """Rows [T] of tokens at `positions` [T] of the sequences `owner` [T], whose prompts have num_prompt[owner] tokens, by
+        step_table's rule."""
         if not self.trained:
             return positions
-        is_other = (positions < self.trained) & (num_prompt > self.trained)
+        is_other = (positions < self.trained) & (num_prompt[owner] > self.trained)
         return positions + np.int32(self.num_positions) * is_other
 
 
