@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Command, Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -121,9 +122,9 @@ def isa_flags(source: Path) -> list[str]:
 
 def find_sources(extension: str) -> list[Path]:
     """The sources of an extension; kernel variants for x86 only there."""
-    if extension == "serving._native":
+    if extension == "trireme.serving._native":
         return sorted(TEXT.glob("*.cpp"))
-    if extension == "models._cuda":
+    if extension == "trireme.models._cuda":
         return [*CUDA_BINDINGS, *sorted(CUDA.glob("*.cu"))]
     kernels = [path for path in sorted(CSRC.rglob("*.cpp")) if TEXT not in path.parents and path not in CUDA_BINDINGS]
     return [path for path in kernels if IS_X86 or not isa_flags(path)]
@@ -137,7 +138,7 @@ class NativeBuild:
         self.work_dir = work_dir
         self.target = target
         self.compiler = compiler
-        self.nvcc = find_nvcc() if extension == "models._cuda" else None
+        self.nvcc = find_nvcc() if extension == "trireme.models._cuda" else None
         self.cuda_flags = [*CUDA_FLAGS, f"-ccbin={compiler}"] if self.nvcc else []
         self.includes = [f"-I{CSRC}", f"-I{find_pybind11_include()}", f"-I{sysconfig.get_path('include')}"]
 
@@ -259,6 +260,14 @@ class BuildExt(build_ext):
                 replace_file(target, lambda fresh, built=built: shutil.copy2(built, fresh))  # type: ignore[misc]
 
 
+class Build(build):
+    """setuptools' command over an empty folder, so that no file of an earlier build gets into a wheel."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class CompileCuda(Command):
     """Compiles models._cuda without linking it, so that a machine without a card can tell whether the sources are sound."""
 
@@ -274,10 +283,14 @@ class CompileCuda(Command):
         if find_nvcc() is None:
             print("skipped: the CUDA sources are not compiled, since there is no nvcc on this machine")
             return
-        NativeBuild("models._cuda", WORK, None, find_compiler()).run()
+        NativeBuild("trireme.models._cuda", WORK, None, find_compiler()).run()
         print(f"the CUDA sources compile for sm_{', sm_'.join(find_cuda_archs())}")
 
 
-NAMES = ["models._native", "serving._native", *(["models._cuda"] if find_nvcc() and has_cuda_torch() else [])]
+NAMES = [
+    "trireme.models._native",
+    "trireme.serving._native",
+    *(["trireme.models._cuda"] if find_nvcc() and has_cuda_torch() else []),
+]
 EXTENSIONS = [Extension(name, sources=[]) for name in NAMES]
-setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt, "cuda_compile": CompileCuda})
+setup(ext_modules=EXTENSIONS, cmdclass={"build": Build, "build_ext": BuildExt, "cuda_compile": CompileCuda})

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 
-from coordinator.ledger import Ledger, WatchedTime
-from coordinator.members import Members
-from coordinator.prefix import Match, PrefixIndex
-from coordinator.router import CACHE_WORTH, POLICIES, Ask, cost_of, near_ones
-from coordinator.stealing import Stealing
-from coordinator.waves import Waves
-from transport.messages import GiveBack, KVEvents, Load, Member, Released, Route, Routed, View, WaveReport
+from trireme.coordinator.ledger import Ledger, WatchedTime
+from trireme.coordinator.members import Members
+from trireme.coordinator.prefix import Match, PrefixIndex
+from trireme.coordinator.router import CACHE_WORTH, POLICIES, Ask, cost_of, near_ones
+from trireme.coordinator.stealing import Stealing
+from trireme.coordinator.waves import Waves
 from trireme.fleet import Fleet
 from trireme.hashing import unpacked_keys
+from trireme.transport.messages import GiveBack, KVEvents, Load, Member, Released, Route, Routed, View, WaveReport
 
 
 class Coordinator:

@@ -10,14 +10,14 @@ import random
 
 import msgspec
 
-from coordinator.core import Coordinator
-from coordinator.shell import Shell
-from transport.boot import BootChannel
-from transport.messages import ToCoordinator
-from transport.sockets import Poller, Server
 from trireme.config import EngineConfig
+from trireme.coordinator.core import Coordinator
+from trireme.coordinator.shell import Shell
 from trireme.fleet import fleet_of
 from trireme.log import configure
+from trireme.transport.boot import BootChannel
+from trireme.transport.messages import ToCoordinator
+from trireme.transport.sockets import Poller, Server
 
 
 def main(channel: BootChannel) -> None:

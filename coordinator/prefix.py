@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.messages import KVEvents
 from trireme.hashing import unpacked_keys
+from trireme.transport.messages import KVEvents
 
 MAX_FILL = 0.6  # of the table
 LEAST_SLOTS = 1024

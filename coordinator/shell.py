@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from coordinator.core import Coordinator
-from transport.messages import (
+from trireme.coordinator.core import Coordinator
+from trireme.errors import EngineError
+from trireme.lockstep import pause_mode
+from trireme.transport.messages import (
     Call,
     CallReply,
     GiveBack,
@@ -26,10 +28,8 @@ from transport.messages import (
     WaveReport,
     Wire,
 )
-from transport.server import Peer
-from transport.wired import Left
-from trireme.errors import EngineError
-from trireme.lockstep import pause_mode
+from trireme.transport.server import Peer
+from trireme.transport.wired import Left
 
 log = logging.getLogger("trireme.coordinator")
 

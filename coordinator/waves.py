@@ -6,8 +6,8 @@ ordered is ordered again. A new coordinator orders nothing new until every rank 
 
 from __future__ import annotations
 
-from transport.messages import WaveOrder, WaveReport
 from trireme.lockstep import Mode
+from trireme.transport.messages import WaveOrder, WaveReport
 
 
 class Waves:

@@ -1,4 +1,4 @@
-"""Model-free speed of the engine core: `python -m engine_core.bench [rows ...]` times plans and results of a decoding batch.
+"""Model-free speed of the engine core: `python -m trireme.engine_core.bench [rows ...]` times plans and results of decode steps.
 
 Run by developers and by tests/unit; touches no socket and no worker. A step is next_plan + on_result + take_outputs.
 """
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_core.core import EngineCore
-from engine_core.scheduler import Limits
-from transport.messages import StepPlan, StepResult, Submit
-from transport.packed import pack, unpack, unpack_flags
+from trireme.engine_core.core import EngineCore
+from trireme.engine_core.scheduler import Limits
 from trireme.params import RowParams
+from trireme.transport.messages import StepPlan, StepResult, Submit
+from trireme.transport.packed import pack, unpack, unpack_flags
 
 STEPS = 200
 BLOCK_SIZE = 16

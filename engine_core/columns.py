@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.packed import Column, Ids, pack, pack_ids
+from trireme.transport.packed import Column, Ids, pack, pack_ids
 
 if TYPE_CHECKING:
-    from engine_core.request import Request
+    from trireme.engine_core.request import Request
 
 Mask = NDArray[np.bool_]
 Slots = NDArray[np.intp]

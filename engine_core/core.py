@@ -13,17 +13,18 @@ from itertools import chain
 import msgspec
 import numpy as np
 
-from engine_core.columns import Cohort, Ints
-from engine_core.intake import check_submit
-from engine_core.integrity import Audit, IntegrityError, audit, check_idle
-from engine_core.kv.log import BlockLog
-from engine_core.outputs import Outbox, end_reason
-from engine_core.plan import Draft, Place
-from engine_core.policy import POLICIES, PolicySettings
-from engine_core.request import Request, State
-from engine_core.scheduler import Limits, Scheduler
-from engine_core.watch import StepTimes
-from transport.messages import (
+from trireme.engine_core.columns import Cohort, Ints
+from trireme.engine_core.intake import check_submit
+from trireme.engine_core.integrity import Audit, IntegrityError, audit, check_idle
+from trireme.engine_core.kv.log import BlockLog
+from trireme.engine_core.outputs import Outbox, end_reason
+from trireme.engine_core.plan import Draft, Place
+from trireme.engine_core.policy import POLICIES, PolicySettings
+from trireme.engine_core.request import Request, State
+from trireme.engine_core.scheduler import Limits, Scheduler
+from trireme.engine_core.watch import StepTimes
+from trireme.errors import DeadlineError, EngineError, OverloadedError, TriremeError
+from trireme.transport.messages import (
     End,
     EndReason,
     EngineFacts,
@@ -36,8 +37,7 @@ from transport.messages import (
     StepResult,
     Submit,
 )
-from transport.packed import unpack
-from trireme.errors import DeadlineError, EngineError, OverloadedError, TriremeError
+from trireme.transport.packed import unpack
 
 
 class Counters(msgspec.Struct):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine_core.core import EngineCore
-from engine_core.scheduler import Limits
-from transport.codec import decode, encode
-from transport.messages import StepPlan, StepResult, Submit, Wire
+from trireme.engine_core.core import EngineCore
+from trireme.engine_core.scheduler import Limits
+from trireme.transport.codec import decode, encode
+from trireme.transport.messages import StepPlan, StepResult, Submit, Wire
 
 
 class Began(Wire, frozen=True):

@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 
-from engine_core.scheduler import Limits
-from transport.messages import Submit
+from trireme.engine_core.scheduler import Limits
 from trireme.errors import RequestError
 from trireme.params import MAX_LOGPROBS, SEED_MAX, SEED_MIN, RowParams
+from trireme.transport.messages import Submit
 
 MAX_SALT_BYTES = 128
 MAX_CLIENT_BYTES = 32

@@ -14,13 +14,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine_core.captures import Captures
-from engine_core.core import EngineCore
-from engine_core.executor.base import Executor
-from engine_core.pace import Alone, Pace
-from engine_core.rest import Rest
-from engine_core.watch import Watch
-from transport.messages import (
+from trireme.engine_core.captures import Captures
+from trireme.engine_core.core import EngineCore
+from trireme.engine_core.executor.base import Executor
+from trireme.engine_core.pace import Alone, Pace
+from trireme.engine_core.rest import Rest
+from trireme.engine_core.watch import Watch
+from trireme.errors import EngineError
+from trireme.lockstep import is_pause, pause_mode
+from trireme.log import facts
+from trireme.transport.messages import (
     Abort,
     Call,
     CallReply,
@@ -34,12 +37,9 @@ from transport.messages import (
     Submit,
     Wire,
 )
-from transport.poller import Poller, Source
-from transport.server import Peer
-from transport.wired import Left
-from trireme.errors import EngineError
-from trireme.lockstep import is_pause, pause_mode
-from trireme.log import facts
+from trireme.transport.poller import Poller, Source
+from trireme.transport.server import Peer
+from trireme.transport.wired import Left
 
 log = logging.getLogger("trireme.engine")
 

@@ -10,13 +10,16 @@ import logging
 
 import msgspec
 
-from engine_core.executor.base import Executor, WorkerLost, WorkerPlace, make_executor
-from engine_core.loop import EngineLoop
-from engine_core.pace import Alone, Pace, Together
-from engine_core.start import start_core
-from engine_core.wave import Wave
-from transport.boot import BootChannel
-from transport.messages import (
+from trireme.config import EngineConfig
+from trireme.engine_core.executor.base import Executor, WorkerLost, WorkerPlace, make_executor
+from trireme.engine_core.loop import EngineLoop
+from trireme.engine_core.pace import Alone, Pace, Together
+from trireme.engine_core.start import start_core
+from trireme.engine_core.wave import Wave
+from trireme.errors import TriremeError
+from trireme.log import configure, facts
+from trireme.transport.boot import BootChannel
+from trireme.transport.messages import (
     Failed,
     FromCoordinator,
     FrontToEngine,
@@ -27,10 +30,7 @@ from transport.messages import (
     WaveOrder,
     Welcome,
 )
-from transport.sockets import Connection, Poller, Server
-from trireme.config import EngineConfig
-from trireme.errors import TriremeError
-from trireme.log import configure, facts
+from trireme.transport.sockets import Connection, Poller, Server
 
 log = logging.getLogger("trireme.engine")
 

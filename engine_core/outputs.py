@@ -5,10 +5,10 @@ Called by core. Knows the stop rules; knows nothing of blocks or sockets.
 
 from __future__ import annotations
 
-from engine_core.columns import Cohort, Ints
-from engine_core.request import Request
-from transport.messages import End, EndReason, First, LogprobRow, StepOutputs
-from transport.packed import Column, Ids, pack, pack_ids
+from trireme.engine_core.columns import Cohort, Ints
+from trireme.engine_core.request import Request
+from trireme.transport.messages import End, EndReason, First, LogprobRow, StepOutputs
+from trireme.transport.packed import Column, Ids, pack, pack_ids
 
 
 def end_reason(request: Request, token: int) -> EndReason | None:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_core.columns import Cohort, Ints
-from engine_core.request import Request
-from transport.messages import NewRow, StepPlan
-from transport.packed import Column, pack, pack_flags, repeated
+from trireme.engine_core.columns import Cohort, Ints
+from trireme.engine_core.request import Request
+from trireme.transport.messages import NewRow, StepPlan
+from trireme.transport.packed import Column, pack, pack_flags, repeated
 
 
 class Chunk(NamedTuple):

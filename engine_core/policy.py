@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from engine_core.request import Request
+from trireme.engine_core.request import Request
 from trireme.registry import Registry
 
 Key: TypeAlias = tuple[float, ...]
@@ -104,10 +104,10 @@ POLICIES: Registry[Callable[[PolicySettings], Policy]] = Registry(
     "scheduling policy",
     "trireme.policies",
     {
-        "fcfs": "engine_core.policy:Policy",
-        "priority": "engine_core.policy:Priority",
-        "deadline": "engine_core.policy:Deadline",
-        "fair": "engine_core.fair:FairShare",
-        "feedback": "engine_core.feedback:Feedback",
+        "fcfs": "trireme.engine_core.policy:Policy",
+        "priority": "trireme.engine_core.policy:Priority",
+        "deadline": "trireme.engine_core.policy:Deadline",
+        "fair": "trireme.engine_core.fair:FairShare",
+        "feedback": "trireme.engine_core.feedback:Feedback",
     },
 )

@@ -14,9 +14,9 @@ from enum import Enum
 
 import numpy as np
 
-from engine_core.columns import Columns
-from transport.messages import Submit
+from trireme.engine_core.columns import Columns
 from trireme.errors import EngineError
+from trireme.transport.messages import Submit
 
 
 class State(Enum):

@@ -17,13 +17,13 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
-from engine_core.columns import HELD, NOTHING, Cohort, Columns, Mask, cohort_of
-from engine_core.kv.cache import KVCache
-from engine_core.plan import Draft
-from engine_core.policy import Policy
-from engine_core.request import Request, State
-from engine_core.waiting import WaitingQueue
-from transport.packed import repeated
+from trireme.engine_core.columns import HELD, NOTHING, Cohort, Columns, Mask, cohort_of
+from trireme.engine_core.kv.cache import KVCache
+from trireme.engine_core.plan import Draft
+from trireme.engine_core.policy import Policy
+from trireme.engine_core.request import Request, State
+from trireme.engine_core.waiting import WaitingQueue
+from trireme.transport.packed import repeated
 
 _key = attrgetter("key")
 

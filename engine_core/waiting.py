@@ -14,8 +14,8 @@ from collections.abc import Hashable, Iterator
 from itertools import chain, count
 from typing import TypeAlias
 
-from engine_core.policy import Key, Policy
-from engine_core.request import Request, State
+from trireme.engine_core.policy import Key, Policy
+from trireme.engine_core.request import Request, State
 
 Entry: TypeAlias = tuple[float, int, Hashable]
 

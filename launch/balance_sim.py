@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator.core import Coordinator
-from engine_core.bench import answer
-from engine_core.core import EngineCore
-from engine_core.scheduler import Limits
-from serving.choose import Chooser
-from transport.messages import Route, StepOutputs, Submit
-from transport.packed import unpack, unpack_ids
+from trireme.coordinator.core import Coordinator
+from trireme.engine_core.bench import answer
+from trireme.engine_core.core import EngineCore
+from trireme.engine_core.scheduler import Limits
 from trireme.fleet import Fleet
 from trireme.hashing import block_hashes, prompt_keys
 from trireme.params import RowParams
+from trireme.serving.choose import Chooser
+from trireme.transport.messages import Route, StepOutputs, Submit
+from trireme.transport.packed import unpack, unpack_ids
 
 WIRE_S = (0.0001, 0.0005)  # how long a message takes
 REPORT_S, VIEW_S = 0.02, 0.05  # as engine_core/loop.py and coordinator/main.py

@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from serving.chat import ChatRenderer
-from serving.client import EngineClient
-from serving.detokenizer import TokenText
-from serving.generation import Generation, TextDelta
-from serving.generation import TokenLogprob as Scored
-from serving.processor import Processor
-from serving.replay import Replay
-from serving.templates import find_template
-from serving.tokens import Tokenizer, load_tokenizer
-from serving.wire_openai import ChatRequest
-from transport.messages import EngineFacts
 from trireme.arch import read_arch
 from trireme.config import EngineConfig
 from trireme.errors import RequestError
 from trireme.outputs import CompletionOutput, OutputDelta, RequestOutput, TokenLogprob
 from trireme.packaged import files_of
 from trireme.params import SamplingParams
+from trireme.serving.chat import ChatRenderer
+from trireme.serving.client import EngineClient
+from trireme.serving.detokenizer import TokenText
+from trireme.serving.generation import Generation, TextDelta
+from trireme.serving.generation import TokenLogprob as Scored
+from trireme.serving.processor import Processor
+from trireme.serving.replay import Replay
+from trireme.serving.templates import find_template
+from trireme.serving.tokens import Tokenizer, load_tokenizer
+from trireme.serving.wire_openai import ChatRequest
+from trireme.transport.messages import EngineFacts
 
 
 class PromptSource(NamedTuple):

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from launch.options import Invocation
 from trireme import __version__
 from trireme.config import EngineConfig
 from trireme.device import read_device
+from trireme.launch.options import Invocation
 from trireme.metrics import percentile
 from trireme.settings import SECRET, table
 
@@ -95,7 +95,7 @@ def publish(invocation: Invocation, model: str, rows: Sequence[Row], config: Eng
     if invocation.options["json"]:
         print(json.dumps(_document(invocation, model, rows, config), indent=1))
         return
-    from launch.console import Console
+    from trireme.launch.console import Console
 
     names = list(dict.fromkeys(name for row in rows for name in row.figures))
     cells = [[row.name, *(_figure(row.figures.get(name)) for name in names)] for row in rows]

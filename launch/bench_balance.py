@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from launch import bench_route
-from launch.balance_sim import ALONE, Asked, World, burst, talk
-from launch.bench import Row, publish
-from launch.options import Invocation
 from trireme.errors import ConfigError
+from trireme.launch import bench_route
+from trireme.launch.balance_sim import ALONE, Asked, World, burst, talk
+from trireme.launch.bench import Row, publish
+from trireme.launch.options import Invocation
 from trireme.metrics import percentile
 
 POLICIES = ("random", "round_robin", "p2c", "least", "prefix", "prefix_least", ALONE)

@@ -18,21 +18,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from launch.bench import Row, publish
-from launch.options import Invocation
-from serving.client import EngineClient
-from serving.replay import Replay
-from serving.stream import Stream
-from transport.aio import AsyncConnection
-from transport.boot import spawn
-from transport.codec import encode
-from transport.messages import Boot, EngineToFront, Failed, StepOutputs
-from transport.poller import Poller
-from transport.rundir import RunDir
 from trireme.config import CacheConfig, EngineConfig, LaunchConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from trireme.errors import ConfigError, EngineError
+from trireme.launch.bench import Row, publish
+from trireme.launch.options import Invocation
 from trireme.metrics import percentile
 from trireme.params import RowParams
+from trireme.serving.client import EngineClient
+from trireme.serving.replay import Replay
+from trireme.serving.stream import Stream
+from trireme.transport.aio import AsyncConnection
+from trireme.transport.boot import spawn
+from trireme.transport.codec import encode
+from trireme.transport.messages import Boot, EngineToFront, Failed, StepOutputs
+from trireme.transport.poller import Poller
+from trireme.transport.rundir import RunDir
 
 PROMPT_LEN, BLOCK_SIZE = 32, 16
 START_S = 60.0
@@ -98,7 +98,7 @@ def _engine(config: EngineConfig) -> Iterator[Boot]:
     run_dir, poller = RunDir(), Poller()
     failures: list[Failed] = []
     boot = Boot("engine", "engine-0", 0, msgspec.msgpack.encode(config), b"ipc", run_dir.path)
-    child = spawn("engine_core.main", boot)
+    child = spawn("trireme.engine_core.main", boot)
     try:
         poller.add(child, lambda: failures.extend(m for m in child.receive() if isinstance(m, Failed)))
         until = time.monotonic() + START_S

@@ -10,11 +10,11 @@ import time
 
 import msgspec
 
-from launch.bench import Row, Sample, make_ids, publish, summarize
-from launch.llm import AsyncLLM
-from launch.options import Invocation
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+from trireme.launch.bench import Row, Sample, make_ids, publish, summarize
+from trireme.launch.llm import AsyncLLM
+from trireme.launch.options import Invocation
 from trireme.params import SamplingParams
 
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from transport.boot import spawn
-from transport.messages import Boot, FromCoordinator, KVEvents, Load, Role, Routed
-from transport.messages import Route as RouteRequest
-from transport.poller import Poller
-from transport.rundir import RunDir
-from transport.sockets import Connection
 from trireme.config import CoordinatorConfig, EngineConfig, LaunchConfig, ModelConfig, ParallelConfig
 from trireme.errors import EngineError
 from trireme.hashing import KEY_BYTES
 from trireme.metrics import percentile
+from trireme.transport.boot import spawn
+from trireme.transport.messages import Boot, FromCoordinator, KVEvents, Load, Role, Routed
+from trireme.transport.messages import Route as RouteRequest
+from trireme.transport.poller import Poller
+from trireme.transport.rundir import RunDir
+from trireme.transport.sockets import Connection
 
 POLICIES = ("p2c", "least", "prefix")
 START_S, ANSWER_S = 30.0, 10.0
@@ -149,7 +149,7 @@ def _coordinator(policy: str, num_engines: int) -> Iterator[tuple[Boot, int]]:
     )
     run_dir = RunDir()
     boot = Boot("coordinator", "coordinator", 0, msgspec.msgpack.encode(config), b"route", run_dir.path)
-    child, poller, reports = spawn("coordinator.main", boot), Poller(), list[object]()
+    child, poller, reports = spawn("trireme.coordinator.main", boot), Poller(), list[object]()
     try:
         poller.add(child, lambda: reports.extend(child.receive()))
         until = time.monotonic() + START_S

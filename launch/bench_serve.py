@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from launch.bench import Row, Sample, make_text, publish, ratio_row, summarize
-from launch.deployment import UnderSupervisor
-from launch.http import Endpoint, ServerError, endpoint, get_json, stream
-from launch.options import Invocation
-from launch.view import ProgressView
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+from trireme.launch.bench import Row, Sample, make_text, publish, ratio_row, summarize
+from trireme.launch.deployment import UnderSupervisor
+from trireme.launch.http import Endpoint, ServerError, endpoint, get_json, stream
+from trireme.launch.options import Invocation
+from trireme.launch.view import ProgressView
 from trireme.resolve import prepare
 
 WARM_UP_TOKENS = 8

@@ -20,12 +20,12 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from launch.bench import Row, publish
-from launch.http import Endpoint, ServerError, get_json, stream
-from launch.options import Invocation
-from launch.serve import PART
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
+from trireme.launch.bench import Row, publish
+from trireme.launch.http import Endpoint, ServerError, get_json, stream
+from trireme.launch.options import Invocation
+from trireme.launch.serve import PART
 from trireme.resolve import Prepared, prepare
 from trireme.settings import to_yaml
 from trireme.sizes import MIB
@@ -62,7 +62,7 @@ def _for_measuring(config: EngineConfig) -> EngineConfig:
 
 
 def _start_once(file: Path, prepared: Prepared) -> dict[str, float]:
-    words = [sys.executable, "-m", "launch.cli", "serve", "--config", str(file)]
+    words = [sys.executable, "-m", "trireme.launch.cli", "serve", "--config", str(file)]
     words += ["--port", "0", "--log-level", "info", "--log-format", "json"]  # whatever the environment says
     launched = time.monotonic()
     with _process(words) as (process, errors):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 import time
 
-from launch.options import Invocation
-from launch.talk import Talker, make_talker
 from trireme.errors import RequestError
+from trireme.launch.options import Invocation
+from trireme.launch.talk import Talker, make_talker
 
 HELP = "/exit ends   /new forgets the talk   /help   Ctrl-C stops an answer"
 

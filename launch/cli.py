@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from launch.options import find_command, help_of, overview
 from trireme.errors import TriremeError
+from trireme.launch.options import find_command, help_of, overview
 
 _HELP = ("-h", "--help", "help")
 
@@ -42,7 +42,7 @@ def run(words: list[str]) -> int:
         if word in _HELP[:2]:
             print(help_of(command, everything=rest[i + 1 : i + 2] == ["all"]))
             return 0
-    invocation = import_module("launch.parse").parse(command, rest)
+    invocation = import_module("trireme.launch.parse").parse(command, rest)
     status = import_module(command.module).run(invocation)
     return int(status)
 

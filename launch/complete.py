@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from launch.options import Invocation
-from launch.talk import make_talker
+from trireme.launch.options import Invocation
+from trireme.launch.talk import make_talker
 
 
 def run(invocation: Invocation) -> int:

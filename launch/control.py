@@ -9,10 +9,10 @@ import asyncio
 import json
 from typing import Any
 
-from launch.http import Endpoint, endpoint, get_json, post_json
-from launch.options import Invocation
-from launch.rpc import AsyncClient
 from trireme.errors import ConfigError
+from trireme.launch.http import Endpoint, endpoint, get_json, post_json
+from trireme.launch.options import Invocation
+from trireme.launch.rpc import AsyncClient
 from trireme.lockstep import PAUSES, pause_mode
 from trireme.rest import LEVELS
 

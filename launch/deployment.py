@@ -11,19 +11,19 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from engine_core.executor.base import WorkerPlace, make_executor
-from engine_core.loop import EngineLoop
-from engine_core.start import start_core
-from launch.startup import Life, lives_of
-from launch.supervise import AllReady, Died, Event, Supervisor
-from serving.client import EngineClient
-from serving.connect import client_over_sockets
-from transport.local import LocalServer
-from transport.messages import Failed, LoadProgress, Progress
-from transport.poller import Poller, Waker
 from trireme.config import EngineConfig
+from trireme.engine_core.executor.base import WorkerPlace, make_executor
+from trireme.engine_core.loop import EngineLoop
+from trireme.engine_core.start import start_core
 from trireme.errors import ConfigError, EngineError, ModelError, TriremeError
+from trireme.launch.startup import Life, lives_of
+from trireme.launch.supervise import AllReady, Died, Event, Supervisor
 from trireme.phases import Phases
+from trireme.serving.client import EngineClient
+from trireme.serving.connect import client_over_sockets
+from trireme.transport.local import LocalServer
+from trireme.transport.messages import Failed, LoadProgress, Progress
+from trireme.transport.poller import Poller, Waker
 
 log = logging.getLogger(__name__)
 

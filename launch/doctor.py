@@ -15,10 +15,10 @@ import sys
 from importlib import metadata
 from typing import Literal, NamedTuple
 
-from launch.options import Invocation
 from trireme import __version__
 from trireme.device import DeviceFacts, read_device
 from trireme.errors import ModelError
+from trireme.launch.options import Invocation
 from trireme.packaged import PACKAGED, find_model
 from trireme.sizes import GIB, MIB, format_bytes
 
@@ -26,7 +26,7 @@ LIBRARIES = ("torch", "msgspec", "pyzmq", "numpy", "starlette", "uvicorn", "toke
 MIN_FILES = 4096
 _PROBE = """
 import json, torch
-from models.native import load_native
+from trireme.models.native import load_native
 print(json.dumps({"torch": torch.__version__, "cuda": torch.cuda.is_available(), "isa": load_native().isa()}))
 """
 

@@ -12,10 +12,10 @@ from typing import Any, Self
 import httpx2
 import msgspec
 
-from launch.blocking import LoopThread
-from launch.http import MAX_EVENT, endpoint, from_envelope, parsed
-from transport.resilience import State
-from transport.targets import Patience, TargetBusy, TargetFailed, Targets
+from trireme.launch.blocking import LoopThread
+from trireme.launch.http import MAX_EVENT, endpoint, from_envelope, parsed
+from trireme.transport.resilience import State
+from trireme.transport.targets import Patience, TargetBusy, TargetFailed, Targets
 
 CONNECT_S = 5.0
 ANSWER_S = 600.0

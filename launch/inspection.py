@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from launch.options import Invocation
 from trireme.arch import read_arch
 from trireme.errors import ModelError
 from trireme.gguf import GgufFile, read_gguf
+from trireme.launch.options import Invocation
 from trireme.packaged import ModelFiles, find_model, read_json
 from trireme.sizes import format_bytes
 
@@ -197,7 +197,7 @@ def _cut(value: Any) -> Any:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    from launch.console import Console
+    from trireme.launch.console import Console
 
     console = Console(sys.stdout)
     amount = f"{facts['num_params'] / 1e6:.4g} M parameters in {facts['num_tensors']} tensors, {format_bytes(facts['nbytes'])}"

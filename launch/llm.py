@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch.deployment import make_deployment
-from launch.session import AsyncSession, Session
-from launch.view import ProgressView
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+from trireme.launch.deployment import make_deployment
+from trireme.launch.session import AsyncSession, Session
+from trireme.launch.view import ProgressView
 from trireme.resolve import prepare
 from trireme.settings import load
 

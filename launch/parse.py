@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from launch.options import Command, Invocation, flags_of
 from trireme.errors import ConfigError
+from trireme.launch.options import Command, Invocation, flags_of
 from trireme.settings import Setting, load, nearest, value_of
 
 

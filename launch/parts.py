@@ -11,15 +11,15 @@ import sys
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from transport.hatch import Egg, hatch
+from trireme.transport.hatch import Egg, hatch
 
 
 class Modules(NamedTuple):
     """Which module each kind of part runs (`main(channel)` in it). Tests pass their own."""
 
-    coordinator: str = "coordinator.main"
-    engine: str = "engine_core.main"
-    front: str = "serving.main"
+    coordinator: str = "trireme.coordinator.main"
+    engine: str = "trireme.engine_core.main"
+    front: str = "trireme.serving.main"
 
 
 class Place(NamedTuple):
@@ -60,9 +60,9 @@ def run(invocation: Any) -> int:
 def early_imports(parallel: Any) -> tuple[str, ...]:
     """What an engine imports beyond its own module: its worker, where that is a thread of it."""
     is_alone = parallel.tp * parallel.pp == 1 and parallel.executor != "procs"
-    return ("workers.worker",) if is_alone and parallel.worker_kind == "torch" else ()
+    return ("trireme.workers.worker",) if is_alone and parallel.worker_kind == "torch" else ()
 
 
 def _serve(invocation: Any, eggs: dict[str, Egg], pipe: tuple[int, int] | None) -> int:
-    status: int = import_module("launch.serve").run(invocation, eggs, pipe)
+    status: int = import_module("trireme.launch.serve").run(invocation, eggs, pipe)
     return status

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from launch.options import Invocation
 from trireme.budget import DTYPE_BYTES, Share, gpu_shares, kv_token_bytes, memory_shares, too_little_kv
 from trireme.config import Decision, EngineConfig
 from trireme.device import DeviceFacts, GpuFacts, read_device, read_gpu
 from trireme.errors import ConfigError
 from trireme.gpu_formats import gpu_weight_bytes
+from trireme.launch.options import Invocation
 from trireme.loaded import loaded_bytes
 from trireme.mesh import Mesh
 from trireme.resolve import ModelFacts, describe, read_model, resolve
@@ -190,7 +190,7 @@ def suggested_flags(plan: Plan) -> list[str]:
 
 
 def _print(plan: Plan, model: ModelFacts, device: DeviceFacts) -> None:
-    from launch.console import Console
+    from trireme.launch.console import Console
 
     console = Console(sys.stdout)
     size = f", {format_bytes(model.weight_bytes)}" if model.weight_bytes else ""

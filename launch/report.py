@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from launch.options import Invocation
-from launch.plot import Line, bars, lines
 from trireme.errors import ConfigError
+from trireme.launch.options import Invocation
+from trireme.launch.plot import Line, bars, lines
 from trireme.metrics import percentile
 
 MAX_BYTES = 32 << 20

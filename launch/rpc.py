@@ -13,16 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from launch.passes import PASS_NAME
-from launch.session import AsyncSession, Session
-from launch.startup import Life
-from launch.view import ProgressView
-from serving.client import EngineClient
-from serving.connect import client_over_sockets
-from transport.messages import Boot
-from transport.rundir import LOCK_NAME, PREFIX
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+from trireme.launch.passes import PASS_NAME
+from trireme.launch.session import AsyncSession, Session
+from trireme.launch.startup import Life
+from trireme.launch.view import ProgressView
+from trireme.serving.client import EngineClient
+from trireme.serving.connect import client_over_sockets
+from trireme.transport.messages import Boot
+from trireme.transport.rundir import LOCK_NAME, PREFIX
 
 
 class AsyncClient(AsyncSession):

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from launch.cli import print_error
-from launch.options import Invocation
-from launch.passes import write_pass
-from launch.startup import breakdown, line_of, lives_of, process_began
-from launch.supervise import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
-from transport.boot import settle_memory
-from transport.hatch import Egg
-from transport.messages import Boot, Failed, Progress, Ready
 from trireme import __version__, log
 from trireme.config import Decision, EngineConfig
 from trireme.fleet import engines_of_front
+from trireme.launch.cli import print_error
+from trireme.launch.options import Invocation
+from trireme.launch.passes import write_pass
+from trireme.launch.startup import breakdown, line_of, lives_of, process_began
+from trireme.launch.supervise import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
 from trireme.resolve import Prepared, describe, prepare
 from trireme.settings import to_yaml
 from trireme.sizes import format_bytes
+from trireme.transport.boot import settle_memory
+from trireme.transport.hatch import Egg
+from trireme.transport.messages import Boot, Failed, Progress, Ready
 
 if TYPE_CHECKING:
-    from launch.console import Console
+    from trireme.launch.console import Console
 
 _log = logging.getLogger("trireme.launch")
 PART = "part."
@@ -72,7 +72,7 @@ def run(invocation: Invocation, eggs: dict[str, Egg], pipe: tuple[int, int] | No
 
 
 def _make_view(prepared: Prepared, begun: float, supervisor: Supervisor) -> ServeView:
-    from launch.console import Console
+    from trireme.launch.console import Console
 
     view = ServeView(Console(), prepared, begun)
     view.make_boot = lambda: supervisor.boot_for("front", "client")
@@ -178,7 +178,7 @@ def merge_decisions(first: list[Decision], parts: dict[str, Ready]) -> list[Deci
 def print_failed(failed: Failed) -> None:
     """A child's own exception: its traceback when the fault is ours, its words and its cure last."""
     if failed.traceback and failed.exit_code == 1:
-        from launch.console import Console
+        from trireme.launch.console import Console
 
         Console().say(failed.traceback.rstrip(), style="dim")
     print_error(f"{failed.source}: {failed.error}", failed.hint)

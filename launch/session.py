@@ -14,20 +14,20 @@ from typing import Any, Self, TypeAlias, overload
 
 import numpy as np
 
-from launch.batch import InFlight, PromptSource, Request, TextSide, run_request, stream_request
-from launch.blocking import LoopThread
-from launch.deployment import Deployment
-from launch.startup import breakdown
-from launch.view import ProgressView
-from serving.client import EngineClient
-from serving.engine import EngineState
-from transport.messages import Progress
 from trireme.config import Decision, EngineConfig
 from trireme.errors import EngineDeadError
+from trireme.launch.batch import InFlight, PromptSource, Request, TextSide, run_request, stream_request
+from trireme.launch.blocking import LoopThread
+from trireme.launch.deployment import Deployment
+from trireme.launch.startup import breakdown
+from trireme.launch.view import ProgressView
 from trireme.lockstep import pause_mode
 from trireme.outputs import OutputDelta, RequestOutput
 from trireme.params import SamplingParams
 from trireme.rest import RESTING
+from trireme.serving.client import EngineClient
+from trireme.serving.engine import EngineState
+from trireme.transport.messages import Progress
 
 Prompt: TypeAlias = "str | Sequence[int] | np.ndarray"
 """Text, or token ids."""

@@ -16,18 +16,18 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from launch.parts import Modules, parts_of
-from launch.peers import PeerMemory
-from launch.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
-from transport.address import make_secret_keys
-from transport.boot import Child, spawn
-from transport.hatch import Egg, hatch
-from transport.messages import Boot, Failed, Paused, Progress, Ready, Role
-from transport.poller import NEVER, Poller, Waker
-from transport.rundir import RunDir
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+from trireme.launch.parts import Modules, parts_of
+from trireme.launch.peers import PeerMemory
+from trireme.launch.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 from trireme.lockstep import Mode
+from trireme.transport.address import make_secret_keys
+from trireme.transport.boot import Child, spawn
+from trireme.transport.hatch import Egg, hatch
+from trireme.transport.messages import Boot, Failed, Paused, Progress, Ready, Role
+from trireme.transport.poller import NEVER, Poller, Waker
+from trireme.transport.rundir import RunDir
 
 # Their next life waits with its imports behind it: nobody should wait for those under load.
 SPARE_ROLES = ("coordinator",)

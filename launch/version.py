@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launch.options import Invocation
 from trireme import __version__
+from trireme.launch.options import Invocation
 
 
 def run(invocation: Invocation) -> int:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from launch.startup import line_of
-from transport.messages import Progress
+from trireme.launch.startup import line_of
+from trireme.transport.messages import Progress
 
 
 class ProgressView:
@@ -21,7 +21,7 @@ class ProgressView:
         if not self._wanted:
             return
         if self._console is None:
-            from launch.console import Console
+            from trireme.launch.console import Console
 
             self._console = Console()
         self._console.progress(report.source, report.phase, report.done, report.total)
@@ -29,7 +29,7 @@ class ProgressView:
     def started(self, parts: Mapping[str, float]) -> None:
         """Where the time of a start went; after `close`."""
         if self._wanted:
-            from launch.console import Console
+            from trireme.launch.console import Console
 
             Console().say(f"ready in {sum(parts.values()):.1f} s  {line_of(parts)}")
 

@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.arch.cuda import CudaBatch, CudaModel
-from models.attention.cuda_prompt import Prompts
-from models.attention.prompt_plan import PIECES, Rules, order_prompts, plan_prompts
-from models.cuda_ops import PagedKV
-from models.forward import HostBatch, Logits
-from models.layers.rope import POSITIONS, TableRows
+from trireme.models.arch.cuda import CudaBatch, CudaModel
+from trireme.models.attention.cuda_prompt import Prompts
+from trireme.models.attention.prompt_plan import PIECES, Rules, order_prompts, plan_prompts
+from trireme.models.cuda_ops import PagedKV
+from trireme.models.forward import HostBatch, Logits
+from trireme.models.layers.rope import POSITIONS, TableRows
 
 
 class Order(NamedTuple):

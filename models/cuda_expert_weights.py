@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from models.arch.moe import MXFP4_VALUES_PER_BLOCK, gate_up_rows
-from models.cuda_weights import DeviceWeights
-from models.layers.cuda_experts import ExpertWeights
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import MoeBody
 from trireme.errors import ModelError
 from trireme.gpu import EXPERT_UNIT
 from trireme.mesh import Span
+from trireme.models.arch.moe import MXFP4_VALUES_PER_BLOCK, gate_up_rows
+from trireme.models.cuda_weights import DeviceWeights
+from trireme.models.layers.cuda_experts import ExpertWeights
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from models.cuda_ops import TYPE_CODES, load
-from models.cuda_ops import _address as address
-from models.cuda_ops import _stream as stream
+from trireme.models.cuda_ops import TYPE_CODES, load
+from trireme.models.cuda_ops import _address as address
+from trireme.models.cuda_ops import _stream as stream
 
 TILE_ROWS = (16, 64, 128)  # places of a tile
 

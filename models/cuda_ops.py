@@ -66,9 +66,11 @@ def load() -> Any:
     global _native
     if _native is None:
         try:
-            _native = importlib.import_module("models._cuda")
+            _native = importlib.import_module("trireme.models._cuda")
         except ImportError as error:
-            raise ConfigError(f"the CUDA extension models._cuda does not load: {error}", hint="make native") from error
+            raise ConfigError(
+                f"the CUDA extension trireme.models._cuda does not load: {error}", hint="make native"
+            ) from error
     return _native
 
 

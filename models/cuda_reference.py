@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.attention.cuda_prompt import Prompts
-from models.cuda_experts import Gate, Sorted
-from models.cuda_ops import (
+from trireme.models.attention.cuda_prompt import Prompts
+from trireme.models.cuda_experts import Gate, Sorted
+from trireme.models.cuda_ops import (
     ALLOWED,
     BARRED,
     BLOCK_BYTES,
@@ -28,7 +28,7 @@ from models.cuda_ops import (
     Scales,
     touched_words,
 )
-from models.quant.gguf_expand import IQ4_VALUES
+from trireme.models.quant.gguf_expand import IQ4_VALUES
 
 
 def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:

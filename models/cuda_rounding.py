@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.cuda_ops import FP8_MAX, INT8_MAX, Q4_K_BYTES, Q4_K_VALUES
+from trireme.models.cuda_ops import FP8_MAX, INT8_MAX, Q4_K_BYTES, Q4_K_VALUES
 
 _AT_ONCE = 1 << 25  # values, which take some times four bytes
 FP8_GROUP = 128  # inputs that share a scale, in blocks of float8

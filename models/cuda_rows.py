@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from models.forward import Group
+from trireme.models.forward import Group
 
 SPLIT_FROM = 1024  # tokens; fewer are summed at once, and no graph has as many
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.cuda_weights import DeviceWeights, NoiseWeights, device_weights
-from models.dummy import DummySource
-from models.quant.packed import Floats
-from models.shards import ShardSource, Shares
-from models.weights import WeightSource
+from trireme.models.cuda_weights import DeviceWeights, NoiseWeights, device_weights
+from trireme.models.dummy import DummySource
+from trireme.models.quant.packed import Floats
+from trireme.models.shards import ShardSource, Shares
+from trireme.models.weights import WeightSource
 
 
 class NoiseShards(NoiseWeights):

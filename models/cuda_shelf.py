@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_OURS = ("models.layers.", "models.arch.")
+_OURS = ("trireme.models.layers.", "trireme.models.arch.")
 
 
 def tensors_of(model: Any) -> list[Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.quant.packed import Bytes
+from trireme.models.quant.packed import Bytes
 
 PIECE = 32 << 20  # bytes
 NUM_BUFFERS = 3

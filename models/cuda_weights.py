@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.cuda_blocks import laid_out
-from models.cuda_rounding import (
+from trireme.gpu_formats import format_of
+from trireme.mesh import Span
+from trireme.models.cuda_blocks import laid_out
+from trireme.models.cuda_rounding import (
     fp8_blocks_from,
     fp8_blocks_layout,
     fp8_from,
@@ -26,13 +28,11 @@ from models.cuda_rounding import (
     w4_from,
     w4_layout,
 )
-from models.cuda_staging import THREADS, Staging
-from models.dummy import DEVIATION, DummySource
-from models.layers.cuda_linear import DeviceMatrix
-from models.quant.packed import GROUPED, Floats
-from models.weights import DENSE_KINDS, RawMatrix, TensorSource, WeightSource
-from trireme.gpu_formats import format_of
-from trireme.mesh import Span
+from trireme.models.cuda_staging import THREADS, Staging
+from trireme.models.dummy import DEVIATION, DummySource
+from trireme.models.layers.cuda_linear import DeviceMatrix
+from trireme.models.quant.packed import GROUPED, Floats
+from trireme.models.weights import DENSE_KINDS, RawMatrix, TensorSource, WeightSource
 
 ROUNDED: dict[str, Callable[[Tensor], DeviceMatrix]] = {
     "half": lambda dense: DeviceMatrix("half", dense),

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from models.quant.packed import Floats, row_bytes
-from models.weights import RawMatrix, raw_from_floats
 from trireme.arch_spec import ArchSpec
+from trireme.models.quant.packed import Floats, row_bytes
+from trireme.models.weights import RawMatrix, raw_from_floats
 
 DEVIATION = 0.02
 _NOISE = 1 << 20  # values before the noise repeats

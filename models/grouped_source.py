@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from models.quant.grouped import Grouped, from_awq, from_compressed, from_gptq, groups_in_turn, rows_of
-from models.quant.packed import Floats
-from models.weights import RawMatrix, SafetensorsSource
 from trireme.arch_packed import Packing
 from trireme.errors import ModelError
+from trireme.models.quant.grouped import Grouped, from_awq, from_compressed, from_gptq, groups_in_turn, rows_of
+from trireme.models.quant.packed import Floats
+from trireme.models.weights import RawMatrix, SafetensorsSource
 
 _OLD = (".qweight", ".qzeros", ".scales", ".g_idx")
 _COMPRESSED = tuple(".weight_" + part for part in ("packed", "zero_point", "scale", "g_idx", "shape"))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.forward import KVLayer
-from models.kv_layout import LARGEST, unit_rows
+from trireme.models.forward import KVLayer
+from trireme.models.kv_layout import LARGEST, unit_rows
 
 
 def dtype_name(kv: KVLayer) -> str:

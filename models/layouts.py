@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.quant.packed import Floats
-from models.weights import RawMatrix, WeightSource
 from trireme.arch import ArchSpec
+from trireme.models.quant.packed import Floats
+from trireme.models.weights import RawMatrix, WeightSource
 
 Rows = np.ndarray  # row numbers
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from models.arch import native
-from models.dummy import DummySource
-from models.forward import ExpertGroup, Group, Model
-from models.grouped_source import GroupedSource
-from models.registry import family_named
-from models.weights import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
 from trireme.arch import ArchSpec
 from trireme.errors import ModelError
 from trireme.mesh import Mesh
+from trireme.models.arch import native
+from trireme.models.dummy import DummySource
+from trireme.models.forward import ExpertGroup, Group, Model
+from trireme.models.grouped_source import GroupedSource
+from trireme.models.registry import family_named
+from trireme.models.weights import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
 from trireme.packaged import ModelFiles
 from trireme.runtime import TORCH, choose_runtime
 
-_DUMMIES = ("models.arch.stage", "models.arch.moe")  # modules that name weights which a DummySource has
+_DUMMIES = ("trireme.models.arch.stage", "trireme.models.arch.moe")  # modules that name weights which a DummySource has
 Progress = Callable[[str, int, int], None]
 
 
@@ -52,7 +52,7 @@ def load_model(
     that do not fit together.
     """
     if arch.family == "stub":
-        from models.arch.stub import StubModel
+        from trireme.models.arch.stub import StubModel
 
         return StubModel(arch, mesh, group)
     source = open_checked(files, arch, dummy=dummy)
@@ -62,10 +62,10 @@ def load_model(
     dense = quantize or dense_kind(dtype)
     if (runtime or choose_runtime(arch, mesh).value) != TORCH:
         return native.NativeDecoder(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len)
-    from models.tensors import OverTensors
+    from trireme.models.tensors import OverTensors
 
     if experts is not None:
-        from models.arch.moe import MoeModel
+        from trireme.models.arch.moe import MoeModel
 
         return OverTensors(
             MoeModel(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len, experts=experts)

@@ -11,10 +11,10 @@ from trireme.errors import ConfigError
 def load_native() -> ModuleType:
     """The extension module. Raises ConfigError when it is not built or does not load on this machine."""
     try:
-        return importlib.import_module("models._native")
+        return importlib.import_module("trireme.models._native")
     except ImportError as error:
         raise ConfigError(
-            f"the native kernels (models._native) cannot be loaded: {error}",
+            f"the native kernels (trireme.models._native) cannot be loaded: {error}",
             hint="make native   (or: python setup.py build_ext --inplace)",
         ) from error
 

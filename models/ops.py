@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.forward import ForwardBatch, KVLayer
-from models.kv_blocks import dtype_name, head_dim_of, read_blocks, write_tokens
-from models.kv_layout import KV_CODES
+from trireme.models.forward import ForwardBatch, KVLayer
+from trireme.models.kv_blocks import dtype_name, head_dim_of, read_blocks, write_tokens
+from trireme.models.kv_layout import KV_CODES
 
 _native: Any = None
 try:
-    _native = importlib.import_module("models._native")
+    _native = importlib.import_module("trireme.models._native")
 except ImportError:
     pass
 

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from models.forward import ForwardBatch, KVLayer
-from models.kv_blocks import read_blocks
+from trireme.models.forward import ForwardBatch, KVLayer
+from trireme.models.kv_blocks import read_blocks
 
 _functional = torch.nn.functional
 

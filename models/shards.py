@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from models.quant.grouped import narrower
-from models.quant.packed import BLOCKS, GROUPED, ROW_SCALE_BYTES, Floats
-from models.weights import RawMatrix, TensorSource, WeightSource
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import GptBody, MoeBody
 from trireme.arch_packed import BLOCK_SIZES
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh, Span, split_evenly, split_heads
+from trireme.models.quant.grouped import narrower
+from trireme.models.quant.packed import BLOCKS, GROUPED, ROW_SCALE_BYTES, Floats
+from trireme.models.weights import RawMatrix, TensorSource, WeightSource
 
 UNITS = (
     256,

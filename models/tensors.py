@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.forward import (
+from trireme.errors import ModelError
+from trireme.models.forward import (
     ForwardBatch,
     Group,
     HostBatch,
@@ -21,11 +22,10 @@ from models.forward import (
     Logits,
     TensorModel,
 )
-from models.quant.base import bytes_of, row_bytes
-from models.quant.packed import address_of
-from models.safetensors_file import StoredTensor
-from models.weights import RawMatrix
-from trireme.errors import ModelError
+from trireme.models.quant.base import bytes_of, row_bytes
+from trireme.models.quant.packed import address_of
+from trireme.models.safetensors_file import StoredTensor
+from trireme.models.weights import RawMatrix
 
 _DENSE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPES = {

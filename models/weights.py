@@ -12,9 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from models.quant.gguf_expand import dequantize
-from models.quant.grouped import cpu_rows
-from models.quant.packed import (
+from trireme.arch_quantized import FP8_BLOCK
+from trireme.errors import ModelError
+from trireme.gguf import LOADED_AS, GgufFile, read_gguf
+from trireme.mesh import Span
+from trireme.models.quant.gguf_expand import dequantize
+from trireme.models.quant.grouped import cpu_rows
+from trireme.models.quant.packed import (
     BLOCKS,
     E4M3_VALUES,
     GROUPED,
@@ -28,11 +32,7 @@ from models.quant.packed import (
     row_bytes,
     scaled_rows,
 )
-from models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
-from trireme.arch_quantized import FP8_BLOCK
-from trireme.errors import ModelError
-from trireme.gguf import LOADED_AS, GgufFile, read_gguf
-from trireme.mesh import Span
+from trireme.models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from trireme.packaged import read_json
 
 DENSE_KINDS = ("F32", "F16", "BF16")

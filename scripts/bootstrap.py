@@ -154,7 +154,7 @@ def install_command() -> None:
 
 
 def has_extension() -> bool:
-    return all(any((ROOT / package).glob("_native*.so")) for package in ("models", "serving"))
+    return all(any((ROOT / package).glob("_native*.so")) for package in ("trireme/models", "trireme/serving"))
 
 
 def digest_sources() -> str:

@@ -24,16 +24,16 @@ NO_VALGRIND = 3
 
 def schedule(times: int) -> None:
     """Plan and result of 64 decoding rows."""
-    from engine_core.bench import measure
+    from trireme.engine_core.bench import measure
 
     measure(64, 5 + 100 * times)
 
 
 def codec(times: int) -> None:
     """One step's plan, result and outputs of 64 rows, written and read."""
-    from transport.codec import decode, encode
-    from transport.messages import StepOutputs, StepPlan, StepResult
-    from transport.packed import pack, pack_ids
+    from trireme.transport.codec import decode, encode
+    from trireme.transport.messages import StepOutputs, StepPlan, StepResult
+    from trireme.transport.packed import pack, pack_ids
 
     rows, ids = pack(range(64)), pack_ids(range(64))
     plan = StepPlan(1, [], [], b"", b"", [], rows, pack([1] * 64), pack([500] * 64), pack([77] * 64), b"\1" * 64)
@@ -45,7 +45,7 @@ def codec(times: int) -> None:
 
 def detokenize(times: int) -> None:
     """Tokens into text, with a stop string to look for."""
-    from serving.detokenizer import Detokenizer, TokenText
+    from trireme.serving.detokenizer import Detokenizer, TokenText
 
     text = TokenText(_Bytes())
     state = Detokenizer(text, stops=["nowhere"])

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from launch.parts import Modules
-from launch.restarts import RestartLimits
-from launch.supervise import Died, Event, Supervisor, Timing
+from trireme.launch.parts import Modules
+from trireme.launch.restarts import RestartLimits
+from trireme.launch.supervise import Died, Event, Supervisor, Timing
 from trireme.resolve import prepare
 from trireme.settings import load
 

@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.bench import WORDS
 from trireme import LLM, SamplingParams
+from trireme.launch.bench import WORDS
 
 COMMON = {"hidden_act": "silu", "head_dim": 128, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 0}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -135,7 +135,7 @@ class Servers:
                 yield f"http:{load[0]}x{num_in}x{num_out}", {**figures, "tpot_p50_ms": 1e3 / row["stream_tok_s"]}
 
     def _run(self, words: list[str], environment: dict[str, str]) -> list[dict[str, float]]:
-        command = [sys.executable, "-m", "launch.cli", *words, "--json", *self._flags, self._folder]
+        command = [sys.executable, "-m", "trireme.launch.cli", *words, "--json", *self._flags, self._folder]
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(words)} ended with {done.returncode}")

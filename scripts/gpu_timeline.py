@@ -120,10 +120,10 @@ def make_model(shape: str, quantize: str | None = None) -> Any:
     import torch
     from gpu_figures import SHAPES
 
-    from models.arch.cuda import CudaModel
-    from models.cuda_weights import NoiseWeights
-    from models.dummy import DummySource
     from trireme.arch import arch_from_config
+    from trireme.models.arch.cuda import CudaModel
+    from trireme.models.cuda_weights import NoiseWeights
+    from trireme.models.dummy import DummySource
 
     arch = arch_from_config(SHAPES[shape], {}, Path(shape))
     weights = NoiseWeights(DummySource(arch, (), Path(shape)), torch.bfloat16, torch.device("cuda"), scheme=quantize)
@@ -135,10 +135,10 @@ def profiled(model: Any, rows: int, context: int) -> list[Kernel]:
     import numpy as np
     import torch
 
-    from models.cuda_ops import sample_rows
-    from workers.gpu_graphs import captured, graph_pool
-    from workers.gpu_rows import DeviceRows
-    from workers.gpu_steps import COLUMNS, Steps
+    from trireme.models.cuda_ops import sample_rows
+    from trireme.workers.gpu_graphs import captured, graph_pool
+    from trireme.workers.gpu_rows import DeviceRows
+    from trireme.workers.gpu_steps import COLUMNS, Steps
 
     device, width = torch.device("cuda"), -(-context // BLOCK_SIZE)
     kv = model.allocate_kv(rows * width + 1, BLOCK_SIZE)

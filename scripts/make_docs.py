@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from launch.options import COMMANDS, flag_text, overview  # noqa: E402
+from trireme.launch.options import COMMANDS, flag_text, overview  # noqa: E402
 from trireme.metrics import METRICS  # noqa: E402
 from trireme.settings import Setting, table  # noqa: E402
 

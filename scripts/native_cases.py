@@ -9,19 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from models.arch.native import NativeDecoder
-from models.forward import HostBatch, SoloGroup
-from models.load import no_progress
-from models.native import load_native
-from models.quant.packed import Floats, quantize_rows
-from models.weights import RawMatrix
 from tests.models.rows import new_row, plan_of
 from trireme.arch_spec import ArchSpec
 from trireme.mesh import Mesh
+from trireme.models.arch.native import NativeDecoder
+from trireme.models.forward import HostBatch, SoloGroup
+from trireme.models.load import no_progress
+from trireme.models.native import load_native
+from trireme.models.quant.packed import Floats, quantize_rows
+from trireme.models.weights import RawMatrix
 from trireme.params import RowParams
-from workers.batch import Batch
-from workers.kv_tensors import KV_DTYPES, allocate_kv
-from workers.sampler import Sampler
+from trireme.workers.batch import Batch
+from trireme.workers.kv_tensors import KV_DTYPES, allocate_kv
+from trireme.workers.sampler import Sampler
 
 ARCH = ArchSpec(
     family="llama", num_layers=3, hidden=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn=512, vocab_size=1024,

@@ -16,17 +16,21 @@ import numpy as np
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving import control
-from serving.chat import ChatFormat, content_chars
-from serving.completions import CompletionFormat
-from serving.door import Caller
-from serving.front import Front
-from serving.gate import Admin, Gate, Keys, send_body
-from serving.generation import Generation
-from serving.replay import Replay
-from serving.sse import FIRST_EVENT_S, EventStream, Format, Outcome
-from serving.telemetry import CONTENT_TYPE, merged, page
-from serving.wire_openai import (
+from trireme import __version__
+from trireme.errors import NotFoundError, RequestError, TooLargeError, TriremeError
+from trireme.fleet import MAX_LABEL
+from trireme.params import SamplingParams
+from trireme.serving import control
+from trireme.serving.chat import ChatFormat, content_chars
+from trireme.serving.completions import CompletionFormat
+from trireme.serving.door import Caller
+from trireme.serving.front import Front
+from trireme.serving.gate import Admin, Gate, Keys, send_body
+from trireme.serving.generation import Generation
+from trireme.serving.replay import Replay
+from trireme.serving.sse import FIRST_EVENT_S, EventStream, Format, Outcome
+from trireme.serving.telemetry import CONTENT_TYPE, merged, page
+from trireme.serving.wire_openai import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -35,10 +39,6 @@ from serving.wire_openai import (
     sampling_params,
     split_prompts,
 )
-from trireme import __version__
-from trireme.errors import NotFoundError, RequestError, TooLargeError, TriremeError
-from trireme.fleet import MAX_LABEL
-from trireme.params import SamplingParams
 
 BODY_TIMEOUT_S = 30.0
 STATISTICS_TIMEOUT_S = 0.5

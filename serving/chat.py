@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from serving.detokenizer import TokenText
-from serving.generation import Generation, TextDelta, TokenLogprob, Usage
-from serving.sse import usage_object
-from serving.templates import Template
-from serving.wire_openai import MAX_MESSAGES, ChatRequest, Message, TokenizeRequest
 from trireme.errors import RequestError
+from trireme.serving.detokenizer import TokenText
+from trireme.serving.generation import Generation, TextDelta, TokenLogprob, Usage
+from trireme.serving.sse import usage_object
+from trireme.serving.templates import Template
+from trireme.serving.wire_openai import MAX_MESSAGES, ChatRequest, Message, TokenizeRequest
 
 ROLES: Mapping[str, str] = {
     "system": "system",

@@ -18,14 +18,26 @@ from typing import Any
 
 import msgspec
 
-from serving.engine import Connect, Engine, EngineState
-from serving.migration import judge
-from serving.moves import Moves
-from serving.pauses import Pauses
-from serving.placement import Placement
-from serving.replay import Replay
-from serving.stream import PromptLogprobs, Row, Stream
-from transport.messages import (
+from trireme.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    NotFoundError,
+    OverloadedError,
+    QuarantinedError,
+    RequestError,
+    TriremeError,
+)
+from trireme.hashing import prompt_keys
+from trireme.lockstep import Mode
+from trireme.serving.engine import Connect, Engine, EngineState
+from trireme.serving.migration import judge
+from trireme.serving.moves import Moves
+from trireme.serving.pauses import Pauses
+from trireme.serving.placement import Placement
+from trireme.serving.replay import Replay
+from trireme.serving.stream import PromptLogprobs, Row, Stream
+from trireme.transport.messages import (
     MAX_PREFIX,
     Abort,
     Call,
@@ -41,20 +53,8 @@ from transport.messages import (
     StepOutputs,
     Welcome,
 )
-from transport.packed import unpack, unpack_ids
-from transport.sockets import Left
-from trireme.errors import (
-    DeadlineError,
-    EngineDeadError,
-    EngineError,
-    NotFoundError,
-    OverloadedError,
-    QuarantinedError,
-    RequestError,
-    TriremeError,
-)
-from trireme.hashing import prompt_keys
-from trireme.lockstep import Mode
+from trireme.transport.packed import unpack, unpack_ids
+from trireme.transport.sockets import Left
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from serving.detokenizer import TokenText
-from serving.generation import Generation, TextDelta, TokenLogprob, Usage
-from serving.sse import usage_object
-from serving.wire_openai import CompletionRequest
+from trireme.serving.detokenizer import TokenText
+from trireme.serving.generation import Generation, TextDelta, TokenLogprob, Usage
+from trireme.serving.sse import usage_object
+from trireme.serving.wire_openai import CompletionRequest
 
 _encode = msgspec.json.encode
 _new_decoder = codecs.getincrementaldecoder("utf-8")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from serving.client import EngineClient
-from serving.engine import Connect
-from transport.aio import AsyncConnection
-from transport.messages import Boot, EngineToFront, FromCoordinator
 from trireme.config import EngineConfig
 from trireme.fleet import engines_of_front, front_label
+from trireme.serving.client import EngineClient
+from trireme.serving.engine import Connect
+from trireme.transport.aio import AsyncConnection
+from trireme.transport.messages import Boot, EngineToFront, FromCoordinator
 
 
 def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:

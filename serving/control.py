@@ -13,11 +13,11 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from serving.front import Front
-from serving.gate import send_body
 from trireme.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from trireme.lockstep import PAUSES, Mode
 from trireme.rest import LEVELS, NO_SLEEP, RESTING
+from trireme.serving.front import Front
+from trireme.serving.gate import send_body
 
 ADMIN = frozenset(("/sleep", "/wake_up", "/pause", "/resume"))
 REST_S = 300.0  # that falling asleep, waking or a pause may take

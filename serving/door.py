@@ -17,11 +17,11 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Scope
 
-from serving.concurrency import AdaptiveLimit
-from serving.quota import Quota, Quotas, Rates
-from serving.replay import Terms
 from trireme.config import ServingConfig
 from trireme.errors import ConfigError, OverloadedError, RequestError
+from trireme.serving.concurrency import AdaptiveLimit
+from trireme.serving.quota import Quota, Quotas, Rates
+from trireme.serving.replay import Terms
 
 CLIENT_BYTES = 16
 TIERS = {"priority": -1, "flex": 1}  # OpenAI's service_tier; the others are 0

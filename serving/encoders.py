@@ -118,11 +118,11 @@ class SpmEncoder:
         self.end: list[int] = []
         self._tokens = tokens
         try:
-            native = importlib.import_module("serving._native")
+            native = importlib.import_module("trireme.serving._native")
             self._native: Any = native.Spm(tokens, scores, kinds, -1 if unknown is None else unknown, adds_space)
         except ImportError as error:
             raise ModelError(
-                f"the native encoder (serving._native) cannot be loaded: {error}", hint="make native"
+                f"the native encoder (trireme.serving._native) cannot be loaded: {error}", hint="make native"
             ) from error
         except ValueError as error:
             raise ModelError(str(error)) from error

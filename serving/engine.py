@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from serving.stream import Row
-from transport.messages import EngineFacts, Welcome, Wire
+from trireme.serving.stream import Row
+from trireme.transport.messages import EngineFacts, Welcome, Wire
 
 SILENT_S = 1.0  # an engine whose loop answers no Ping for so long makes no progress
 

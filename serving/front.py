@@ -12,19 +12,19 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from serving.chat import ChatRenderer
-from serving.client import EngineClient
-from serving.detokenizer import TokenText
-from serving.door import Caller, Door
-from serving.engine import EngineState
-from serving.processor import Processor
-from serving.sse import Look, Ticker
-from serving.telemetry import Snapshot, Telemetry
-from serving.templates import find_template
-from serving.tokens import Tokenizer
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, NotFoundError, OverloadedError, RequestError
 from trireme.lockstep import is_pause
+from trireme.serving.chat import ChatRenderer
+from trireme.serving.client import EngineClient
+from trireme.serving.detokenizer import TokenText
+from trireme.serving.door import Caller, Door
+from trireme.serving.engine import EngineState
+from trireme.serving.processor import Processor
+from trireme.serving.sse import Look, Ticker
+from trireme.serving.telemetry import Snapshot, Telemetry
+from trireme.serving.templates import find_template
+from trireme.serving.tokens import Tokenizer
 
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
 MIN_BODY_BUDGET = 64 << 20  # bytes of bodies being read at one time, all requests together

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.wire_openai import error_body, error_status, retry_after
 from trireme.errors import AuthError, DeadlineError, RequestError, TriremeError
+from trireme.serving.wire_openai import error_body, error_status, retry_after
 
 log = logging.getLogger(__name__)
 

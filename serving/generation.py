@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal, NamedTuple
 
-from serving.client import EngineClient, error_from_end
-from serving.detokenizer import Detokenizer, TokenText
-from serving.replay import Replay
-from serving.stream import Stream
-from transport.messages import End, First, LogprobRow
 from trireme.params import SamplingParams
+from trireme.serving.client import EngineClient, error_from_end
+from trireme.serving.detokenizer import Detokenizer, TokenText
+from trireme.serving.replay import Replay
+from trireme.serving.stream import Stream
+from trireme.transport.messages import End, First, LogprobRow
 
 FinishReason = Literal["stop", "length", "abort"]
 

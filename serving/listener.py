@@ -18,9 +18,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serving.accept import Acceptor
-from serving.wire_openai import error_body
 from trireme.errors import OverloadedError, RequestError
+from trireme.serving.accept import Acceptor
+from trireme.serving.wire_openai import error_body
 
 log = logging.getLogger(__name__)
 

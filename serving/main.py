@@ -16,18 +16,18 @@ from typing import Any
 
 import msgspec
 
-from serving.app import make_app
-from serving.connect import client_over_sockets
-from serving.front import Front
-from serving.listener import Listener, allow_connections
-from serving.siblings import Siblings
-from serving.tokens import load_tokenizer
-from transport.boot import BootChannel
-from transport.messages import Drain
 from trireme.arch import read_arch
 from trireme.config import EngineConfig
 from trireme.log import configure, facts
 from trireme.packaged import files_of
+from trireme.serving.app import make_app
+from trireme.serving.connect import client_over_sockets
+from trireme.serving.front import Front
+from trireme.serving.listener import Listener, allow_connections
+from trireme.serving.siblings import Siblings
+from trireme.serving.tokens import load_tokenizer
+from trireme.transport.boot import BootChannel
+from trireme.transport.messages import Drain
 
 log = logging.getLogger(__name__)
 

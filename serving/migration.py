@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from serving.replay import Replay
+from trireme.serving.replay import Replay
 
 
 class Lost(Protocol):

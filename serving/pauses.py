@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from serving.engine import Engine
-from serving.placement import Placement
-from transport.messages import Call, CallReply
-from transport.sockets import Left
 from trireme.errors import EngineDeadError, EngineError
 from trireme.lockstep import Mode
+from trireme.serving.engine import Engine
+from trireme.serving.placement import Placement
+from trireme.transport.messages import Call, CallReply
+from trireme.transport.sockets import Left
 
 RETRY_S = 0.05  # while there is no coordinator, or no engine
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from serving.choose import Chooser
-from serving.engine import Engine, Link
-from transport.messages import Released, Route, Routed, View
-from transport.sockets import Left
 from trireme.errors import EngineDeadError
+from trireme.serving.choose import Chooser
+from trireme.serving.engine import Engine, Link
+from trireme.transport.messages import Released, Route, Routed, View
+from trireme.transport.sockets import Left
 
 log = logging.getLogger(__name__)
 

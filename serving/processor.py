@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from serving.replay import Replay, Terms
 from trireme.errors import RequestError
 from trireme.params import RowParams, SamplingParams
+from trireme.serving.replay import Replay, Terms
 
 MAX_ROWS = 512  # prompts x n
 MAX_PROMPT_CHARS_PER_TOKEN = 256  # a longer text cannot fit the context whatever the tokenizer

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from transport.messages import Submit
 from trireme.params import RowParams
+from trireme.transport.messages import Submit
 
 LEAST_WAIT_S = 0.001  # what is left of a deadline that has passed
 

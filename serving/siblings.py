@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from serving.telemetry import Snapshot
+from trireme.serving.telemetry import Snapshot
 
 ASK_TIMEOUT_S = 0.5
 MAX_BYTES = 1 << 20

@@ -16,11 +16,11 @@ from typing import Any, Literal, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.gate import PIECE_BYTES, send_body
-from serving.generation import Generation, TextDelta, Usage
-from serving.wire_openai import error_body
 from trireme.errors import SlowReaderError, TriremeError
 from trireme.log import facts
+from trireme.serving.gate import PIECE_BYTES, send_body
+from trireme.serving.generation import Generation, TextDelta, Usage
+from trireme.serving.wire_openai import error_body
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from serving.moves import Trial
-from serving.replay import Replay
-from transport.messages import End, First, LogprobRow
 from trireme.errors import TriremeError
+from trireme.serving.moves import Trial
+from trireme.serving.replay import Replay
+from trireme.transport.messages import End, First, LogprobRow
 
 
 class PromptLogprobs(NamedTuple):

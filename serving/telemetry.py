@@ -23,11 +23,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from serving.engine import EngineState
-from serving.generation import Generation
-from serving.sse import Outcome
 from trireme.metrics import BY_NAME
 from trireme.metrics import Metric as Described
+from trireme.serving.engine import EngineState
+from trireme.serving.generation import Generation
+from trireme.serving.sse import Outcome
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 

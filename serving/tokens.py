@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
-from serving.encoders import Encoder, LibraryEncoder
-from serving.tokens_gguf import tokenizer_from_gguf
 from trireme.errors import ModelError
 from trireme.packaged import ModelFiles, read_json
+from trireme.serving.encoders import Encoder, LibraryEncoder
+from trireme.serving.tokens_gguf import tokenizer_from_gguf
 
 _HEAD = 3  # characters of a name that are looked for first
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from serving.encoders import ADDED, INERT, PLAIN, SPECIAL, Encoder, LibraryEncoder, SpmEncoder
 from trireme.errors import ModelError
 from trireme.gguf import GgufFile, read_gguf
+from trireme.serving.encoders import ADDED, INERT, PLAIN, SPECIAL, Encoder, LibraryEncoder, SpmEncoder
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _OF_KIND = {_UNKNOWN: SPECIAL, _CONTROL: SPECIAL, _USER_DEFINED: ADDED, _UNUSED: INERT}

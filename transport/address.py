@@ -14,8 +14,8 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from transport.messages import Boot
 from trireme.errors import ConfigError
+from trireme.transport.messages import Boot
 
 MAX_IPC_PATH = 107  # sun_path of a unix socket
 

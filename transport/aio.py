@@ -12,10 +12,10 @@ from typing import Any
 
 import zmq
 
-from transport.connection import Connection
-from transport.messages import Boot, Welcome, Wire
-from transport.wired import SILENCE_S
 from trireme.errors import TransportError
+from trireme.transport.connection import Connection
+from trireme.transport.messages import Boot, Welcome, Wire
+from trireme.transport.wired import SILENCE_S
 
 
 class AsyncConnection:

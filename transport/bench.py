@@ -1,4 +1,4 @@
-"""`python -m transport.bench`: what a message costs, without any model: codec, round trips, messages a second.
+"""`python -m trireme.transport.bench`: what a message costs, without any model: codec, round trips, messages a second.
 
 One server process that answers, one client in this process. Prints a table; nothing in production calls it.
 """
@@ -16,10 +16,11 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from transport.aio import AsyncConnection
-from transport.boot import BootChannel, spawn
-from transport.codec import Decoder, Encoder
-from transport.messages import (
+from trireme.params import RowParams
+from trireme.transport.aio import AsyncConnection
+from trireme.transport.boot import BootChannel, spawn
+from trireme.transport.codec import Decoder, Encoder
+from trireme.transport.messages import (
     Abort,
     Boot,
     CoreToWorker,
@@ -32,11 +33,10 @@ from transport.messages import (
     Submit,
     WorkerToCore,
 )
-from transport.packed import pack, pack_ids
-from transport.rundir import RunDir
-from transport.sockets import Connection, Poller, Server
-from transport.wired import HEAD_BYTES, head_of
-from trireme.params import RowParams
+from trireme.transport.packed import pack, pack_ids
+from trireme.transport.rundir import RunDir
+from trireme.transport.sockets import Connection, Poller, Server
+from trireme.transport.wired import HEAD_BYTES, head_of
 
 ROWS = 64
 NUM_TRIPS = 3000
@@ -173,8 +173,8 @@ async def bench_asyncio(boot: Boot, name: str) -> None:
 
 async def bench_zmq_asyncio(boot: Boot, name: str) -> None:
     """The same exchange over zmq.asyncio, as the alternative that was not taken."""
-    from transport.codec import encode
-    from transport.messages import PROTOCOL_VERSION, Hello
+    from trireme.transport.codec import encode
+    from trireme.transport.messages import PROTOCOL_VERSION, Hello
 
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
@@ -216,7 +216,7 @@ def bench_sockets() -> None:
 
     run_dir = RunDir()
     boot = Boot("front", "front-0", 0, b"", b"", run_dir.path, index=os.getpid())
-    server = spawn("transport.bench", Boot("engine", "engine-0", 0, b"", b"", run_dir.path))
+    server = spawn("trireme.transport.bench", Boot("engine", "engine-0", 0, b"", b"", run_dir.path))
     try:
         bench_blocking(boot)
         for name, factory in (("asyncio", asyncio.new_event_loop), ("uvloop", uvloop.new_event_loop)):

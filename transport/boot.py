@@ -30,14 +30,14 @@ from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
-from transport.codec import Decoder, encode
-from transport.hatch import Egg, hatch
-from transport.messages import Beat, Boot, Drain, Failed, FromChild, Paused, Progress, Ready, ToChild, Wire
-from transport.poller import NEVER, Waker
-from transport.rundir import remove_run_dir
 from trireme.errors import ProtocolError, TransportError, TriremeError
 from trireme.lockstep import Mode
 from trireme.phases import Phases
+from trireme.transport.codec import Decoder, encode
+from trireme.transport.hatch import Egg, hatch
+from trireme.transport.messages import Beat, Boot, Drain, Failed, FromChild, Paused, Progress, Ready, ToChild, Wire
+from trireme.transport.poller import NEVER, Waker
+from trireme.transport.rundir import remove_run_dir
 
 log = logging.getLogger("trireme.transport")
 

@@ -25,9 +25,9 @@ def main() -> None:
     if int(death_signal):
         libc.prctl(PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
     libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).absolute().parents[2]))  # not resolved: the package is a link in a checkout
 
-    from transport.boot import run_child
+    from trireme.transport.boot import run_child
 
     run_child(module, name, also, began)
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from transport.messages import Wire
 from trireme.errors import ProtocolError
+from trireme.transport.messages import Wire
 
 MAX_FRAME_BYTES = 64 << 20  # one frame of a control message
 MAX_FRAMES = 64  # body plus arrays

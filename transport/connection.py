@@ -14,11 +14,11 @@ from typing import Any
 
 import zmq
 
-from transport.address import Keys, check_address, connect_address, guard_client
-from transport.messages import PROTOCOL_VERSION, Boot, Hello, Ping, Pong, Refused, Welcome, Wire
-from transport.poller import Poller
-from transport.wired import GRACE_S, NOW, PING_S, SILENCE_S, Identity, Left, Wired
 from trireme.errors import TransportError
+from trireme.transport.address import Keys, check_address, connect_address, guard_client
+from trireme.transport.messages import PROTOCOL_VERSION, Boot, Hello, Ping, Pong, Refused, Welcome, Wire
+from trireme.transport.poller import Poller
+from trireme.transport.wired import GRACE_S, NOW, PING_S, SILENCE_S, Identity, Left, Wired
 
 log = logging.getLogger("trireme.transport")
 

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from transport.messages import PROTOCOL_VERSION, EngineFacts, Hello, Role, Welcome, Wire
-from transport.poller import NEVER, Waker
-from transport.server import Peer
-from transport.wired import QUEUE_LIMIT, Left
 from trireme.errors import TransportError
+from trireme.transport.messages import PROTOCOL_VERSION, EngineFacts, Hello, Role, Welcome, Wire
+from trireme.transport.poller import NEVER, Waker
+from trireme.transport.server import Peer
+from trireme.transport.wired import QUEUE_LIMIT, Left
 
 
 class LocalServer:

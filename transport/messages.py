@@ -12,10 +12,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from transport.packed import Column, Flags, Ids, check_columns
 from trireme.hashing import KEY_BYTES
 from trireme.lockstep import Agreed, Ballot, Mode
 from trireme.params import RowParams
+from trireme.transport.packed import Column, Flags, Ids, check_columns
 
 PROTOCOL_VERSION = 8
 MAX_PREFIX = 1024  # blocks of a prompt that a Route names

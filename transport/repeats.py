@@ -5,9 +5,9 @@ Called by the engine's executor and by worker processes. Pure: both sides hold t
 
 from __future__ import annotations
 
-from transport.messages import NextToken, StepPlan
-from transport.packed import Column, repeated, unpack
 from trireme.errors import ProtocolError
+from trireme.transport.messages import NextToken, StepPlan
+from trireme.transport.packed import Column, repeated, unpack
 
 
 def shortened(before: StepPlan | None, plan: StepPlan) -> NextToken | None:

@@ -16,11 +16,22 @@ from typing import Any
 
 import zmq
 
-from transport.address import Keys, bind_address, check_address, guard_server, is_same_host, publish_address
-from transport.codec import Frame
-from transport.messages import PROTOCOL_VERSION, Boot, EngineFacts, Hello, Ping, Pong, Refused, Role, Welcome, Wire
-from transport.wired import GRACE_S, NOW, NOW_AND_MORE, PING_S, QUEUE_LIMIT, SILENCE_S, Identity, Left, Wired
 from trireme.errors import ConfigError
+from trireme.transport.address import Keys, bind_address, check_address, guard_server, is_same_host, publish_address
+from trireme.transport.codec import Frame
+from trireme.transport.messages import (
+    PROTOCOL_VERSION,
+    Boot,
+    EngineFacts,
+    Hello,
+    Ping,
+    Pong,
+    Refused,
+    Role,
+    Welcome,
+    Wire,
+)
+from trireme.transport.wired import GRACE_S, NOW, NOW_AND_MORE, PING_S, QUEUE_LIMIT, SILENCE_S, Identity, Left, Wired
 
 log = logging.getLogger("trireme.transport")
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transport.connection import Connection
-from transport.poller import Poller, Source, Waker
-from transport.server import Peer, Server
-from transport.wired import Identity, Left
+from trireme.transport.connection import Connection
+from trireme.transport.poller import Poller, Source, Waker
+from trireme.transport.server import Peer, Server
+from trireme.transport.wired import Identity, Left
 
 if TYPE_CHECKING:
-    from transport.aio import AsyncConnection
+    from trireme.transport.aio import AsyncConnection
 
 __all__ = ["AsyncConnection", "Connection", "Identity", "Left", "Peer", "Poller", "Server", "Source", "Waker"]
 
@@ -24,6 +24,6 @@ def __getattr__(name: str) -> Any:
     """AsyncConnection on first use: the blocking half must not import asyncio."""
     if name != "AsyncConnection":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from transport.aio import AsyncConnection
+    from trireme.transport.aio import AsyncConnection
 
     return AsyncConnection

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from transport.resilience import Backoff, Breaker, RetryBudget, State
 from trireme.errors import OverloadedError, TransportError
+from trireme.transport.resilience import Backoff, Breaker, RetryBudget, State
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from transport.messages import StepResult
+from trireme.transport.messages import StepResult
 
 
 class Ticket(Protocol):

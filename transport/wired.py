@@ -21,9 +21,9 @@ from zlib import crc32
 
 import zmq
 
-from transport.codec import MAX_FRAME_BYTES, Decoder, Encoder, Frame
-from transport.messages import PROTOCOL_VERSION, Boot, Hello, Role, Welcome
 from trireme.errors import ProtocolError
+from trireme.transport.codec import MAX_FRAME_BYTES, Decoder, Encoder, Frame
+from trireme.transport.messages import PROTOCOL_VERSION, Boot, Hello, Role, Welcome
 
 log = logging.getLogger("trireme.transport")
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from trireme.params import SamplingParams
 
 _PLACES = {
-    "LLM": "launch.llm",
-    "AsyncLLM": "launch.llm",
-    "Client": "launch.rpc",
-    "AsyncClient": "launch.rpc",
-    "Hosts": "launch.hosts",
-    "AsyncHosts": "launch.hosts",
-    "Patience": "transport.targets",
+    "LLM": "trireme.launch.llm",
+    "AsyncLLM": "trireme.launch.llm",
+    "Client": "trireme.launch.rpc",
+    "AsyncClient": "trireme.launch.rpc",
+    "Hosts": "trireme.launch.hosts",
+    "AsyncHosts": "trireme.launch.hosts",
+    "Patience": "trireme.transport.targets",
     "RequestOutput": "trireme.outputs",
     "OutputDelta": "trireme.outputs",
     "SamplingParams": "trireme.params",

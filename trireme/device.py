@@ -77,7 +77,7 @@ def read_device(root: Path = Path("/")) -> DeviceFacts:
         cpu=name,
         isa=tuple(flag for flag in _ISA_FLAGS if flag in flags),
         num_gpus=len(list((root / "dev").glob("nvidia[0-9]*"))),
-        has_cuda_kernels=importlib.util.find_spec("models._cuda") is not None,
+        has_cuda_kernels=importlib.util.find_spec("trireme.models._cuda") is not None,
     )
 
 

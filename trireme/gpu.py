@@ -69,7 +69,7 @@ def obstacles(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> list
         found.append(Obstacle(why, "fewer of --dp, --tp and --pp, or --share-gpus"))
     if not device.has_cuda_kernels:
         cure = "make native (with nvcc and a torch for CUDA), or --device cpu"
-        found.append(Obstacle("the extension models._cuda is not built", cure))
+        found.append(Obstacle("the extension trireme.models._cuda is not built", cure))
     if missing := lacks_on_gpu(arch, config.model.max_len):
         trained = arch.rope.original_max_position
         cure = "--device cpu" if lacks_on_gpu(arch, trained) else f"--max-len {trained}, or --device cpu"

@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.messages import NewRow, RowFault, StepPlan
-from transport.packed import Column, unpack
 from trireme.errors import EngineError
 from trireme.params import RowParams
-from workers.rules import LogitRules, Tokens
+from trireme.transport.messages import NewRow, RowFault, StepPlan
+from trireme.transport.packed import Column, unpack
+from trireme.workers.rules import LogitRules, Tokens
 
 UNKNOWN = -1  # in `tokens`: sampled on a device, and not seen here yet
 POISON = -0x0DEADBEE  # an impossible token and block id

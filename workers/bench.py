@@ -1,4 +1,4 @@
-"""Times what a decode step costs besides the model: `python -m workers.bench`. A model that answers from memory stands in.
+"""Times what a decode step costs besides the model: `python -m trireme.workers.bench`. A model that answers from memory stands in.
 
 Run by hand; prints CPU microseconds per step (median) for several batch sizes and sampling settings.
 """
@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from models.forward import HostBatch, HostKV, Logits
-from transport.messages import NewRow, StepPlan
-from transport.packed import pack
 from trireme.mesh import Mesh
+from trireme.models.forward import HostBatch, HostKV, Logits
 from trireme.params import RowParams
-from workers.batch import Batch
-from workers.inputs import InputBuilder
-from workers.runner import Runner
+from trireme.transport.messages import NewRow, StepPlan
+from trireme.transport.packed import pack
+from trireme.workers.batch import Batch
+from trireme.workers.inputs import InputBuilder
+from trireme.workers.runner import Runner
 
 BLOCK, MAX_LEN, PROMPT = 16, 2048, 512
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.forward import Model
-from models.tensors import OverTensors
 from trireme.lockstep import Agreed, Ballot
 from trireme.mesh import Mesh
-from workers.collectives.experts import SplitExperts
-from workers.peers import Peers
+from trireme.models.forward import Model
+from trireme.models.tensors import OverTensors
+from trireme.workers.collectives.experts import SplitExperts
+from trireme.workers.peers import Peers
 
 
 class EngineCompany:

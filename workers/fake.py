@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult, WorkerInit, WorkerLoaded
-from transport.packed import pack, unpack, unpack_flags
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
 from trireme.lockstep import Agreed
 from trireme.mesh import Mesh
 from trireme.params import RowParams
+from trireme.transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult, WorkerInit, WorkerLoaded
+from trireme.transport.packed import pack, unpack, unpack_flags
 
 if TYPE_CHECKING:
-    from workers.peers import Peers
+    from trireme.workers.peers import Peers
 
 
 class FakeOptions(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class FakeWorker:
         self.progress("load", 0, 1)
         time.sleep(fake.load_ms / 1e3)
         if self._peers_arena:
-            from workers.peers import Peers
+            from trireme.workers.peers import Peers
 
             limit_s = self.config.launch.step_timeout
             self._peers = Peers(self._peers_arena, self.mesh.dp_rank, self.mesh.dp, timeout_s=limit_s)

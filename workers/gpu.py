@@ -16,17 +16,6 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from models import cuda_ops
-from models.arch.cuda import DTYPES, CudaModel
-from models.cuda_batch import HostModel
-from models.cuda_rows import SPLIT_FROM
-from models.cuda_shards import own_weights
-from models.cuda_shelf import Shelf, tensors_of
-from models.forward import HostKV, Model, SoloGroup
-from models.load import as_decoder, open_checked
-from models.native import find_native
-from models.shards import Shares
-from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.arch import ArchSpec, read_arch
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, EngineError
@@ -36,25 +25,36 @@ from trireme.graph_sizes import graph_sizes
 from trireme.loaded import stored_of
 from trireme.log import facts
 from trireme.mesh import Mesh
+from trireme.models import cuda_ops
+from trireme.models.arch.cuda import DTYPES, CudaModel
+from trireme.models.cuda_batch import HostModel
+from trireme.models.cuda_rows import SPLIT_FROM
+from trireme.models.cuda_shards import own_weights
+from trireme.models.cuda_shelf import Shelf, tensors_of
+from trireme.models.forward import HostKV, Model, SoloGroup
+from trireme.models.load import as_decoder, open_checked
+from trireme.models.native import find_native
+from trireme.models.shards import Shares
 from trireme.packaged import files_of
 from trireme.phases import Phases
 from trireme.sizes import format_bytes
-from workers.batch import Batch
-from workers.collectives import make_cuda_group
-from workers.collectives.cuda import CudaGroup
-from workers.collectives.watch import STUCK_S
-from workers.gpu_adapt import Adaptation
-from workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
-from workers.gpu_memory import GpuMemory, check_weights, largest_step, measure_step
-from workers.gpu_ranks import RankTicket, launch_with, sampling_mesh
-from workers.gpu_rows import DeviceRows
-from workers.gpu_runner import GpuRunner, Ticket
-from workers.gpu_steps import Steps
-from workers.graph_policy import GraphPolicy
-from workers.graph_sizes import decode_policy, fixed, mixed_policy
-from workers.inputs import InputBuilder
-from workers.memory import read_memory, usable_cores
-from workers.runner import Runner
+from trireme.transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
+from trireme.workers.batch import Batch
+from trireme.workers.collectives import make_cuda_group
+from trireme.workers.collectives.cuda import CudaGroup
+from trireme.workers.collectives.watch import STUCK_S
+from trireme.workers.gpu_adapt import Adaptation
+from trireme.workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
+from trireme.workers.gpu_memory import GpuMemory, check_weights, largest_step, measure_step
+from trireme.workers.gpu_ranks import RankTicket, launch_with, sampling_mesh
+from trireme.workers.gpu_rows import DeviceRows
+from trireme.workers.gpu_runner import GpuRunner, Ticket
+from trireme.workers.gpu_steps import Steps
+from trireme.workers.graph_policy import GraphPolicy
+from trireme.workers.graph_sizes import decode_policy, fixed, mixed_policy
+from trireme.workers.inputs import InputBuilder
+from trireme.workers.memory import read_memory, usable_cores
+from trireme.workers.runner import Runner
 
 log = logging.getLogger("trireme.worker")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from workers.gpu_graphs import DecodeGraphs, GraphMemory, GraphSet, MixedGraphs
-from workers.graph_policy import Change, Size
+from trireme.workers.gpu_graphs import DecodeGraphs, GraphMemory, GraphSet, MixedGraphs
+from trireme.workers.graph_policy import Change, Size
 
 Known = Mapping[str, float]
 """Of all workers: the most bytes that graphs hold (held), that another size takes (growth) and that graphs may hold (most_bytes),

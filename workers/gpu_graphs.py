@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.attention.prompt_plan import PIECES, plan_prompts
 from trireme.budget import GPU_GRAPHS
-from workers.batch import Batch
-from workers.gpu_rows import DeviceRows, Indices, Ints
-from workers.gpu_steps import COLUMNS, MIXED, SHORT, Mixed, Steps, drawn_tensors, fill_decode
-from workers.graph_policy import GraphPolicy, Size
-from workers.inputs import StepRows
-from workers.staging import Upload
+from trireme.models.attention.prompt_plan import PIECES, plan_prompts
+from trireme.workers.batch import Batch
+from trireme.workers.gpu_rows import DeviceRows, Indices, Ints
+from trireme.workers.gpu_steps import COLUMNS, MIXED, SHORT, Mixed, Steps, drawn_tensors, fill_decode
+from trireme.workers.graph_policy import GraphPolicy, Size
+from trireme.workers.inputs import StepRows
+from trireme.workers.staging import Upload
 
 Progress = Callable[[str, int, int], None]
 Launch = Callable[[], Any]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from models.arch.cuda import CudaModel
-from models.cuda_batch import upload
-from models.forward import HostBatch
 from trireme.budget import GPU_GRAPHS as GRAPHS
 from trireme.errors import ConfigError
+from trireme.models.arch.cuda import CudaModel
+from trireme.models.cuda_batch import upload
+from trireme.models.forward import HostBatch
 from trireme.sizes import GIB, format_bytes
 
 MAX_SHARE = 0.97  # what can be suggested

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
-from transport.messages import StepResult
 from trireme.mesh import Mesh
-from workers.collectives.watch import Watch
-from workers.gpu_runner import Ticket
-from workers.staging import Event
+from trireme.transport.messages import StepResult
+from trireme.workers.collectives.watch import Watch
+from trireme.workers.gpu_runner import Ticket
+from trireme.workers.staging import Event
 
 ALONE = Mesh(1, 1, 1)
 

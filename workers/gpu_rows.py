@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.cuda_ops import JOB
-from transport.messages import StepPlan
-from transport.packed import unpack
+from trireme.models.cuda_ops import JOB
 from trireme.params import RowParams
-from workers.batch import Batch
+from trireme.transport.messages import StepPlan
+from trireme.transport.packed import unpack
+from trireme.workers.batch import Batch
 
 Ints = NDArray[np.int32]
 Indices = NDArray[np.int64]

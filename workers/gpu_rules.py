@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.cuda_ops import (
+from trireme.models.cuda_ops import (
     ALLOWED,
     BARRED,
     COMPLETES,
@@ -26,8 +26,8 @@ from models.cuda_ops import (
     touched_words,
 )
 from trireme.params import RowParams
-from workers.noise import Ids
-from workers.rules import LogitRules, RuleParts, Tokens
+from trireme.workers.noise import Ids
+from trireme.workers.rules import LogitRules, RuleParts, Tokens
 
 Ints = NDArray[np.int32]
 Send = Callable[[Ids, Ints], tuple[Tensor, Tensor]]

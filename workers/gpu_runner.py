@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from models.attention.prompt_plan import PIECES
-from models.cuda_ops import JOB, MOST_LOGPROBS, NOTHING_LEFT
-from transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
-from transport.packed import pack, unpack, unpack_flags
-from workers.batch import Batch
-from workers.gpu_graphs import MOST_PIECES, DecodeGraphs, GraphSet, MixedGraphs
-from workers.gpu_rows import Ints, block_changes, job_of
-from workers.gpu_rules import DeviceRules, is_for_device
-from workers.gpu_steps import Mixed, Steps
-from workers.graph_policy import Size
-from workers.inputs import StepRows
-from workers.rules import LogitRules
-from workers.runner import Runner
-from workers.sampler import Sampler
-from workers.staging import Answer
+from trireme.models.attention.prompt_plan import PIECES
+from trireme.models.cuda_ops import JOB, MOST_LOGPROBS, NOTHING_LEFT
+from trireme.transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
+from trireme.transport.packed import pack, unpack, unpack_flags
+from trireme.workers.batch import Batch
+from trireme.workers.gpu_graphs import MOST_PIECES, DecodeGraphs, GraphSet, MixedGraphs
+from trireme.workers.gpu_rows import Ints, block_changes, job_of
+from trireme.workers.gpu_rules import DeviceRules, is_for_device
+from trireme.workers.gpu_steps import Mixed, Steps
+from trireme.workers.graph_policy import Size
+from trireme.workers.inputs import StepRows
+from trireme.workers.rules import LogitRules
+from trireme.workers.runner import Runner
+from trireme.workers.sampler import Sampler
+from trireme.workers.staging import Answer
 
 NOT_FINITE = "sampling failed: the model gave logits that are not finite"
 ALL_BARRED = "sampling failed: no token is left to sample: the parameters bar every one"

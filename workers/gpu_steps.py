@@ -16,18 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models import cuda_ops
-from models.arch.cuda import CudaBatch
-from models.attention.cuda_prompt import Prompts
-from models.attention.prompt_plan import PromptPlan, Rules, order_prompts, plan_prompts
-from models.cuda_ops import LOGPROB_WORDS
-from models.layers.rope import TableRows
 from trireme.mesh import Mesh
-from workers.batch import Batch
-from workers.gpu_rows import DeviceRows, Indices, Ints
-from workers.inputs import StepRows, check_rows, slot_values
-from workers.kv_tensors import independent
-from workers.staging import Upload
+from trireme.models import cuda_ops
+from trireme.models.arch.cuda import CudaBatch
+from trireme.models.attention.cuda_prompt import Prompts
+from trireme.models.attention.prompt_plan import PromptPlan, Rules, order_prompts, plan_prompts
+from trireme.models.cuda_ops import LOGPROB_WORDS
+from trireme.models.layers.rope import TableRows
+from trireme.workers.batch import Batch
+from trireme.workers.gpu_rows import DeviceRows, Indices, Ints
+from trireme.workers.inputs import StepRows, check_rows, slot_values
+from trireme.workers.kv_tensors import independent
+from trireme.workers.staging import Upload
 
 COLUMNS = ("rows", "ids", "positions", "slots", "context", "jobs", "at", "blocks")  # of a decode step, each [P]
 MOST_BLOCKS = 528  # thread blocks of decode attention that a card runs side by side

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from trireme.graph_sizes import GraphSizes
-from workers.graph_policy import GraphPolicy, Size
+from trireme.workers.graph_policy import GraphPolicy, Size
 
 MOST_ROWS = 512  # beyond it a step is long enough to be launched kernel by kernel
 DECODES = (0, 8, 32, 64, 128, 256)  # rows beside prompts

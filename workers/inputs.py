@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.forward import HostBatch
 from trireme.errors import EngineError
-from workers.batch import Batch
+from trireme.models.forward import HostBatch
+from trireme.workers.batch import Batch
 
 Column = NDArray[np.int32]
 

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from models.forward import HostKV
+from trireme.models.forward import HostKV
 
 SHARE, MOST_BYTES = 8, 512 << 20  # the reserve: an eighth of the KV memory, and at most so much
 _SLICE = 1 << 20  # bytes per call, of one layer's keys or values: few enough to end soon after `stop`

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.forward import HostKV, ModelFacts
-from models.kv_layout import can_be_integers, fill_nan, kv_shapes
 from trireme.arch import ArchSpec
 from trireme.config import Decision
 from trireme.errors import ConfigError
+from trireme.models.forward import HostKV, ModelFacts
+from trireme.models.kv_layout import can_be_integers, fill_nan, kv_shapes
 
 KvDtype = np.dtype[Any]
 # bfloat16 is kept as its bits

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from models.native import find_native
-from transport.messages import LogprobRow
-from workers.noise import Floats
-from workers.rules import Tokens
-from workers.truncation import top_ids
+from trireme.models.native import find_native
+from trireme.transport.messages import LogprobRow
+from trireme.workers.noise import Floats
+from trireme.workers.rules import Tokens
+from trireme.workers.truncation import top_ids
 
 _NOT_FINITE = -2  # a rank of the kernel
 

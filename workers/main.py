@@ -16,8 +16,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from transport.boot import BootChannel, settle_memory
-from transport.messages import (
+from trireme.config import EngineConfig
+from trireme.errors import EngineError, TriremeError
+from trireme.phases import Phases
+from trireme.transport.boot import BootChannel, settle_memory
+from trireme.transport.messages import (
     Boot,
     Call,
     CallReply,
@@ -33,15 +36,12 @@ from transport.messages import (
     WorkerLoaded,
     WorkerReady,
 )
-from transport.repeats import next_plan
-from transport.sockets import Connection, Left, Poller, Waker
-from transport.tickets import Ticket, Waiter
-from trireme.config import EngineConfig
-from trireme.errors import EngineError, TriremeError
-from trireme.phases import Phases
+from trireme.transport.repeats import next_plan
+from trireme.transport.sockets import Connection, Left, Poller, Waker
+from trireme.transport.tickets import Ticket, Waiter
 
 ORDERS = WorkerInit | SetupKV | StepPlan | NextToken | Call
-MODULES = {"torch": "workers.worker", "cuda": "workers.gpu", "fake": "workers.fake"}
+MODULES = {"torch": "trireme.workers.worker", "cuda": "trireme.workers.gpu", "fake": "trireme.workers.fake"}
 
 
 class AnyWorker(Protocol):

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.messages import LogprobRow
 from trireme.params import RowParams
-from workers.batch import Batch
-from workers.noise import Floats
+from trireme.transport.messages import LogprobRow
+from trireme.workers.batch import Batch
+from trireme.workers.noise import Floats
 
 JOB = np.dtype(
     [

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from models.native import load_native
 from trireme.errors import CollectiveError, EngineError
 from trireme.lockstep import Agreed, Ballot, agree
+from trireme.models.native import load_native
 
 Item = TypeVar("Item", bound=np.generic)
 

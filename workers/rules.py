@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.params import RowParams
-from workers.noise import Floats, Ids
+from trireme.workers.noise import Floats, Ids
 
 Tokens = NDArray[np.int32]
 

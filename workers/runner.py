@@ -15,18 +15,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from models.forward import Group, HostKV, Logits, Model
-from transport.messages import LogprobRow, RowFault, StepPlan, StepResult
-from transport.packed import pack, unpack, unpack_flags
 from trireme.errors import EngineError
 from trireme.lockstep import Agreed, Ballot
 from trireme.mesh import Mesh
-from workers.batch import ROW_ERRORS, Batch
-from workers.inputs import InputBuilder, StepRows, Wanted
-from workers.kv_tensors import copy_blocks
-from workers.logprobs import logprob_row
-from workers.memory import LOGITS_BYTES
-from workers.sampler import Sampled, Sampler
+from trireme.models.forward import Group, HostKV, Logits, Model
+from trireme.transport.messages import LogprobRow, RowFault, StepPlan, StepResult
+from trireme.transport.packed import pack, unpack, unpack_flags
+from trireme.workers.batch import ROW_ERRORS, Batch
+from trireme.workers.inputs import InputBuilder, StepRows, Wanted
+from trireme.workers.kv_tensors import copy_blocks
+from trireme.workers.logprobs import logprob_row
+from trireme.workers.memory import LOGITS_BYTES
+from trireme.workers.sampler import Sampled, Sampler
 
 _MODEL_FAILED = "the model failed on this row"
 
@@ -144,7 +144,7 @@ class Runner:
             token_of = dict(zip(sampled.rows, sampled.tokens, strict=True))
             tokens[:] = [token_of.get(row, -1) for row in rows.tolist()]
         if group.size > 1:
-            from models.tensors import gather_tokens
+            from trireme.models.tensors import gather_tokens
 
             tokens = gather_tokens(group, tokens)
         self._batch.keep_sampled(rows, tokens)

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from models.native import find_native
-from transport.messages import LogprobRow, RowFault
+from trireme.models.native import find_native
 from trireme.params import RowParams
-from workers.batch import ROW_ERRORS, Batch
-from workers.logprobs import logprob_row, logprob_row_reference
-from workers.native_sampler import NOT_FINITE, NOTHING_LEFT, Answers, NativeSampler
-from workers.noise import Floats, NoiseField, noise_key, race_among
-from workers.truncation import survivors
+from trireme.transport.messages import LogprobRow, RowFault
+from trireme.workers.batch import ROW_ERRORS, Batch
+from trireme.workers.logprobs import logprob_row, logprob_row_reference
+from trireme.workers.native_sampler import NOT_FINITE, NOTHING_LEFT, Answers, NativeSampler
+from trireme.workers.noise import Floats, NoiseField, noise_key, race_among
+from trireme.workers.truncation import survivors
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.noise import Floats, Ids
+from trireme.workers.noise import Floats, Ids
 
 _GROUP = 64  # values per group whose maximum bounds the k-th value
 _POWERS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)  # of 2^f

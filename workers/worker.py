@@ -15,28 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from models.forward import Group, HostKV, Model
-from models.load import load_model
-from models.native import load_native
-from transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.arch import ArchSpec, read_arch
 from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.mesh import Mesh
+from trireme.models.forward import Group, HostKV, Model
+from trireme.models.load import load_model
+from trireme.models.native import load_native
 from trireme.packaged import files_of
 from trireme.phases import Phases
 from trireme.rest import NO_SLEEP
 from trireme.runtime import TORCH, choose_runtime
-from workers.batch import Batch
-from workers.collectives import make_group
-from workers.inputs import InputBuilder
-from workers.kv_pages import ResidentKv
-from workers.kv_tensors import KvDtype, allocate_kv, block_bytes, choose_kv_dtype, poison_blocks
-from workers.memory import activation_bytes, kv_share, read_memory, usable_cores
-from workers.runner import Runner
+from trireme.transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
+from trireme.workers.batch import Batch
+from trireme.workers.collectives import make_group
+from trireme.workers.inputs import InputBuilder
+from trireme.workers.kv_pages import ResidentKv
+from trireme.workers.kv_tensors import KvDtype, allocate_kv, block_bytes, choose_kv_dtype, poison_blocks
+from trireme.workers.memory import activation_bytes, kv_share, read_memory, usable_cores
+from trireme.workers.runner import Runner
 
 if TYPE_CHECKING:
-    from workers.company import EngineCompany
+    from trireme.workers.company import EngineCompany
 
 
 class Worker:
@@ -72,7 +72,7 @@ class Worker:
         asked = self.config.model
         experts = None
         if self._peers_arena:
-            from workers.company import EngineCompany
+            from trireme.workers.company import EngineCompany
 
             limit_s = self.config.launch.step_timeout
             self._company = EngineCompany(self._peers_arena, self.mesh, timeout_s=limit_s)
@@ -92,7 +92,7 @@ class Worker:
         if self._company is not None:
             self._company.join(model)
         if runtime.value == TORCH:
-            from models.tensors import use_threads
+            from trireme.models.tensors import use_threads
 
             # the pool of the native kernels computes where they are built; torch's own threads would only spin
             use_threads(num_threads if self._native is None else 1)
@@ -237,7 +237,7 @@ def _native_kernels() -> ModuleType | None:
 
 def _kernel_decisions(native: ModuleType | None) -> list[Decision]:
     if native is None:
-        because = "the extension models._native is not built (make native)"
+        because = "the extension trireme.models._native is not built (make native)"
         return [Decision("kernels", "torch", because), Decision("attention", "torch reference", because)]
     isa = str(native.isa())
     kernels = Decision("kernels", isa, "the best instruction set of this machine")

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from coordinator.simulation.timeline import Process, Timeline
-from transport.messages import LoadProgress, LogprobRow, RowFault, StepPlan, StepResult, WorkerLoaded
-from transport.packed import pack
+from trireme.coordinator.simulation.timeline import Process, Timeline
 from trireme.params import RowParams
+from trireme.transport.messages import LoadProgress, LogprobRow, RowFault, StepPlan, StepResult, WorkerLoaded
+from trireme.transport.packed import pack
 
 FAULT_TOKEN = 7  # a prompt with it fails in the model
 POISON_TOKEN = 8  # a prompt with it kills its worker

@@ -10,7 +10,7 @@ from asyncio import BaseEventLoop, events
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.simulation.timeline import NEVER
+from trireme.coordinator.simulation.timeline import NEVER
 
 MAX_ROUNDS = 10_000
 RESOLUTION_S = 1e-9  # as of asyncio's own loops: timers so near are due

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from coordinator.simulation.timeline import NEVER, Process, Timeline
-from transport.messages import (
+from trireme.coordinator.simulation.timeline import NEVER, Process, Timeline
+from trireme.transport.messages import (
     PROTOCOL_VERSION,
     Abort,
     EngineDown,
@@ -27,8 +27,8 @@ from transport.messages import (
     Welcome,
     Wire,
 )
-from transport.server import Peer
-from transport.wired import QUEUE_LIMIT, SILENCE_S, Left
+from trireme.transport.server import Peer
+from trireme.transport.wired import QUEUE_LIMIT, SILENCE_S, Left
 
 TOLERATED_TWICE = (Hello, Load, View, Abort)
 Path: TypeAlias = tuple[str, str]

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from transport.packed import unpack, unpack_ids
+from trireme.transport.packed import unpack, unpack_ids
 
 MAX_TEXT = 160
 

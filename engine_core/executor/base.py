@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from transport.messages import Boot, LoadProgress, StepPlan, StepResult, WorkerLoaded
-from transport.poller import Poller
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
+from trireme.transport.messages import Boot, LoadProgress, StepPlan, StepResult, WorkerLoaded
+from trireme.transport.poller import Poller
 
 OnReply: TypeAlias = Callable[[list[Any], str], None]
 """Called once with the workers' results in rank order, or with an error text (and no results)."""
 
-MODULES = {"torch": "workers.worker", "cuda": "workers.gpu", "fake": "workers.fake"}
+MODULES = {"torch": "trireme.workers.worker", "cuda": "trireme.workers.gpu", "fake": "trireme.workers.fake"}
 """Modules of the worker kinds, imported by name: nothing here may import a worker."""
 
 
@@ -85,9 +85,9 @@ def make_executor(config: EngineConfig, place: WorkerPlace, poller: Poller) -> E
     kind = config.parallel.executor
     num_workers = config.parallel.tp * config.parallel.pp
     if kind == "inproc" or (kind == "auto" and num_workers == 1):
-        from engine_core.executor.inproc import InprocExecutor
+        from trireme.engine_core.executor.inproc import InprocExecutor
 
         return InprocExecutor(config, place, poller)
-    from engine_core.executor.procs import ProcsExecutor
+    from trireme.engine_core.executor.procs import ProcsExecutor
 
     return ProcsExecutor(config, place, poller)

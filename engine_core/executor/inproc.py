@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from engine_core.executor.base import MODULES, OnReply, WorkerPlace, depth_of
-from transport.messages import LoadProgress, StepPlan, StepResult, WorkerInit, WorkerLoaded
-from transport.poller import Poller, Waker
-from transport.tickets import Ticket, Waiter
 from trireme.config import EngineConfig
+from trireme.engine_core.executor.base import MODULES, OnReply, WorkerPlace, depth_of
 from trireme.errors import ConfigError, TriremeError
 from trireme.phases import Phases
+from trireme.transport.messages import LoadProgress, StepPlan, StepResult, WorkerInit, WorkerLoaded
+from trireme.transport.poller import Poller, Waker
+from trireme.transport.tickets import Ticket, Waiter
 
 
 class InprocExecutor:

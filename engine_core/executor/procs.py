@@ -13,9 +13,16 @@ from typing import Any
 
 import msgspec
 
-from engine_core.executor.base import OnReply, WorkerLost, WorkerPlace, depth_of
-from transport.boot import Child, spawn
-from transport.messages import (
+from trireme.arch import read_arch
+from trireme.arena import Arena, create_arena
+from trireme.config import EngineConfig
+from trireme.engine_core.executor.base import OnReply, WorkerLost, WorkerPlace, depth_of
+from trireme.errors import ConfigError, ModelError, TriremeError
+from trireme.mesh import Mesh
+from trireme.packaged import files_of
+from trireme.phases import slowest
+from trireme.transport.boot import Child, spawn
+from trireme.transport.messages import (
     Call,
     CallReply,
     Failed,
@@ -31,17 +38,10 @@ from transport.messages import (
     WorkerReady,
     WorkerToCore,
 )
-from transport.repeats import shortened
-from transport.sockets import Left, Peer, Poller, Server
-from trireme.arch import read_arch
-from trireme.arena import Arena, create_arena
-from trireme.config import EngineConfig
-from trireme.errors import ConfigError, ModelError, TriremeError
-from trireme.mesh import Mesh
-from trireme.packaged import files_of
-from trireme.phases import slowest
+from trireme.transport.repeats import shortened
+from trireme.transport.sockets import Left, Peer, Poller, Server
 
-WORKER_MODULE = "workers.main"
+WORKER_MODULE = "trireme.workers.main"
 LAST_WORDS_S = 0.4  # after the first death: other workers may know the cause
 SECONDARY = ("CollectiveError", "the engine core")  # what workers report who only saw another one die
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 
-from transport.messages import KVEvents
 from trireme.hashing import packed_keys
+from trireme.transport.messages import KVEvents
 
 MAX_KEYS = 8192  # in one report
 

@@ -18,28 +18,28 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from models import cuda_ops as ops
-from models.arch.cuda_form import form_of
-from models.arch.cuda_layer import CudaLayer, Parts, make_rotations
-from models.attention.cuda_prompt import Prompts
-from models.attention.cuda_registry import Need, choose_on_card
-from models.cuda_ops import PagedKV
-from models.cuda_rows import RowGroup, Rows, SplitRows, WholeRows
-from models.cuda_weights import DeviceWeights
-from models.forward import Group, SoloGroup
-from models.layers.cuda_contract import Linear, narrow_like
-from models.layers.cuda_largest import LargestOfRows
-from models.layers.cuda_linear import CudaLinear
-from models.layers.cuda_norm import CudaNorm
-from models.layers.cuda_product import Narrow, Product, multiply, narrowed
-from models.layers.norm import norm_each_head, whole_columns
-from models.layers.rope import table_rows
-from models.shards import Shares
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import MoeBody
 from trireme.errors import ModelError
 from trireme.gpu import lacks_on_gpu
 from trireme.mesh import Mesh
+from trireme.models import cuda_ops as ops
+from trireme.models.arch.cuda_form import form_of
+from trireme.models.arch.cuda_layer import CudaLayer, Parts, make_rotations
+from trireme.models.attention.cuda_prompt import Prompts
+from trireme.models.attention.cuda_registry import Need, choose_on_card
+from trireme.models.cuda_ops import PagedKV
+from trireme.models.cuda_rows import RowGroup, Rows, SplitRows, WholeRows
+from trireme.models.cuda_weights import DeviceWeights
+from trireme.models.forward import Group, SoloGroup
+from trireme.models.layers.cuda_contract import Linear, narrow_like
+from trireme.models.layers.cuda_largest import LargestOfRows
+from trireme.models.layers.cuda_linear import CudaLinear
+from trireme.models.layers.cuda_norm import CudaNorm
+from trireme.models.layers.cuda_product import Narrow, Product, multiply, narrowed
+from trireme.models.layers.norm import norm_each_head, whole_columns
+from trireme.models.layers.rope import table_rows
+from trireme.models.shards import Shares
 
 ALONE = Mesh(1, 1, 1)
 _HIDDEN = 2  # buffers of hidden states, the first ones

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from models.arch.stage import NORM_NAMES, NormNames, attention_scale_of
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import GptBody
+from trireme.models.arch.stage import NORM_NAMES, NormNames, attention_scale_of
 
 
 class Form(NamedTuple):

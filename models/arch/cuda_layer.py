@@ -11,21 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.arch.cuda_form import Form
-from models.arch.moe import FEED_FORWARD, router_name
-from models.arch.stage import complete_rope
-from models.cuda_expert_weights import load_experts
-from models.cuda_experts import Gate
-from models.cuda_weights import DeviceWeights
-from models.layers.cuda_contract import Linear
-from models.layers.cuda_experts import CudaExperts
-from models.layers.cuda_linear import CudaLinear, make_linear
-from models.layers.cuda_norm import CudaNorm
-from models.layers.rope import cos_sin_table, long_table
-from models.shards import Shares
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import MoeBody
 from trireme.mesh import Span
+from trireme.models.arch.cuda_form import Form
+from trireme.models.arch.moe import FEED_FORWARD, router_name
+from trireme.models.arch.stage import complete_rope
+from trireme.models.cuda_expert_weights import load_experts
+from trireme.models.cuda_experts import Gate
+from trireme.models.cuda_weights import DeviceWeights
+from trireme.models.layers.cuda_contract import Linear
+from trireme.models.layers.cuda_experts import CudaExperts
+from trireme.models.layers.cuda_linear import CudaLinear, make_linear
+from trireme.models.layers.cuda_norm import CudaNorm
+from trireme.models.layers.rope import cos_sin_table, long_table
+from trireme.models.shards import Shares
 
 
 class Parts:

@@ -16,18 +16,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from models import ops
-from models.arch.stage import LayerWeights, NormWeights, StageWeights, attention_scale_of, sizes_of, soft_capped
-from models.forward import ForwardBatch, Group, KVLayer
-from models.layers.embedding import Embedding
-from models.layers.linear import Linear
-from models.layers.norm import Norm, norm_each_head, whole_columns
-from models.layers.packed import PackedLinear
-from models.layers.rope import depends_on_length, step_table
-from models.quant.packed import Floats
-from models.weights import WeightSource
 from trireme.arch import ArchSpec
 from trireme.mesh import Mesh, Span
+from trireme.models import ops
+from trireme.models.arch.stage import LayerWeights, NormWeights, StageWeights, attention_scale_of, sizes_of, soft_capped
+from trireme.models.forward import ForwardBatch, Group, KVLayer
+from trireme.models.layers.embedding import Embedding
+from trireme.models.layers.linear import Linear
+from trireme.models.layers.norm import Norm, norm_each_head, whole_columns
+from trireme.models.layers.packed import PackedLinear
+from trireme.models.layers.rope import depends_on_length, step_table
+from trireme.models.quant.packed import Floats
+from trireme.models.weights import WeightSource
 
 _GATES = {"silu": ops.swiglu, "gelu_tanh": ops.geglu}
 

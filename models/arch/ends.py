@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.forward import ForwardBatch, Group
-from models.layers.embedding import Embedding
-from models.layers.linear import Linear
-from models.layers.packed import PackedLinear
-from models.quant.packed import Floats
-from models.tensors import raw_from_tensor, tensor_from_stored
-from models.weights import RawMatrix, SafetensorsSource
 from trireme.arch import ArchSpec
 from trireme.mesh import HeadSpans, Mesh, Span, split_evenly, split_heads
+from trireme.models.forward import ForwardBatch, Group
+from trireme.models.layers.embedding import Embedding
+from trireme.models.layers.linear import Linear
+from trireme.models.layers.packed import PackedLinear
+from trireme.models.quant.packed import Floats
+from trireme.models.tensors import raw_from_tensor, tensor_from_stored
+from trireme.models.weights import RawMatrix, SafetensorsSource
 
 Norm = Callable[[Tensor], Tensor]
 

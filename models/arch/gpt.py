@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import ops
-from models.arch.ends import Cut, Ends, PrefixedSource, dense_tensor, identity_table, transposed
-from models.forward import ForwardBatch, Group, KVLayer
-from models.layers.linear import Linear
-from models.layers.rope import cos_sin_table
-from models.ops_more import gelu, layer_norm
-from models.weights import RawMatrix, SafetensorsSource, WeightSource
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import GptBody
 from trireme.errors import ModelError
 from trireme.mesh import HeadSpans, Mesh
+from trireme.models import ops
+from trireme.models.arch.ends import Cut, Ends, PrefixedSource, dense_tensor, identity_table, transposed
+from trireme.models.forward import ForwardBatch, Group, KVLayer
+from trireme.models.layers.linear import Linear
+from trireme.models.layers.rope import cos_sin_table
+from trireme.models.ops_more import gelu, layer_norm
+from trireme.models.weights import RawMatrix, SafetensorsSource, WeightSource
 
 
 class Names(NamedTuple):

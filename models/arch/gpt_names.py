@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from models.arch.ends import transposed
-from models.arch.gpt import NAMES, norm_names, qkv_heads
-from models.quant.packed import Floats
-from models.weights import RawMatrix, WeightSource
 from trireme.arch import ArchSpec
 from trireme.mesh import split_heads
+from trireme.models.arch.ends import transposed
+from trireme.models.arch.gpt import NAMES, norm_names, qkv_heads
+from trireme.models.quant.packed import Floats
+from trireme.models.weights import RawMatrix, WeightSource
 
 _QKV = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 

@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import ops
-from models.arch.ends import Columns, Cut, Ends, PrefixedSource, identity_table
-from models.forward import ExpertGroup, ForwardBatch, Group, KVLayer
-from models.layers.linear import Linear
-from models.layers.rope import cos_sin_table
-from models.ops_more import clamped_swiglu, rows_by_chunk, torch_attention
-from models.tensors import raw_from_tensor
-from models.weights import RawMatrix, SafetensorsSource, WeightSource
 from trireme.arch import ArchSpec
 from trireme.arch_bodies import MoeBody
 from trireme.errors import ModelError
 from trireme.mesh import Mesh, Span, split_evenly
+from trireme.models import ops
+from trireme.models.arch.ends import Columns, Cut, Ends, PrefixedSource, identity_table
+from trireme.models.forward import ExpertGroup, ForwardBatch, Group, KVLayer
+from trireme.models.layers.linear import Linear
+from trireme.models.layers.rope import cos_sin_table
+from trireme.models.ops_more import clamped_swiglu, rows_by_chunk, torch_attention
+from trireme.models.tensors import raw_from_tensor
+from trireme.models.weights import RawMatrix, SafetensorsSource, WeightSource
 
 FEED_FORWARD = {"llama4": "feed_forward", "gpt_oss": "mlp", "mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
 _VISION = ("vision_model.", "multi_modal_projector.")

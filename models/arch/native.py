@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from models.arch.stage import LayerWeights, StageWeights, attention_scale_of, soft_capped
-from models.forward import Group, HostBatch, HostKV, Logits
-from models.kv_layout import KV_CODES
-from models.layers.rope import depends_on_length, step_table
-from models.native import load_native
-from models.quant.packed import Floats, address_of
-from models.weights import WeightSource
 from trireme.arch import ArchSpec
 from trireme.mesh import Mesh
+from trireme.models.arch.stage import LayerWeights, StageWeights, attention_scale_of, soft_capped
+from trireme.models.forward import Group, HostBatch, HostKV, Logits
+from trireme.models.kv_layout import KV_CODES
+from trireme.models.layers.rope import depends_on_length, step_table
+from trireme.models.native import load_native
+from trireme.models.quant.packed import Floats, address_of
+from trireme.models.weights import WeightSource
 
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
@@ -113,7 +113,7 @@ class NativeDecoder:
         else:
             self._run_varying(batch, table, kv)
         if self.weights.head is None:
-            from models.tensors import send_next
+            from trireme.models.tensors import send_next
 
             send_next(self._group, hidden)
             return None
@@ -122,7 +122,7 @@ class NativeDecoder:
     def _begin(self, batch: HostBatch, hidden: Floats) -> None:
         """Token embeddings, or what the previous stage computed."""
         if self.weights.embedding is None:
-            from models.tensors import receive_prev
+            from trireme.models.tensors import receive_prev
 
             receive_prev(self._group, hidden)
             return

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from models.layers.packed import PackedLinear
-from models.layers.rope import cos_sin_table
-from models.quant.packed import Floats
-from models.weights import WeightSource, raw_from_floats
 from trireme.arch import ArchSpec, RopeSpec
 from trireme.arch_spec import NormPlacement
 from trireme.mesh import Mesh, Span, split_evenly, split_heads
+from trireme.models.layers.packed import PackedLinear
+from trireme.models.layers.rope import cos_sin_table
+from trireme.models.quant.packed import Floats
+from trireme.models.weights import WeightSource, raw_from_floats
 
 
 class NormNames(NamedTuple):

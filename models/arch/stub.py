@@ -12,10 +12,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from models.forward import Group, HostBatch, HostKV, Logits
 from trireme.arch import ArchSpec
 from trireme.errors import ModelError
 from trireme.mesh import Mesh
+from trireme.models.forward import Group, HostBatch, HostKV, Logits
 
 FORCED = 50.0  # above what any noise overcomes at temperatures up to 2, below what a logit bias of 100 does
 
@@ -82,7 +82,7 @@ class StubModel:
         """Receives the previous stage's token ids, which must be this step's, and sends them on."""
         if self._mesh.pp == 1:
             return
-        from models.tensors import receive_prev, send_next
+        from trireme.models.tensors import receive_prev, send_next
 
         mine = batch.token_ids.astype(np.float32)[:, None]
         if not self._mesh.is_first_stage:

@@ -1,4 +1,4 @@
-"""Times the layer ops on this machine: `python -m models.attention.bench [--threads N] [--isa NAME] [--kv TYPES]`.
+"""Times the layer ops on this machine: `python -m trireme.models.attention.bench [--threads N] [--isa NAME] [--kv TYPES]`.
 
 CPU time of the calling thread with one thread (steady on a busy machine), wall time with more. Microseconds per call.
 """
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import ops
-from models.forward import ForwardBatch, KVLayer
-from models.kv_layout import kv_shapes
-from models.native import load_native
+from trireme.models import ops
+from trireme.models.forward import ForwardBatch, KVLayer
+from trireme.models.kv_layout import kv_shapes
+from trireme.models.native import load_native
 
 HEADS, KV_HEADS, DIM, HIDDEN, FFN, BLOCK = 9, 3, 64, 576, 1536, 16  # SmolLM2-135M
 # rows, context, new tokens of each

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from models.attention.prompt_plan import PromptPlan, Rules, Whole, usual_squares
-from models.cuda_ops import PagedKV
+from trireme.models.attention.prompt_plan import PromptPlan, Rules, Whole, usual_squares
+from trireme.models.cuda_ops import PagedKV
 
 
 @dataclass(slots=True)

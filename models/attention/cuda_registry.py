@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from models.attention.cuda_prompt import PromptAttention, Prompts, gather
-from models.attention.prompt_plan import Rules, plan_prompts
-from models.cuda_ops import PagedKV
+from trireme.models.attention.cuda_prompt import PromptAttention, Prompts, gather
+from trireme.models.attention.prompt_plan import Rules, plan_prompts
+from trireme.models.cuda_ops import PagedKV
 
 Way: TypeAlias = Literal["decode", "pieces", "fresh", "whole"]
 HALF = (torch.float16, torch.bfloat16)
@@ -132,7 +132,7 @@ def _flashinfer() -> Any:
 
 
 def _triton() -> Any:
-    from models.attention.triton_prompt import piece_attention
+    from trireme.models.attention.triton_prompt import piece_attention
 
     def run(
         qkv: Tensor,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.cuda_ops import PagedKV
+from trireme.models.cuda_ops import PagedKV
 
 LOG2E = 1.4426950408889634
 

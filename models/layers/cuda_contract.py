@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models.cuda_ops import Scales
+from trireme.models.cuda_ops import Scales
 
 
 def narrow_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

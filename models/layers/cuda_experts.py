@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models import cuda_experts as ops
-from models.layers.cuda_contract import Linear, OfHalves
 from trireme.budget import GPU_EXPERT_TOKENS as TOKENS
+from trireme.models import cuda_experts as ops
+from trireme.models.layers.cuda_contract import Linear, OfHalves
 
 
 class ExpertWeights(NamedTuple):

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from models import cuda_ops as ops
-from models.cuda_ops import Scales
-from models.layers.cuda_contract import narrow_like
-from models.layers.cuda_crossover import Launch, rows_of_own_kernel
+from trireme.models import cuda_ops as ops
+from trireme.models.cuda_ops import Scales
+from trireme.models.layers.cuda_contract import narrow_like
+from trireme.models.layers.cuda_crossover import Launch, rows_of_own_kernel
 
 _LEAST_ROWS = 17  # of torch._int_mm, on a card
 _OUTPUTS = 8  # what the number of them must be a multiple of, there

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models import cuda_ops as ops
-from models.cuda_ops import Scales
-from models.cuda_rounding import fp8_from
-from models.layers.cuda_contract import Linear, OfHalves, narrow_like
-from models.layers.cuda_crossover import Launch, rows_of_own_kernel
-from models.layers.cuda_int8 import Int8Linear
-from models.layers.cuda_narrow import BlockLinear, Fp8BlocksLinear, Q4Linear, W4Linear
+from trireme.models import cuda_ops as ops
+from trireme.models.cuda_ops import Scales
+from trireme.models.cuda_rounding import fp8_from
+from trireme.models.layers.cuda_contract import Linear, OfHalves, narrow_like
+from trireme.models.layers.cuda_crossover import Launch, rows_of_own_kernel
+from trireme.models.layers.cuda_int8 import Int8Linear
+from trireme.models.layers.cuda_narrow import BlockLinear, Fp8BlocksLinear, Q4Linear, W4Linear
 
 _TRIED = (8, 16, 32)  # rows
 _EXACT_ROWS = 8  # whose inputs keep 16 bits where the weight is float8, unless fp8_linear says otherwise

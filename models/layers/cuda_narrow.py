@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models import cuda_ops as ops
-from models.layers.cuda_contract import OfHalves
+from trireme.models import cuda_ops as ops
+from trireme.models.layers.cuda_contract import OfHalves
 
 _MOST_SLICES = (
     4  # of as many rows as a kernel takes, each reading the whole weight, before it is cheaper to expand it once

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models import cuda_ops as ops
-from models.cuda_ops import Scales
+from trireme.models import cuda_ops as ops
+from trireme.models.cuda_ops import Scales
 
 
 class CudaNorm:

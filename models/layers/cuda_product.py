@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from models import cuda_ops as ops
-from models.layers.cuda_contract import Linear, narrow_like
+from trireme.models import cuda_ops as ops
+from trireme.models.layers.cuda_contract import Linear, narrow_like
 
 
 class Product(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.forward import Group
-from models.quant.base import PackedWeight, gather_rows
 from trireme.mesh import Span
+from trireme.models.forward import Group
+from trireme.models.quant.base import PackedWeight, gather_rows
 
 
 class Embedding:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.layers.packed import PackedLinear
-from models.quant.base import PackedWeight, linear
+from trireme.models.layers.packed import PackedLinear
+from trireme.models.quant.base import PackedWeight, linear
 
 
 class _Piece(NamedTuple):

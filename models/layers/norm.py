@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models import ops
-from models.forward import Group
 from trireme.mesh import Span
+from trireme.models import ops
+from trireme.models.forward import Group
 
 
 class Norm:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.native import load_native
-from models.quant.packed import Bytes, Floats, PackedWeight, address_of, pack
-from models.weights import RawMatrix
+from trireme.models.native import load_native
+from trireme.models.quant.packed import Bytes, Floats, PackedWeight, address_of, pack
+from trireme.models.weights import RawMatrix
 
 
 class Piece(NamedTuple):

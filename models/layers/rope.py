@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from models.forward import StepBatch
-from models.quant.packed import Floats
 from trireme.arch import RopeSpec, yarn_scale
+from trireme.models.forward import StepBatch
+from trireme.models.quant.packed import Floats
 
 _ROWS_AT_A_TIME = 4096  # bounds the temporaries
 

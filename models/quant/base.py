@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.native import load_native
-from models.quant import packed
-from models.quant.packed import BLOCKS as BLOCKS
-from models.quant.packed import PACKED_KINDS as PACKED_KINDS
-from models.quant.packed import ROW_SCALE_BYTES as ROW_SCALE_BYTES
-from models.quant.packed import SCHEMES as SCHEMES
-from models.quant.packed import Bytes as Bytes
-from models.quant.packed import PackedWeight as PackedWeight
-from models.quant.packed import row_bytes as row_bytes
+from trireme.models.native import load_native
+from trireme.models.quant import packed
+from trireme.models.quant.packed import BLOCKS as BLOCKS
+from trireme.models.quant.packed import PACKED_KINDS as PACKED_KINDS
+from trireme.models.quant.packed import ROW_SCALE_BYTES as ROW_SCALE_BYTES
+from trireme.models.quant.packed import SCHEMES as SCHEMES
+from trireme.models.quant.packed import Bytes as Bytes
+from trireme.models.quant.packed import PackedWeight as PackedWeight
+from trireme.models.quant.packed import row_bytes as row_bytes
 
 Raw: TypeAlias = Tensor | NDArray[Any]
 

@@ -1,4 +1,4 @@
-"""Times the packed linear kernels: `python -m models.quant.bench [--kind Q4_1] [--rows 1,16,128] [--isa avx2] [--threads 2]`.
+"""Times packed linear kernels: `python -m trireme.models.quant.bench [--kind Q4_1] [--rows 1,16,128] [--isa avx2] [--threads 2]`.
 
 Each figure is the median over rounds; a round multiplies with enough different matrices of a shape to leave the caches, as
 a model's layers do. GB/s counts packed weight bytes, GOP/s two operations per multiply-add. The last table is all linear
@@ -15,10 +15,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from models.native import load_native
-from models.quant.base import BLOCKS, PACKED_KINDS, PackedWeight, linear, pack, row_bytes
-from models.quant.packed import int8_rows
-from models.weights import DENSE_KINDS
+from trireme.models.native import load_native
+from trireme.models.quant.base import BLOCKS, PACKED_KINDS, PackedWeight, linear, pack, row_bytes
+from trireme.models.quant.packed import int8_rows
+from trireme.models.weights import DENSE_KINDS
 
 SMOLLM2_LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 SMOLLM2_LAYERS = 30

@@ -1,4 +1,4 @@
-"""What this machine can do at most: int8 products, float32 multiply-adds, reads from memory. `python -m models.quant.ceilings`
+"""Peak rates of this machine (int8 products, float32 multiply-adds, memory reads): `python -m trireme.models.quant.ceilings`.
 
 The loops are in csrc/bench/ceilings.c, compiled here with the C compiler for the machine at hand. Each figure is the best of
 several rounds, since a ceiling is what the machine reaches undisturbed. scripts/roofline.py compares steps with them.

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models.quant.packed import (
+from trireme.errors import ModelError
+from trireme.models.quant.packed import (
     BLOCKS,
     E4M3_VALUES,
     GROUPED,
@@ -22,7 +23,6 @@ from models.quant.packed import (
     expand_scaled,
     row_bytes,
 )
-from trireme.errors import ModelError
 
 # Blocks expanded at a time: bounds the temporaries to some tens of MiB.
 CHUNK_BLOCKS = 1 << 15

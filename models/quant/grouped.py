@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from models.quant.packed import GROUPED, Bytes, Floats
 from trireme.arch_packed import BLOCK_SIZES
 from trireme.errors import ModelError
+from trireme.models.quant.packed import GROUPED, Bytes, Floats
 
 HEAD = 4  # bytes of a block before its codes
 _AT_ONCE = 1 << 22  # codes

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from models.native import load_native
 from trireme.arch_packed import BLOCK_SIZES
 from trireme.arch_quantized import FP8_BLOCK
 from trireme.errors import ModelError
 from trireme.gguf import TENSOR_TYPES
+from trireme.models.native import load_native
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Floats: TypeAlias = NDArray[np.float32]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.options import COMMANDS, flags_of, help_of, overview
+from trireme.launch.options import COMMANDS, flags_of, help_of, overview
 from trireme.settings import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def test_overview_names_every_command():
 @pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["serve", "--help", "all"], ["--version"]])
 def test_help_comes_in_a_quarter_of_a_second(words):
     """Processor time, best of several, so that a busy machine does not fail it."""
-    assert min(cpu_seconds([sys.executable, "-m", "launch.cli", *words]) for _ in range(3)) < 0.25
+    assert min(cpu_seconds([sys.executable, "-m", "trireme.launch.cli", *words]) for _ in range(3)) < 0.25
 
 
 def cpu_seconds(command: list[str]) -> float:

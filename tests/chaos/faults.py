@@ -13,11 +13,11 @@ from random import Random
 from resource import RLIMIT_AS, RLIMIT_NOFILE
 from typing import Literal
 
-from engine_core.executor.procs import LAST_WORDS_S
 from tests.chaos.messages import KINDS, harming
 from tests.chaos.poison import BAD_SEED, NAN_TOKEN, asking
 from tests.chaos.resources import filling, limiting, no_blocks, starved
 from tests.chaos.site import Inject, Injury, Site, client_ports, kill, part_of, send, stopped
+from trireme.engine_core.executor.procs import LAST_WORDS_S
 
 DEATH_S = 1.0  # R2: a process's death is noticed
 RANK_S = DEATH_S + LAST_WORDS_S  # that of a worker is told when the others have said why

@@ -65,7 +65,16 @@ class Deployment:
 
     def launch(self) -> None:
         """Starts the process without waiting for readiness."""
-        command = [sys.executable, "-m", "launch.cli", "serve", self.model, "--port", str(self.port), *self.flags]
+        command = [
+            sys.executable,
+            "-m",
+            "trireme.launch.cli",
+            "serve",
+            self.model,
+            "--port",
+            str(self.port),
+            *self.flags,
+        ]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True

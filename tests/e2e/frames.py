@@ -22,15 +22,15 @@ import numpy as np
 import psutil
 import zmq
 
-from launch.rpc import read_pass
 from tests.e2e.deployment import Deployment, wait_for
 from tests.models.tiny import make_tiny_llama
-from transport import messages
-from transport.codec import encode
-from transport.messages import Hello, Wire
-from transport.rundir import LOCK_NAME
 from trireme.errors import ProtocolError, TriremeError
+from trireme.launch.rpc import read_pass
 from trireme.params import RowParams
+from trireme.transport import messages
+from trireme.transport.codec import encode
+from trireme.transport.messages import Hello, Wire
+from trireme.transport.rundir import LOCK_NAME
 
 FLAGS = ("--served-name", "tiny", "--worker", "fake", "--dp", "2", "--api-servers", "2")
 SAMPLES: dict[Any, Any] = {

@@ -57,9 +57,11 @@ def test_talks_stay_where_their_prefix_is_also_after_the_coordinators_death(tiny
         assert [talk.turn(deployment) for talk in talks] == [(0, 0)] * len(talks)
         assert share_of_hits(deployment, talks, 3) >= 0.95
         assert all(deployment.metric("trireme_prefix_queries_total", engine=str(e)) > 0 for e in range(3))
-        (old,) = deployment.pids("coordinator.main")
+        (old,) = deployment.pids("trireme.coordinator.main")
         os.kill(old, signal.SIGKILL)
-        wait_for(lambda: [p for p in deployment.pids("coordinator.main") if p != old], 5, "the coordinator restarted")
+        wait_for(
+            lambda: [p for p in deployment.pids("trireme.coordinator.main") if p != old], 5, "the coordinator restarted"
+        )
 
         def is_asked() -> bool:
             before = deployment.metric("trireme_routing_fallbacks_total")
@@ -128,7 +130,7 @@ def test_death_amid_stealing_loses_and_repeats_nothing(tiny: Path, victim: str) 
     with Deployment(tiny, *Crowd.FLAGS) as deployment:
         crowd = Crowd(deployment, 16, 150)
         wait_for(lambda: deployment.metric("trireme_rows_given_back_total", engine="0") > 0, 20, "something stolen")
-        module = "coordinator.main" if victim == "coordinator" else "engine_core.main"
+        module = "trireme.coordinator.main" if victim == "coordinator" else "trireme.engine_core.main"
         os.kill(deployment.pids(module)[1 if victim == "thief" else 0], signal.SIGKILL)
         crowd.check()
         assert deployment.metric("trireme_requests_total", outcome="error") == 0

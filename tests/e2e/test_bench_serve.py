@@ -19,7 +19,7 @@ def test_a_peer_of_several_addresses_gets_its_clients_in_turn(tmp_path: Path) ->
         words = ["bench", "serve", "--url", urls[0], "--peer", ",".join(urls), "--concurrency", "4"]
         words += ["--num-requests", "8", "--repeats", "2", "--input-len", "8", "--output-len", "4", "--json"]
         done = subprocess.run(
-            [sys.executable, "-m", "launch.cli", *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "trireme.launch.cli", *words], cwd=ROOT, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
         rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}

@@ -77,7 +77,7 @@ def test_a_stopped_worker(tmp_path: Path, busy: bool) -> None:
     with Deployment(make_model(tmp_path / "m"), *FLAGS, "--tp", "2", "--step-timeout", "3") as deployment:
         before = whole(deployment, 400)
         streams = under_way(deployment, 400) if busy else []
-        victim = deployment.pids("workers.main")[1]
+        victim = deployment.pids("trireme.workers.main")[1]
         os.kill(victim, signal.SIGSTOP)
         not_ready_within(deployment, TRUTH_S)
         assert deployment.status("/live") == 200
@@ -107,7 +107,7 @@ def test_a_stopped_engine_is_replaced_and_never_heard_again(tmp_path: Path) -> N
     """The supervisor ends it after its own 15 s. Another engine serves meanwhile, so the deployment stays ready."""
     with Deployment(make_model(tmp_path / "m"), *FLAGS, "--dp", "2") as deployment:
         before = whole(deployment, 400)
-        victim = deployment.pids("engine_core.main")[0]
+        victim = deployment.pids("trireme.engine_core.main")[0]
         streams = under_way(deployment, 400)
         os.kill(victim, signal.SIGSTOP)
 
@@ -126,7 +126,7 @@ def test_a_stopped_engine_is_replaced_and_never_heard_again(tmp_path: Path) -> N
 
 def test_a_stopped_lone_engine(tmp_path: Path) -> None:
     with Deployment(make_model(tmp_path / "m"), *FLAGS) as deployment:
-        engine = psutil.Process(deployment.pids("engine_core.main")[0])
+        engine = psutil.Process(deployment.pids("trireme.engine_core.main")[0])
         engine.suspend()
         not_ready_within(deployment, TRUTH_S)
         engine.resume()

@@ -91,7 +91,7 @@ def test_a_killed_engines_streams_go_on(tiny: Path) -> None:
         whole = undisturbed(deployment, 5000)
         moved = running_streams(deployment, 2, max_tokens=5000, rank=0)
         kept = running_streams(deployment, 2, max_tokens=5000, rank=1)
-        engines = deployment.pids("engine_core.main")
+        engines = deployment.pids("trireme.engine_core.main")
         assert len(engines) == 2
         os.kill(engines[0], signal.SIGKILL)
         assert one_answer(deployment)
@@ -102,7 +102,7 @@ def test_a_killed_engines_streams_go_on(tiny: Path) -> None:
             2,
             3,
         )  # the answer in between may have begun on the killed engine
-        wait_for(lambda: len(deployment.pids("engine_core.main")) == 2, 30, "the engine restarted")
+        wait_for(lambda: len(deployment.pids("trireme.engine_core.main")) == 2, 30, "the engine restarted")
         deployment.wait_ready(30)
         again = Stream(deployment, max_tokens=20, rank=0)
         again.start()
@@ -114,7 +114,7 @@ def test_a_killed_workers_streams_wait_for_the_next_life(tiny: Path) -> None:
     with Deployment(tiny, "--served-name", "tiny", "--tp", "2", "--max-len", "8192") as deployment:
         whole = undisturbed(deployment, 1000)
         streams = running_streams(deployment, 2, max_tokens=1000)
-        workers = deployment.pids("workers.main")
+        workers = deployment.pids("trireme.workers.main")
         assert len(workers) == 2
         os.kill(workers[1], signal.SIGKILL)
         wait_for(lambda: not is_alive(workers[0]), 5, "the other worker gone")
@@ -122,7 +122,7 @@ def test_a_killed_workers_streams_wait_for_the_next_life(tiny: Path) -> None:
         wait_for(lambda: all(s.end for s in streams + late), 60, "ends of all streams")
         assert [s.end for s in streams + late] == ["done"] * 3
         assert differences(streams + late, whole) == []
-        assert len(deployment.pids("workers.main")) == 2
+        assert len(deployment.pids("trireme.workers.main")) == 2
 
 
 def test_a_killed_coordinator_is_not_noticed_and_soon_back(tiny: Path) -> None:
@@ -130,11 +130,13 @@ def test_a_killed_coordinator_is_not_noticed_and_soon_back(tiny: Path) -> None:
         before = one_answer(deployment)
         streams = running_streams(deployment, 4, max_tokens=6000)
         for _ in range(3):
-            (old,) = deployment.pids("coordinator.main")
+            (old,) = deployment.pids("trireme.coordinator.main")
             os.kill(old, signal.SIGKILL)
             for _ in range(3):
                 assert one_answer(deployment) == before
-            wait_for(lambda old=old: [p for p in deployment.pids("coordinator.main") if p != old], 2, "its next life")
+            wait_for(
+                lambda old=old: [p for p in deployment.pids("trireme.coordinator.main") if p != old], 2, "its next life"
+            )
         wait_for(lambda: all(s.end for s in streams), 60, "streams")
         assert [s.end for s in streams] == ["done"] * 4
 
@@ -151,12 +153,12 @@ def test_front_end_killed_frees_its_rows(tiny: Path) -> None:
     with Deployment(tiny, "--served-name", "tiny", "--api-servers", "2", "--max-len", "8192") as deployment:
         before = one_answer(deployment)
         streams = running_streams(deployment, 6, max_tokens=8000)
-        fronts = deployment.pids("serving.main")
+        fronts = deployment.pids("trireme.serving.main")
         assert len(fronts) == 2
         for pid in fronts:
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: all(s.end for s in streams), 5, "connections closed")
-        wait_for(lambda: len(deployment.pids("serving.main")) == 2, 30, "front ends restarted")
+        wait_for(lambda: len(deployment.pids("trireme.serving.main")) == 2, 30, "front ends restarted")
         deployment.wait_ready(30)
         wait_for(lambda: deployment.metric("trireme_requests_running") == 0, 5, "rows freed")
         assert deployment.metric("trireme_requests_waiting") == 0
@@ -171,7 +173,7 @@ def test_no_orphans_when_the_supervisor_is_killed(tiny: Path, moment: str) -> No
     deployment = Deployment(tiny, *flags)
     if moment == "loading":
         deployment.launch()
-        wait_for(lambda: deployment.pids("engine_core.main"), 20, "engines starting")
+        wait_for(lambda: deployment.pids("trireme.engine_core.main"), 20, "engines starting")
     else:
         deployment.__enter__()
         if moment == "mid-stream":

@@ -50,7 +50,7 @@ def test_no_stream_lacks_tokens_without_a_word(tmp_path: Path) -> None:
         with ThreadPoolExecutor(NUM_STREAMS + 6) as pool:
             ends = [pool.submit(end_of, deployment) for _ in range(NUM_STREAMS)]
             time.sleep(1.0)
-            front = deployment.pids("serving.main")[0]
+            front = deployment.pids("trireme.serving.main")[0]
             limits = resource.prlimit(front, resource.RLIMIT_AS)
             resource.prlimit(front, resource.RLIMIT_AS, (psutil.Process(front).memory_info().vms, limits[1]))
             for _ in range(6):

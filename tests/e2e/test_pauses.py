@@ -48,7 +48,7 @@ class Paused:
 
     def kill_engine(self) -> int:
         """The oldest one."""
-        pid = self.deployment.pids("engine_core.main")[0]
+        pid = self.deployment.pids("trireme.engine_core.main")[0]
         os.kill(pid, signal.SIGKILL)
         return pid
 

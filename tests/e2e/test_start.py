@@ -16,7 +16,7 @@ from tests.e2e.deployment import ROOT, Deployment, free_port, wait_for
 from tests.models.tiny import make_stub, make_tiny_llama
 from trireme.errors import ModelError
 from trireme.packaged import find_model
-from workers.kv_pages import SHARE
+from trireme.workers.kv_pages import SHARE
 
 MIB = 1 << 20
 
@@ -65,7 +65,7 @@ def test_the_packed_weights_are_the_only_copy() -> None:
 def test_on_a_terminal_the_log_of_every_part_is_shown(tmp_path: Path) -> None:
     """The parts are started before there is a console; what they print still passes through it, above its bars."""
     ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "launch.cli", "serve", str(make_stub(tmp_path)), "--worker", "fake"]
+    command = [sys.executable, "-m", "trireme.launch.cli", "serve", str(make_stub(tmp_path)), "--worker", "fake"]
     command += ["--port", str(free_port()), "--drain-notice", "0"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "200"}
     shown = bytearray()

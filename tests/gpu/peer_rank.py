@@ -13,13 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models import cuda_ops
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from workers.collectives import meeting
-from workers.collectives.cuda import CudaGroup
-from workers.collectives.shm import ShmGroup
-from workers.collectives.ways import PUSHED_BYTES, Way
+from trireme.models import cuda_ops
+from trireme.workers.collectives import meeting
+from trireme.workers.collectives.cuda import CudaGroup
+from trireme.workers.collectives.shm import ShmGroup
+from trireme.workers.collectives.ways import PUSHED_BYTES, Way
 
 COUNTS = (8, 24, 4096, 4096 * 3 + 8, 100_000, 262_144, 1 << 21, (1 << 23) + 40)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -119,7 +119,7 @@ class Rank:
 
     def times(self) -> str:
         """Microseconds of each way by size."""
-        from workers.collectives.timing import time_ways
+        from trireme.workers.collectives.timing import time_ways
 
         found = [f"chosen: {self.group.measure().how}"]
         for shift in range(13, 26, 2):

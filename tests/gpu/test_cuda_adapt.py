@@ -14,10 +14,10 @@ import torch
 from tests.gpu.test_cuda_engine import GREEDY, LENGTH, PROMPTS, assert_same_up_to_ties, engine, tokens, write_model
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.tiny import make_tiny
-from transport.messages import WorkerInit
 from trireme import LLM
 from trireme.budget import GPU_GRAPHS
 from trireme.params import RowParams
+from trireme.transport.messages import WorkerInit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ class Driven:
     def __init__(self, model: Path, **parallel: Any) -> None:
         from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
         from trireme.resolve import prepare
-        from workers.gpu import Worker
+        from trireme.workers.gpu import Worker
 
         config = EngineConfig(
             model=ModelConfig(model=str(model), max_len=1024),

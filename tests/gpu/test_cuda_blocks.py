@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import cuda_ops as ops
-from models import cuda_reference as reference
-from models.cuda_blocks import laid_out
-from models.layers.cuda_linear import DeviceMatrix, make_linear
-from models.quant.gguf_expand import dequantize
 from tests.gpu.test_cuda_ops import ERROR, HALF, error, poisoned, random
 from tests.gpu.test_cuda_quantized import PROMPTS, SHAPE, same_as_on_the_cpu
 from tests.models.block_rows import block_rows
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme.gpu_formats import OF_BLOCKS
+from trireme.models import cuda_ops as ops
+from trireme.models import cuda_reference as reference
+from trireme.models.cuda_blocks import laid_out
+from trireme.models.layers.cuda_linear import DeviceMatrix, make_linear
+from trireme.models.quant.gguf_expand import dequantize
 
 pytestmark = [
     pytest.mark.gpu,

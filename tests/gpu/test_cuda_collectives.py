@@ -130,7 +130,7 @@ def test_by_torch_a_killed_rank_is_noticed_at_once(started: list[Ranks]) -> None
 
 
 def test_nccl_with_one_rank() -> None:
-    from workers.collectives.nccl import NcclComm, load_nccl
+    from trireme.workers.collectives.nccl import NcclComm, load_nccl
 
     nccl = load_nccl()
     assert nccl.version() > 22000

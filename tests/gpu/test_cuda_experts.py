@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import cuda_experts as ops
-from models import cuda_reference as reference
-from models.attention.cuda_prompt import PromptAttention
-from models.attention.cuda_registry import Need, choose_on_card
-from models.attention.prompt_plan import PIECES
-from models.cuda_expert_weights import mxfp4_values
-from models.cuda_experts import TILE_ROWS, Gate, Sorted, room_for_pairs
-from models.layers import cuda_experts as layer
-from models.layers.cuda_experts import CudaExperts, ExpertWeights
-from models.layers.cuda_linear import CudaLinear
 from tests.gpu.test_cuda_model import MARGIN, GpuDriver, error, load_on_gpu, logits_of
 from tests.gpu.test_cuda_ops import ALL, ERROR, HALF, poisoned, random
 from tests.gpu.test_cuda_prompts import Case
 from tests.gpu.test_cuda_quantized import PROMPTS, told
 from tests.models.tiny import write_byte_tokenizer
 from trireme import LLM
+from trireme.models import cuda_experts as ops
+from trireme.models import cuda_reference as reference
+from trireme.models.attention.cuda_prompt import PromptAttention
+from trireme.models.attention.cuda_registry import Need, choose_on_card
+from trireme.models.attention.prompt_plan import PIECES
+from trireme.models.cuda_expert_weights import mxfp4_values
+from trireme.models.cuda_experts import TILE_ROWS, Gate, Sorted, room_for_pairs
+from trireme.models.layers import cuda_experts as layer
+from trireme.models.layers.cuda_experts import CudaExperts, ExpertWeights
+from trireme.models.layers.cuda_linear import CudaLinear
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from models.load import as_decoder, open_weights
 from tests.models.drive import Driver, greedy, load
 from tests.models.drive import logits_of as cpu_logits
 from trireme.arch import read_arch
+from trireme.models.load import as_decoder, open_weights
 from trireme.packaged import find_model
 
 pytestmark = [
@@ -102,9 +102,9 @@ def write_model(family: str, directory: Path) -> tuple[Any, Any]:
 def load_on_gpu(
     directory: Path, dtype: torch.dtype = torch.bfloat16, *, scheme: str | None = None, kv_dtype: Any = None
 ) -> Any:
-    from models.arch.cuda import CudaModel
-    from models.cuda_batch import HostModel
-    from models.cuda_weights import device_weights
+    from trireme.models.arch.cuda import CudaModel
+    from trireme.models.cuda_batch import HostModel
+    from trireme.models.cuda_weights import device_weights
 
     files = find_model(directory)
     arch = read_arch(files)

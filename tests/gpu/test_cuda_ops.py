@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import cuda_ops as ops
-from models import cuda_reference as reference
-from models.layers.cuda_linear import Fp8Linear
+from trireme.models import cuda_ops as ops
+from trireme.models import cuda_reference as reference
+from trireme.models.layers.cuda_linear import Fp8Linear
 from trireme.params import RowParams
-from workers.noise import noise_key, race_among
-from workers.truncation import survivors
+from trireme.workers.noise import noise_key, race_among
+from trireme.workers.truncation import survivors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from models.cuda_rows import SPLIT_FROM
 from tests.e2e.deployment import Deployment, is_alive, wait_for
 from tests.gpu.test_cuda_engine import (
     GREEDY,
@@ -27,6 +26,7 @@ from tests.gpu.test_cuda_engine import (
     tokens,
     write_model,
 )
+from trireme.models.cuda_rows import SPLIT_FROM
 
 CARDS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -102,7 +102,7 @@ def test_a_rank_that_is_gone_ends_the_others_and_the_engine_comes_back(model: Pa
     with Deployment(model, *flags, timeout_s=150) as deployment:
         before = answer(deployment)
         free = torch.cuda.mem_get_info(0)[0]
-        workers = deployment.pids("workers.main")
+        workers = deployment.pids("trireme.workers.main")
         assert len(workers) == 2
         stream = deployment.stream(
             {"model": "m", "prompt": "x", "max_tokens": 900, "temperature": 0, "ignore_eos": True}, timeout_s=60
@@ -114,7 +114,9 @@ def test_a_rank_that_is_gone_ends_the_others_and_the_engine_comes_back(model: Pa
         wait_for(lambda: not is_alive(workers[0]), STOPPED_S, "the other rank gone")
         wait_for(lambda: not is_alive(workers[1]), 5, "the rank itself gone")
         wait_for(
-            lambda: deployment.status("/ready") == 200 and len(deployment.pids("workers.main")) == 2, 120, "restart"
+            lambda: deployment.status("/ready") == 200 and len(deployment.pids("trireme.workers.main")) == 2,
+            120,
+            "restart",
         )
         assert answer(deployment) == before
         assert abs(torch.cuda.mem_get_info(0)[0] - free) < 64 << 20

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import cuda_ops as ops
-from models import cuda_reference as reference
-from models.cuda_rounding import fp8_from, q4_k_from
-from models.cuda_weights import ROUNDED
-from models.layers.cuda_linear import Fp8Linear, make_linear
 from tests.gpu.test_cuda_model import MARGIN, GpuDriver, error, load_on_gpu, logits_of, write_model
 from tests.gpu.test_cuda_ops import poisoned
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme import LLM, SamplingParams
 from trireme.errors import ModelError
+from trireme.models import cuda_ops as ops
+from trireme.models import cuda_reference as reference
+from trireme.models.cuda_rounding import fp8_from, q4_k_from
+from trireme.models.cuda_weights import ROUNDED
+from trireme.models.layers.cuda_linear import Fp8Linear, make_linear
 from trireme.packaged import find_model
 
 pytestmark = [

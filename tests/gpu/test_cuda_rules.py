@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import cuda_ops as ops
+from trireme.models import cuda_ops as ops
 from trireme.params import RowParams
-from workers.gpu_rows import job_of
-from workers.gpu_rules import DeviceRules
-from workers.logprobs import logprob_row_reference
-from workers.native_sampler import NOTHING_LEFT
-from workers.noise import noise_key, race_among
-from workers.rules import LogitRules
-from workers.truncation import survivors
+from trireme.workers.gpu_rows import job_of
+from trireme.workers.gpu_rules import DeviceRules
+from trireme.workers.logprobs import logprob_row_reference
+from trireme.workers.native_sampler import NOTHING_LEFT
+from trireme.workers.noise import noise_key, race_among
+from trireme.workers.rules import LogitRules
+from trireme.workers.truncation import survivors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

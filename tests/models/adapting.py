@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.models.test_gpu_runner import NUM_ROWS
-from workers import graph_policy
-from workers.gpu_adapt import Adaptation
-from workers.gpu_runner import GpuRunner
-from workers.graph_policy import GraphPolicy, Size
+from trireme.workers import graph_policy
+from trireme.workers.gpu_adapt import Adaptation
+from trireme.workers.gpu_runner import GpuRunner
+from trireme.workers.graph_policy import GraphPolicy, Size
 
 MOST_BYTES = 1000
 IDLE = {"held": 10, "growth": 1, "most_bytes": MOST_BYTES, "capture_s": 0.02, "row_s": 1e-5}

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.forward import Group
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from workers.collectives import make_group
+from trireme.models.forward import Group
+from trireme.workers.collectives import make_group
 
 
 class Rank:

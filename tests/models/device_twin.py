@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.attention.prompt_plan import PIECES, Rules
-from models.cuda_ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, PagedKV
-from models.cuda_reference import note_output_reference, ruled_logits_reference
-from models.layers.rope import POSITIONS, TableRows
 from trireme.mesh import Mesh
-from workers.logprobs import logprob_row
-from workers.noise import NoiseField, noise_key, race_among
-from workers.truncation import survivors
+from trireme.models.attention.prompt_plan import PIECES, Rules
+from trireme.models.cuda_ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, PagedKV
+from trireme.models.cuda_reference import note_output_reference, ruled_logits_reference
+from trireme.models.layers.rope import POSITIONS, TableRows
+from trireme.workers.logprobs import logprob_row
+from trireme.workers.noise import NoiseField, noise_key, race_among
+from trireme.workers.truncation import survivors
 
 VOCAB = 96
 TURN = 128  # of a row of the table, beside a token

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.forward import Group, HostBatch, HostKV, SoloGroup
-from models.kv_layout import fill_nan, kv_shapes
-from models.load import load_model
 from trireme.arch import read_arch
 from trireme.mesh import Mesh
+from trireme.models.forward import Group, HostBatch, HostKV, SoloGroup
+from trireme.models.kv_layout import fill_nan, kv_shapes
+from trireme.models.load import load_model
 from trireme.packaged import find_model
 
 SOLO = Mesh(1, 1, 1)

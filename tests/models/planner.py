@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from models.forward import HostKV
 from tests.models.rows import new_row, plan_of, rows_and_tokens
-from transport.messages import LogprobRow, NewRow, StepResult
+from trireme.models.forward import HostKV
 from trireme.params import RowParams
-from workers.kv_tensors import poison_blocks
-from workers.runner import Runner
+from trireme.transport.messages import LogprobRow, NewRow, StepResult
+from trireme.workers.kv_tensors import poison_blocks
+from trireme.workers.runner import Runner
 
 
 @dataclass(eq=False)

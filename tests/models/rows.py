@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transport.messages import NewRow, StepPlan, StepResult
-from transport.packed import pack, pack_flags, unpack
 from trireme.params import RowParams
+from trireme.transport.messages import NewRow, StepPlan, StepResult
+from trireme.transport.packed import pack, pack_flags, unpack
 
 
 def new_row(

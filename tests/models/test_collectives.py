@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from models.forward import SoloGroup
-from models.native import load_native
 from trireme.arena import MAX_WORKERS, Arena, arena_bytes, create_arena
 from trireme.errors import CollectiveError, ConfigError
 from trireme.mesh import Mesh
-from workers.collectives import make_group
+from trireme.models.forward import SoloGroup
+from trireme.models.native import load_native
+from trireme.workers.collectives import make_group
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,18 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models import cuda_experts, cuda_ops, cuda_reference
-from models.arch.cuda import CudaModel
-from models.cuda_batch import HostModel
-from models.cuda_expert_weights import mxfp4_values
-from models.cuda_experts import TILE_ROWS, Gate, room_for_pairs, tile_rows
-from models.cuda_shards import own_weights
-from models.cuda_shelf import Shelf, tensors_of
-from models.cuda_weights import device_weights
-from models.forward import SoloGroup
-from models.layers import cuda_experts as layer
-from models.load import load_model, open_checked, open_weights
-from models.shards import Shares
 from tests.models.drive import Driver, load
 from tests.models.test_cuda_linear import error
 from tests.models.test_cuda_spread import OnCpu, plain_ops  # noqa: F401  (a fixture)
@@ -34,6 +22,18 @@ from trireme.config import ModelConfig
 from trireme.errors import ModelError
 from trireme.gpu import lacks_on_gpu
 from trireme.mesh import Mesh
+from trireme.models import cuda_experts, cuda_ops, cuda_reference
+from trireme.models.arch.cuda import CudaModel
+from trireme.models.cuda_batch import HostModel
+from trireme.models.cuda_expert_weights import mxfp4_values
+from trireme.models.cuda_experts import TILE_ROWS, Gate, room_for_pairs, tile_rows
+from trireme.models.cuda_shards import own_weights
+from trireme.models.cuda_shelf import Shelf, tensors_of
+from trireme.models.cuda_weights import device_weights
+from trireme.models.forward import SoloGroup
+from trireme.models.layers import cuda_experts as layer
+from trireme.models.load import load_model, open_checked, open_weights
+from trireme.models.shards import Shares
 from trireme.packaged import files_of, find_model
 
 CPU = torch.device("cpu")

@@ -11,14 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models import cuda_ops, cuda_reference
-from models.arch.cuda import CudaModel
-from models.cuda_batch import HostModel
-from models.cuda_shards import own_weights
-from models.cuda_shelf import Shelf, tensors_of
-from models.cuda_weights import device_weights
-from models.load import as_decoder, open_weights
-from models.shards import Shares
 from tests.models.drive import Driver, load
 from tests.models.test_cuda_linear import TWINS, WIDE, dense_of, error
 from tests.models.test_cuda_spread import OPS, OnCpu, plain_ops  # noqa: F401  (a fixture)
@@ -31,6 +23,14 @@ from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme.arch import read_arch
 from trireme.gpu import lacks_on_gpu
+from trireme.models import cuda_ops, cuda_reference
+from trireme.models.arch.cuda import CudaModel
+from trireme.models.cuda_batch import HostModel
+from trireme.models.cuda_shards import own_weights
+from trireme.models.cuda_shelf import Shelf, tensors_of
+from trireme.models.cuda_weights import device_weights
+from trireme.models.load import as_decoder, open_weights
+from trireme.models.shards import Shares
 from trireme.packaged import find_model
 
 LAYERED = ("cohere", "cohere-plus", "olmo2", "stablelm", "stablelm-2")  # layer norms, or norms of whole q and k
@@ -164,7 +164,7 @@ def test_a_head_of_unit_rows(tmp_path: Path) -> None:
 
 def rounded(path: Path, scheme: str, directory: Path) -> Path:
     """The checkpoint with the values that `scheme` rounds its layers to."""
-    from models.cuda_weights import ROUNDED
+    from trireme.models.cuda_weights import ROUNDED
 
     directory.mkdir()
     weights = load_file(path / "model.safetensors")

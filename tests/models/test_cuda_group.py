@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.models.test_cuda_spread import PATIENCE_S, Meeting, ThreadGroup
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from workers.collectives import meeting
-from workers.collectives.cuda import CudaGroup
-from workers.collectives.nccl import ID_BYTES
-from workers.collectives.ways import Way
+from trireme.workers.collectives import meeting
+from trireme.workers.collectives.cuda import CudaGroup
+from trireme.workers.collectives.nccl import ID_BYTES
+from trireme.workers.collectives.ways import Way
 
 
 class Host(ThreadGroup):

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import cuda_reference as reference
-from models import ops
-from models.cuda_ops import FP8_MAX, PagedKV, Scales
-from models.forward import ForwardBatch, KVLayer
-from models.layers.cuda_linear import Fp8Linear
-from models.quant.base import linear, pack
-from models.quant.gguf_expand import dequantize
-from models.quant.packed import int8_rows
 from tests.models.attention_case import Shape, make_batch, make_kv
+from trireme.models import cuda_reference as reference
+from trireme.models import ops
+from trireme.models.cuda_ops import FP8_MAX, PagedKV, Scales
+from trireme.models.forward import ForwardBatch, KVLayer
+from trireme.models.layers.cuda_linear import Fp8Linear
+from trireme.models.quant.base import linear, pack
+from trireme.models.quant.gguf_expand import dequantize
+from trireme.models.quant.packed import int8_rows
 
 FP8 = torch.float8_e4m3fn
 

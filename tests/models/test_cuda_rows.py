@@ -14,15 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import cuda_ops, cuda_reference
-from models.arch.cuda import CudaBatch, CudaModel
-from models.attention.prompt_plan import PIECES
-from models.cuda_batch import upload
-from models.cuda_rows import SPLIT_FROM, SplitRows, WholeRows
-from models.cuda_shards import own_weights
-from models.forward import HostBatch
-from models.layers.cuda_linear import Fp8Linear
-from models.shards import Shares
 from tests.models import test_cuda_spread as spread
 from tests.models.test_cuda_spread import BLOCK, CPU, Meeting, OnCpu, ThreadGroup, stored
 from tests.models.test_shards import Stored, arch_of
@@ -33,8 +24,17 @@ from trireme.arch_spec import ArchSpec
 from trireme.arena import create_arena
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh
-from workers.collectives.shm import ShmGroup
-from workers.graph_sizes import DECODES, PROMPT_TOKENS
+from trireme.models import cuda_ops, cuda_reference
+from trireme.models.arch.cuda import CudaBatch, CudaModel
+from trireme.models.attention.prompt_plan import PIECES
+from trireme.models.cuda_batch import upload
+from trireme.models.cuda_rows import SPLIT_FROM, SplitRows, WholeRows
+from trireme.models.cuda_shards import own_weights
+from trireme.models.forward import HostBatch
+from trireme.models.layers.cuda_linear import Fp8Linear
+from trireme.models.shards import Shares
+from trireme.workers.collectives.shm import ShmGroup
+from trireme.workers.graph_sizes import DECODES, PROMPT_TOKENS
 
 plain_ops = spread.plain_ops
 SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2)]
@@ -213,7 +213,7 @@ def test_over_shared_memory_the_tokens_are_those_of_one_card(tp: int) -> None:
 def test_float8_inputs_travel_with_their_scales(tp: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes and scales of what is normed, for products that apply the scales and for those that leave them to their readers."""
     monkeypatch.setattr(cuda_ops, "quantize_rows", cuda_reference.quantize_rows_reference)
-    monkeypatch.setattr("models.layers.cuda_linear._EXACT_ROWS", 0)
+    monkeypatch.setattr("trireme.models.layers.cuda_linear._EXACT_ROWS", 0)
     left: list[bool] = []
     unscaled = Fp8Linear.unscaled
 

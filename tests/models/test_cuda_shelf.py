@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from models import cuda_ops
-from models.cuda_shelf import Shelf, tensors_of
-from models.cuda_weights import ROUNDED
-from models.layers.cuda_linear import Fp8Linear, SideBySide, make_linear
+from trireme.models import cuda_ops
+from trireme.models.cuda_shelf import Shelf, tensors_of
+from trireme.models.cuda_weights import ROUNDED
+from trireme.models.layers.cuda_linear import Fp8Linear, SideBySide, make_linear
 
 
 @pytest.fixture(autouse=True)

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from models import cuda_ops, cuda_reference
-from models.arch import cuda
-from models.arch.cuda import CudaBatch, CudaModel
-from models.arch.stage import weight_names
-from models.attention.cuda_prompt import PromptAttention, Prompts
-from models.attention.cuda_registry import LENGTHS, Kernel, Timing, choose
-from models.attention.prompt_plan import PIECES, Rules, plan_prompts
-from models.cuda_shards import own_weights
-from models.shards import Shares
 from tests.models.test_prompt_plan import fresh, whole
 from tests.models.test_shards import Stored, arch_of
 from trireme.arch_bodies import GptBody
 from trireme.arch_spec import ArchSpec
 from trireme.mesh import Mesh
+from trireme.models import cuda_ops, cuda_reference
+from trireme.models.arch import cuda
+from trireme.models.arch.cuda import CudaBatch, CudaModel
+from trireme.models.arch.stage import weight_names
+from trireme.models.attention.cuda_prompt import PromptAttention, Prompts
+from trireme.models.attention.cuda_registry import LENGTHS, Kernel, Timing, choose
+from trireme.models.attention.prompt_plan import PIECES, Rules, plan_prompts
+from trireme.models.cuda_shards import own_weights
+from trireme.models.shards import Shares
 
 CPU = torch.device("cpu")
 ROWS, STEPS, BLOCK = 3, 4, 4

@@ -42,7 +42,7 @@ def test_without_dummy_weights_files_are_missed(tmp_path: Path) -> None:
 
 
 def test_values_are_small_norms_neutral_and_biases_zero(tmp_path: Path) -> None:
-    from models.dummy import DummySource
+    from trireme.models.dummy import DummySource
 
     arch = read_arch(files_of(ModelConfig(model=str(write_config(tmp_path)), load_format="dummy")))
     source = DummySource(arch, ["w.weight"], tmp_path)
@@ -55,7 +55,7 @@ def test_values_are_small_norms_neutral_and_biases_zero(tmp_path: Path) -> None:
 
 
 def test_families_with_other_bodies_are_refused(tmp_path: Path) -> None:
-    from models.load import open_checked
+    from trireme.models.load import open_checked
 
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320, "n_positions": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))

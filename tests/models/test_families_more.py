@@ -10,10 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import ops
-from models.arch.gpt import qkv_heads
-from models.forward import ForwardBatch, KVLayer
-from models.ops_more import (
+from tests.models.drive import RankedModel, greedy, load, logits_of
+from tests.models.test_parity import LOGITS_BOUND, NUM_NEW, PROMPTS, assert_parity, reference, reference_logits
+from trireme.arch import read_arch
+from trireme.budget import num_params
+from trireme.errors import ModelError
+from trireme.mesh import split_heads
+from trireme.models import ops
+from trireme.models.arch.gpt import qkv_heads
+from trireme.models.forward import ForwardBatch, KVLayer
+from trireme.models.ops_more import (
     clamped_swiglu,
     gelu,
     gelu_reference,
@@ -22,12 +28,6 @@ from models.ops_more import (
     rows_by_chunk,
     torch_attention,
 )
-from tests.models.drive import RankedModel, greedy, load, logits_of
-from tests.models.test_parity import LOGITS_BOUND, NUM_NEW, PROMPTS, assert_parity, reference, reference_logits
-from trireme.arch import read_arch
-from trireme.budget import num_params
-from trireme.errors import ModelError
-from trireme.mesh import split_heads
 
 transformers = pytest.importorskip("transformers")
 causal_model = transformers.AutoModelForCausalLM  # imported while collecting: it takes long, and tests have a timeout

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from serving.tokens import load_tokenizer
 from tests.models.drive import Driver, load
 from tests.models.test_parity_files import int8_activations
 from trireme.errors import ModelError
 from trireme.packaged import find_model
+from trireme.serving.tokens import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

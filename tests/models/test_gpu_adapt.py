@@ -11,19 +11,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_core.captures import QUIET_S, Captures
-from models.forward import HostKV
 from tests.models.adapting import IDLE, MOST_BYTES, adaptation_of, captured_by, hurry, tight_policies
 from tests.models.device_twin import VOCAB
 from tests.models.planner import Job, RandomPlanner, job_of
 from tests.models.rows import new_row, plan_of
 from tests.models.test_gpu_runner import BLOCK, CPU, NUM_ROWS, alone, is_plain, make_runner
-from transport.messages import StepPlan, StepResult
+from trireme.engine_core.captures import QUIET_S, Captures
+from trireme.models.forward import HostKV
 from trireme.params import RowParams
-from workers.gpu_graphs import GraphMemory, GraphSet
-from workers.graph_policy import Size
-from workers.graph_sizes import fixed
-from workers.staging import Answer
+from trireme.transport.messages import StepPlan, StepResult
+from trireme.workers.gpu_graphs import GraphMemory, GraphSet
+from trireme.workers.graph_policy import Size
+from trireme.workers.graph_sizes import fixed
+from trireme.workers.staging import Answer
 
 
 @pytest.fixture(autouse=True)

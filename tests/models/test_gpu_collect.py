@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 
-from transport.boot import settle_memory
-from workers.gpu import _collect
-from workers.gpu_graphs import _nothing_collected
+from trireme.transport.boot import settle_memory
+from trireme.workers.gpu import _collect
+from trireme.workers.gpu_graphs import _nothing_collected
 
 
 class Circle:

@@ -9,8 +9,8 @@ import torch
 
 from trireme.errors import CollectiveError, EngineError
 from trireme.mesh import Mesh
-from workers.collectives.watch import Watch
-from workers.gpu_ranks import launch_with, sampling_mesh
+from trireme.workers.collectives.watch import Watch
+from trireme.workers.gpu_ranks import launch_with, sampling_mesh
 
 CPU = torch.device("cpu")
 DONE = object()

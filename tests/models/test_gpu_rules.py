@@ -13,19 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.cuda_ops import JOB, MOST_WORD, OUTPUTS, touched_words
-from models.cuda_reference import note_output_reference, ruled_logits_reference
 from tests.models.device_twin import VOCAB
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.test_gpu_runner import CPU, alone, make_runner
-from transport.messages import StepResult
+from trireme.models.cuda_ops import JOB, MOST_WORD, OUTPUTS, touched_words
+from trireme.models.cuda_reference import note_output_reference, ruled_logits_reference
 from trireme.params import RowParams
-from workers.gpu_rows import job_of
-from workers.gpu_rules import DeviceRules, is_for_device
-from workers.gpu_runner import ALL_BARRED, GpuRunner
-from workers.rules import LogitRules, Tokens
-from workers.sampler import Sampler
-from workers.staging import Answer
+from trireme.transport.messages import StepResult
+from trireme.workers.gpu_rows import job_of
+from trireme.workers.gpu_rules import DeviceRules, is_for_device
+from trireme.workers.gpu_runner import ALL_BARRED, GpuRunner
+from trireme.workers.rules import LogitRules, Tokens
+from trireme.workers.sampler import Sampler
+from trireme.workers.staging import Answer
 
 PENALTIES = RowParams(8, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
 MANY = {

@@ -13,28 +13,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models import cuda_ops
-from models.attention.prompt_plan import PIECES, Rules
-from models.cuda_batch import HostModel
-from models.forward import HostKV, SoloGroup
-from models.layers.rope import POSITIONS, TableRows
 from tests.models.device_twin import VOCAB, TwinModel, sample_rows
 from tests.models.planner import Job, RandomPlanner, job_of, run_alone
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from trireme.errors import EngineError
 from trireme.mesh import Mesh
+from trireme.models import cuda_ops
+from trireme.models.attention.prompt_plan import PIECES, Rules
+from trireme.models.cuda_batch import HostModel
+from trireme.models.forward import HostKV, SoloGroup
+from trireme.models.layers.rope import POSITIONS, TableRows
 from trireme.params import RowParams
-from workers.batch import Batch
-from workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
-from workers.gpu_rows import DeviceRows
-from workers.gpu_runner import NOT_FINITE, GpuRunner
-from workers.gpu_steps import Steps, choose_splits
-from workers.graph_policy import GraphPolicy
-from workers.graph_sizes import fixed, mixed_sizes, sizes_up_to
-from workers.inputs import InputBuilder
-from workers.kv_tensors import independent
-from workers.runner import Runner
-from workers.staging import Answer
+from trireme.workers.batch import Batch
+from trireme.workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
+from trireme.workers.gpu_rows import DeviceRows
+from trireme.workers.gpu_runner import NOT_FINITE, GpuRunner
+from trireme.workers.gpu_steps import Steps, choose_splits
+from trireme.workers.graph_policy import GraphPolicy
+from trireme.workers.graph_sizes import fixed, mixed_sizes, sizes_up_to
+from trireme.workers.inputs import InputBuilder
+from trireme.workers.kv_tensors import independent
+from trireme.workers.runner import Runner
+from trireme.workers.staging import Answer
 
 NUM_BLOCKS, BLOCK, NUM_ROWS, MAX_LEN = 64, 4, 4, 64
 CPU = torch.device("cpu")

@@ -12,27 +12,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.attention.prompt_plan import PIECES, Rules
-from models.cuda_batch import HostModel
-from models.cuda_ops import PagedKV
-from models.forward import HostKV
 from tests.models.adapting import IDLE, MOST_BYTES, adaptation_of, captured_by, hurry, tight_policies
 from tests.models.device_twin import VOCAB, TwinModel, sample_rows
 from tests.models.planner import Job, RandomPlanner, job_of
 from tests.models.test_gpu_runner import BLOCK, CPU, MAX_LEN, NUM_BLOCKS, NUM_ROWS, alone, is_plain
-from transport.messages import StepPlan, StepResult
 from trireme.mesh import Mesh
+from trireme.models.attention.prompt_plan import PIECES, Rules
+from trireme.models.cuda_batch import HostModel
+from trireme.models.cuda_ops import PagedKV
+from trireme.models.forward import HostKV
 from trireme.params import RowParams
-from workers.batch import Batch
-from workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
-from workers.gpu_ranks import sampling_mesh
-from workers.gpu_rows import DeviceRows
-from workers.gpu_runner import GpuRunner
-from workers.gpu_steps import Steps
-from workers.graph_policy import GraphPolicy
-from workers.graph_sizes import fixed, sizes_up_to
-from workers.inputs import InputBuilder
-from workers.runner import Runner
+from trireme.transport.messages import StepPlan, StepResult
+from trireme.workers.batch import Batch
+from trireme.workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
+from trireme.workers.gpu_ranks import sampling_mesh
+from trireme.workers.gpu_rows import DeviceRows
+from trireme.workers.gpu_runner import GpuRunner
+from trireme.workers.gpu_steps import Steps
+from trireme.workers.graph_policy import GraphPolicy
+from trireme.workers.graph_sizes import fixed, sizes_up_to
+from trireme.workers.inputs import InputBuilder
+from trireme.workers.runner import Runner
 
 
 class StageModel(TwinModel):

@@ -18,10 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from models import ops
-from models.forward import HostKV
-from models.kv_layout import LARGEST, fill_nan, kv_shapes
-from models.native import load_native
 from tests.models.attention_case import Shape, empty_kv, make_batch
 from tests.models.drive import RankedModel, greedy, load, logits_of
 from tests.models.isas import instruction_set
@@ -29,8 +25,12 @@ from tests.models.tiny import make_tiny
 from trireme.arch import read_arch
 from trireme.budget import kv_token_bytes
 from trireme.mesh import Mesh
+from trireme.models import ops
+from trireme.models.forward import HostKV
+from trireme.models.kv_layout import LARGEST, fill_nan, kv_shapes
+from trireme.models.native import load_native
 from trireme.packaged import find_model
-from workers.kv_tensors import allocate_kv, block_bytes, choose_kv_dtype, copy_blocks
+from trireme.workers.kv_tensors import allocate_kv, block_bytes, choose_kv_dtype, copy_blocks
 
 native = load_native()
 ALL_VARIANTS = ["portable", "avx2", "avx512vnni"]

@@ -10,8 +10,8 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from models.forward import HostKV
-from workers.kv_pages import SHARE, ResidentKv
+from trireme.models.forward import HostKV
+from trireme.workers.kv_pages import SHARE, ResidentKv
 
 LAYERS, BLOCKS, BLOCK_BYTES = 4, 1 << 12, 6 << 10
 TOTAL = 2 * LAYERS * BLOCKS * BLOCK_BYTES

@@ -11,8 +11,10 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
-from models.native import load_native
-from models.quant.base import (
+from tests.models.isas import instruction_set
+from trireme.errors import ModelError
+from trireme.models.native import load_native
+from trireme.models.quant.base import (
     BLOCKS,
     PACKED_KINDS,
     PackedWeight,
@@ -24,10 +26,8 @@ from models.quant.base import (
     slice_rows,
     unpack,
 )
-from models.quant.gguf_expand import dequantize
-from models.quant.packed import int8_rows
-from tests.models.isas import instruction_set
-from trireme.errors import ModelError
+from trireme.models.quant.gguf_expand import dequantize
+from trireme.models.quant.packed import int8_rows
 
 NATIVE = load_native()
 DENSE_KINDS = ("F32", "F16", "BF16")

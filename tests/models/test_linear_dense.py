@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from models.native import load_native
-from models.quant.base import linear, pack, unpack
 from tests.models.test_linear import isa, make_weight, make_x
+from trireme.models.native import load_native
+from trireme.models.quant.base import linear, pack, unpack
 
 __all__ = ["isa"]
 NATIVE = load_native()

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
-from models.quant.base import BLOCKS, bytes_of, slice_cols, slice_rows
-from models.quant.gguf_expand import CHUNK_BLOCKS, EXPANDABLE, dequantize
-from models.weights import GgufSource
 from trireme.errors import ModelError
 from trireme.gguf import LOADED_AS, read_gguf
 from trireme.loaded import stored_bytes
+from trireme.models.quant.base import BLOCKS, bytes_of, slice_cols, slice_rows
+from trireme.models.quant.gguf_expand import CHUNK_BLOCKS, EXPANDABLE, dequantize
+from trireme.models.weights import GgufSource
 from trireme.packaged import ModelFiles
 
 # Byte offsets of the fp16 scales of a block; random bytes there are replaced, for fp16 NaN and infinity teach nothing.

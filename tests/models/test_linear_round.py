@@ -7,9 +7,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 
-from models.quant.base import linear, pack, quantize
-from models.quant.gguf_expand import dequantize
-from models.tensors import raw_from_tensor
+from trireme.models.quant.base import linear, pack, quantize
+from trireme.models.quant.gguf_expand import dequantize
+from trireme.models.tensors import raw_from_tensor
 
 N, K = 37, 416
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.native import load_native
-from models.quant.base import PackedWeight, linear
 from tests.models.isas import instruction_set
 from tests.models.test_linear import BLOCK_KINDS, fit, make_weight, make_x
+from trireme.models.native import load_native
+from trireme.models.quant.base import PackedWeight, linear
 
 NATIVE = load_native()
 ALL = ("portable", "avx2", "avxvnni", "avx512vnni", "amx")

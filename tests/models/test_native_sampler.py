@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.native import load_native
 from tests.models.isas import instruction_set
 from tests.models.test_sampler import Logits, batch_of
+from trireme.models.native import load_native
 from trireme.params import RowParams
-from workers.logprobs import logprob_row, logprob_row_reference
-from workers.sampler import Sampler
-from workers.truncation import depths_of, masses
+from trireme.workers.logprobs import logprob_row, logprob_row_reference
+from trireme.workers.sampler import Sampler
+from trireme.workers.truncation import depths_of, masses
 
 native = load_native()
 ALL_VARIANTS = ["portable", "avx2", "avx512vnni"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trireme.errors import CollectiveError
-from workers.collectives.nccl import ID_BYTES, SIGNATURES, Nccl, NcclComm, load_nccl, places, within
+from trireme.workers.collectives.nccl import ID_BYTES, SIGNATURES, Nccl, NcclComm, load_nccl, places, within
 
 
 class Function:

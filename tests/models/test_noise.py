@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.native import load_native
 from tests.models.isas import instruction_set
-from workers.noise import Floats, NoiseField, gumbels, noise_key, race_among, uniforms
+from trireme.models.native import load_native
+from trireme.workers.noise import Floats, NoiseField, gumbels, noise_key, race_among, uniforms
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from models import ops
-from models.forward import KVLayer
-from models.native import load_native
 from tests.models.attention_case import int32
 from tests.models.isas import instruction_set
+from trireme.models import ops
+from trireme.models.forward import KVLayer
+from trireme.models.native import load_native
 
 native = load_native()
 ALL_VARIANTS = ["portable", "avx2", "avx512vnni"]

@@ -15,12 +15,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from launch.cli import main
-from models.load import open_weights
-from models.quant.grouped import Grouped, cpu_rows, narrower, rows_of
-from models.quant.packed import GROUPED
-from models.shards import columns_of
-from models.weights import RawMatrix
 from tests.models.drive import RankedModel, greedy, load, logits_of
 from tests.models.test_int8_model import matrix_kinds, rms
 from tests.models.test_parity import LOGITS_BOUND, PROMPTS, assert_parity, reference, reference_logits
@@ -29,8 +23,14 @@ from trireme import LLM, SamplingParams
 from trireme.arch import read_arch
 from trireme.config import ModelConfig
 from trireme.errors import ModelError
+from trireme.launch.cli import main
 from trireme.loaded import loaded_bytes, stored_bytes
 from trireme.mesh import Span
+from trireme.models.load import open_weights
+from trireme.models.quant.grouped import Grouped, cpu_rows, narrower, rows_of
+from trireme.models.quant.packed import GROUPED
+from trireme.models.shards import columns_of
+from trireme.models.weights import RawMatrix
 from trireme.packaged import find_model
 
 TEXT = [(7 * i * i + 11 * i) % 250 + 5 for i in range(60)]

@@ -13,7 +13,7 @@ from tests.models.drive import RankedModel, greedy, load, logits_of
 from tests.models.tiny import make_tiny
 from trireme.arena import create_arena
 from trireme.mesh import Mesh
-from workers.collectives.shm import ShmGroup
+from trireme.workers.collectives.shm import ShmGroup
 
 transformers = pytest.importorskip("transformers")
 

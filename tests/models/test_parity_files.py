@@ -10,9 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.forward import SoloGroup
-from models.layers.rope import inverse_frequencies
-from models.load import load_model
 from tests.models.drive import SOLO, RankedModel, load, logits_of
 from tests.models.test_parity import (
     FAMILIES,
@@ -25,6 +22,9 @@ from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme.arch import RopeSpec, read_arch
 from trireme.errors import ModelError
+from trireme.models.forward import SoloGroup
+from trireme.models.layers.rope import inverse_frequencies
+from trireme.models.load import load_model
 from trireme.packaged import find_model
 
 TEXT = [256, *range(30, 110), 7, 7, 250]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention.cuda_prompt import PromptAttention, Prompts, gather
-from models.attention.cuda_registry import KERNELS, LENGTHS, UNTRIED, Kernel, Need, Timing, candidates, choose
-from models.attention.prompt_plan import (
+from trireme.models.attention.cuda_prompt import PromptAttention, Prompts, gather
+from trireme.models.attention.cuda_registry import KERNELS, LENGTHS, UNTRIED, Kernel, Need, Timing, candidates, choose
+from trireme.models.attention.prompt_plan import (
     PIECES,
     PromptPlan,
     Rules,
@@ -22,8 +22,8 @@ from models.attention.prompt_plan import (
     square_of,
     usual_squares,
 )
-from models.cuda_ops import PagedKV
-from models.cuda_reference import piece_attention_reference
+from trireme.models.cuda_ops import PagedKV
+from trireme.models.cuda_reference import piece_attention_reference
 
 RULES = [
     PIECES,

@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.forward import ForwardBatch, HostKV, KVLayer
-from models.tensors import OverTensors
 from tests.models.planner import Job, RandomPlanner, execute, job_of, run_alone
 from tests.models.rows import new_row, plan_of, rows_and_tokens
-from transport.messages import StepResult
-from transport.packed import pack, unpack
 from trireme.errors import EngineError
 from trireme.lockstep import Agreed, Ballot, agree
 from trireme.mesh import Mesh
+from trireme.models.forward import ForwardBatch, HostKV, KVLayer
+from trireme.models.tensors import OverTensors
 from trireme.params import RowParams
-from workers.batch import Batch
-from workers.inputs import InputBuilder
-from workers.kv_tensors import allocate_kv, copy_blocks, poison_blocks
-from workers.runner import Company, Runner
+from trireme.transport.messages import StepResult
+from trireme.transport.packed import pack, unpack
+from trireme.workers.batch import Batch
+from trireme.workers.inputs import InputBuilder
+from trireme.workers.kv_tensors import allocate_kv, copy_blocks, poison_blocks
+from trireme.workers.runner import Company, Runner
 
 VOCAB, DIM, MAX_LEN = 48, 8, 64
 SOLO = Mesh(1, 1, 1)

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from tests.models.rows import new_row, plan_of
 from trireme.params import RowParams
-from workers.batch import Batch
-from workers.logprobs import logprob_row
-from workers.noise import gumbels, noise_key
-from workers.rules import LogitRules
-from workers.sampler import Sampled, Sampler
-from workers.truncation import nucleus, top_ids
+from trireme.workers.batch import Batch
+from trireme.workers.logprobs import logprob_row
+from trireme.workers.noise import gumbels, noise_key
+from trireme.workers.rules import LogitRules
+from trireme.workers.sampler import Sampled, Sampler
+from trireme.workers.truncation import nucleus, top_ids
 
 VOCAB = 24
 Logits = NDArray[np.float32]

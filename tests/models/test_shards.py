@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from models.arch.stage import weight_names
-from models.cuda_shards import NoiseShards, own_weights
-from models.cuda_weights import NoiseWeights
-from models.dummy import DummySource
-from models.quant.packed import quantize_rows
-from models.shards import ShardSource, Shares, columns_of
-from models.weights import RawMatrix, raw_from_floats
 from tests.unit.test_resolve import SMOL
 from trireme.arch_spec import ArchSpec
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh, Span
+from trireme.models.arch.stage import weight_names
+from trireme.models.cuda_shards import NoiseShards, own_weights
+from trireme.models.cuda_weights import NoiseWeights
+from trireme.models.dummy import DummySource
+from trireme.models.quant.packed import quantize_rows
+from trireme.models.shards import ShardSource, Shares, columns_of
+from trireme.models.weights import RawMatrix, raw_from_floats
 
 CPU = torch.device("cpu")
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.arch.stub import StubModel
-from models.forward import HostBatch
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.tiny import EOS, make_stub
-from transport.messages import StepResult, WorkerInit
-from transport.packed import pack, unpack
 from trireme.arch import ArchSpec
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from trireme.errors import ModelError
 from trireme.mesh import Mesh
+from trireme.models.arch.stub import StubModel
+from trireme.models.forward import HostBatch
 from trireme.params import RowParams
-from workers.worker import Worker
+from trireme.transport.messages import StepResult, WorkerInit
+from trireme.transport.packed import pack, unpack
+from trireme.workers.worker import Worker
 
 GREEDY = RowParams(20, temperature=0.0, eos_token_ids=(EOS,))
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.native import load_native
 from trireme.errors import ConfigError
+from trireme.models.native import load_native
 
 NATIVE = load_native()
 
@@ -107,8 +107,8 @@ def test_unknown_and_missing_instruction_sets_are_refused() -> None:
 
 
 def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "models._native", None)
-    with pytest.raises(ConfigError, match="models._native") as caught:
+    monkeypatch.setitem(sys.modules, "trireme.models._native", None)
+    with pytest.raises(ConfigError, match="trireme.models._native") as caught:
         load_native()
     assert "setup.py build_ext --inplace" in caught.value.hint
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Reference
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from serving.tokens import Tokenizer, load_tokenizer
 from tests.models.tiny import SPM_ORDERS, byte_chars, make_stub, spm_pieces, spm_scores, write_spm_tokenizer
 from tests.models.tiny_gguf import (
     TOKEN_BYTE,
@@ -24,6 +23,7 @@ from tests.models.tiny_gguf import (
 from trireme.errors import ModelError
 from trireme.gguf import read_gguf
 from trireme.packaged import ModelFiles, find_model
+from trireme.serving.tokens import Tokenizer, load_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",

@@ -12,9 +12,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
-from serving.encoders import ADDED, PLAIN, SPECIAL, SpmEncoder
-from serving.tokens import Tokenizer
-from serving.tokens_gguf import tokenizer_from_gguf
 from tests.models.spm_oracle import oracle_from_gguf
 from tests.models.test_tokens import CORPUS, SPM_TEXTS, from_gguf, spm_gguf
 from tests.models.tiny import SPM_ORDERS
@@ -28,6 +25,9 @@ from tests.models.tiny_gguf import (
 )
 from trireme.errors import ModelError
 from trireme.packaged import find_model
+from trireme.serving.encoders import ADDED, PLAIN, SPECIAL, SpmEncoder
+from trireme.serving.tokens import Tokenizer
+from trireme.serving.tokens_gguf import tokenizer_from_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS_TO_CUT = [

@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 import torch
 
-from models.arch.cuda import CudaModel
-from models.shards import Shares
 from tests.models.collective_rank import forked
 from tests.models.test_cuda_rows import FIT, MAX_LEN, PLAN, batch_of
 from tests.models.test_cuda_spread import BLOCK, OnCpu, make_plain, stored
 from tests.models.test_shards import arch_of
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from workers.collectives import meeting
-from workers.collectives.cuda import CudaGroup
-from workers.collectives.shm import ShmGroup
+from trireme.models.arch.cuda import CudaModel
+from trireme.models.shards import Shares
+from trireme.workers.collectives import meeting
+from trireme.workers.collectives.cuda import CudaGroup
+from trireme.workers.collectives.shm import ShmGroup
 
 ARCH = arch_of(**FIT, tie_embeddings=False)
 

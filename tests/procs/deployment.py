@@ -11,10 +11,10 @@ from typing import Any, Self
 
 import msgspec
 
-from launch.supervise import Part, Supervisor
-from transport.boot import Child, spawn
-from transport.messages import Boot, Ready, Role
-from transport.rundir import RunDir
+from trireme.launch.supervise import Part, Supervisor
+from trireme.transport.boot import Child, spawn
+from trireme.transport.messages import Boot, Ready, Role
+from trireme.transport.rundir import RunDir
 
 HASH = b"h" * 32
 

@@ -17,8 +17,17 @@ import msgspec
 import numpy as np
 import psutil
 
-from transport.boot import Child, spawn
-from transport.messages import (
+from trireme.config import (
+    CacheConfig,
+    EngineConfig,
+    LaunchConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from trireme.params import RowParams
+from trireme.transport.boot import Child, spawn
+from trireme.transport.messages import (
     Abort,
     Boot,
     Call,
@@ -34,19 +43,10 @@ from transport.messages import (
     Submit,
     Welcome,
 )
-from transport.packed import unpack, unpack_ids
-from transport.rundir import RunDir
-from transport.sockets import Connection, Left, Poller
-from trireme.config import (
-    CacheConfig,
-    EngineConfig,
-    LaunchConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
-from trireme.params import RowParams
-from workers.fake import FakeOptions, expected_tokens
+from trireme.transport.packed import unpack, unpack_ids
+from trireme.transport.rundir import RunDir
+from trireme.transport.sockets import Connection, Left, Poller
+from trireme.workers.fake import FakeOptions, expected_tokens
 
 HASH = b"test config hash"
 
@@ -157,7 +157,7 @@ class Engine:
         self.reports: list[Any] = []
         self.fronts: list[Front] = []
         self.kin: list[psutil.Process] = []
-        self.child: Child = spawn("engine_core.main", self.boot)
+        self.child: Child = spawn("trireme.engine_core.main", self.boot)
         self.poller.add(self.child, self._receive)
         if wait:
             self.wait_ready()
@@ -172,7 +172,7 @@ class Engine:
         self.boot = msgspec.structs.replace(self.boot, epoch=self.boot.epoch + 1)
         self.reports.clear()
         self.child.close()
-        self.child = spawn("engine_core.main", self.boot)
+        self.child = spawn("trireme.engine_core.main", self.boot)
         self.poller.add(self.child, self._receive)
         self.wait_ready()
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from transport.boot import BootChannel, spawn
-from transport.messages import (
+from trireme.errors import ModelError
+from trireme.transport.boot import BootChannel, spawn
+from trireme.transport.messages import (
     Boot,
     Call,
     CallReply,
@@ -21,9 +22,8 @@ from transport.messages import (
     StepOutputs,
     Submit,
 )
-from transport.packed import pack, pack_ids
-from transport.sockets import Connection, Left, Poller, Server
-from trireme.errors import ModelError
+from trireme.transport.packed import pack, pack_ids
+from trireme.transport.sockets import Connection, Left, Poller, Server
 
 
 def main(channel: BootChannel) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from transport.boot import BootChannel, spawn
-from transport.messages import Boot, EngineFacts, FromCoordinator, FrontToEngine, Load, StepOutputs, Submit
-from transport.packed import pack, pack_ids
-from transport.sockets import Connection, Poller, Server
 from trireme.config import EngineConfig
 from trireme.errors import ModelError
+from trireme.transport.boot import BootChannel, spawn
+from trireme.transport.messages import Boot, EngineFacts, FromCoordinator, FrontToEngine, Load, StepOutputs, Submit
+from trireme.transport.packed import pack, pack_ids
+from trireme.transport.sockets import Connection, Poller, Server
 
 
 def order_for(directory: Path, name: str) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from tests.procs.fake_engine import order_for
-from transport.boot import BootChannel
-from transport.messages import EngineToFront, FromCoordinator, View
-from transport.sockets import Connection, Poller
 from trireme.config import EngineConfig
+from trireme.transport.boot import BootChannel
+from trireme.transport.messages import EngineToFront, FromCoordinator, View
+from trireme.transport.sockets import Connection, Poller
 
 
 class Listener:

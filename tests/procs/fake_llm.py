@@ -12,7 +12,7 @@ from typing import Any
 from tests.models.tiny import make_stub
 from trireme import AsyncLLM, SamplingParams
 from trireme.params import RowParams
-from workers.fake import FakeOptions, expected_tokens
+from trireme.workers.fake import FakeOptions, expected_tokens
 
 
 def fake_model(directory: Path, **fake: Any) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from transport.messages import StepPlan, StepResult, WorkerInit
-from workers.fake import FakeWorker
+from trireme.transport.messages import StepPlan, StepResult, WorkerInit
+from trireme.workers.fake import FakeWorker
 
 
 class Worker(FakeWorker):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.restarts import RestartLimits
-from launch.supervise import AllReady, Event, Modules, Stopped, Supervisor, Timing
 from trireme.config import EngineConfig, LaunchConfig, ModelConfig, ParallelConfig, ServingConfig
+from trireme.launch.restarts import RestartLimits
+from trireme.launch.supervise import AllReady, Event, Modules, Stopped, Supervisor, Timing
 
 MODULES = Modules(engine="tests.procs.fake_engine", front="tests.procs.fake_front")
 TIMING = Timing(

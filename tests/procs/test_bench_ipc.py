@@ -9,7 +9,17 @@ import sys
 
 def test_every_figure_is_there_and_all_tokens_are_counted() -> None:
     length = 64
-    command = [sys.executable, "-m", "launch.cli", "bench", "ipc", "--running", "1,3", "--output-len", str(length)]
+    command = [
+        sys.executable,
+        "-m",
+        "trireme.launch.cli",
+        "bench",
+        "ipc",
+        "--running",
+        "1,3",
+        "--output-len",
+        str(length),
+    ]
     command.append("--json")
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -26,7 +36,7 @@ def test_every_figure_is_there_and_all_tokens_are_counted() -> None:
 
 
 def test_a_wrong_number_of_requests_is_refused_with_an_example() -> None:
-    command = [sys.executable, "-m", "launch.cli", "bench", "ipc", "--running", "0"]
+    command = [sys.executable, "-m", "trireme.launch.cli", "bench", "ipc", "--running", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "each must be 1..8192" in done.stderr

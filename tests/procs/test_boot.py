@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from tests.procs.deployment import Deployment, is_alive, ready_of, wait_for
-from transport.boot import Child, Report, spawn
-from transport.hatch import hatch
-from transport.messages import Failed, Progress, Ready
-from transport.poller import Poller
-from transport.rundir import RunDir, sweep_run_dirs
+from trireme.transport.boot import Child, Report, spawn
+from trireme.transport.hatch import hatch
+from trireme.transport.messages import Failed, Progress, Ready
+from trireme.transport.poller import Poller
+from trireme.transport.rundir import RunDir, sweep_run_dirs
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
 from trireme import __version__
 from trireme.errors import ConfigError, ModelError
+from trireme.launch.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
@@ -20,7 +20,7 @@ CLEAN = {name: value for name, value in os.environ.items() if not name.startswit
 
 def cli(*words: str, env: dict[str, str] | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "launch.cli", *words],
+        [sys.executable, "-m", "trireme.launch.cli", *words],
         cwd=ROOT,
         env=CLEAN | (env or {}),
         input=stdin,
@@ -125,7 +125,7 @@ def test_doctor_finds_this_installation_fit(capsys):
 
 
 def test_a_reader_that_leaves_is_no_error():
-    command = f"{sys.executable} -m launch.cli serve --help all | head -1"
+    command = f"{sys.executable} -m trireme.launch.cli serve --help all | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=CLEAN, capture_output=True, text=True, timeout=30)
     assert done.stdout.startswith("usage:")
     assert done.stderr == ""

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def control(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launch.cli", "control", *words]
+    command = [sys.executable, "-m", "trireme.launch.cli", "control", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from engine_core.executor.base import MODULES, WorkerPlace
-from engine_core.executor.inproc import InprocExecutor
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.procs.engine_process import make_config, write_fake_model
-from transport.messages import StepResult
-from transport.poller import Poller
+from trireme.engine_core.executor.base import MODULES, WorkerPlace
+from trireme.engine_core.executor.inproc import InprocExecutor
 from trireme.params import RowParams
-from workers.fake import FakeOptions, expected_tokens
+from trireme.transport.messages import StepResult
+from trireme.transport.poller import Poller
+from trireme.workers.fake import FakeOptions, expected_tokens
 
 PROMPT = [5, 6, 7]
 

@@ -19,12 +19,14 @@ import uvloop
 import zmq
 
 from tests.procs.deployment import HASH, Deployment, wait_for
-from transport.address import Keys, check_address, connect_address, make_secret_keys
-from transport.aio import AsyncConnection
-from transport.boot import Child
-from transport.codec import decode, encode
-from transport.local import LocalServer
-from transport.messages import (
+from trireme.errors import ConfigError, TransportError
+from trireme.params import RowParams
+from trireme.transport.address import Keys, check_address, connect_address, make_secret_keys
+from trireme.transport.aio import AsyncConnection
+from trireme.transport.boot import Child
+from trireme.transport.codec import decode, encode
+from trireme.transport.local import LocalServer
+from trireme.transport.messages import (
     PROTOCOL_VERSION,
     Abort,
     Call,
@@ -41,11 +43,9 @@ from transport.messages import (
     Submit,
     Welcome,
 )
-from transport.packed import pack, pack_ids, unpack_ids
-from transport.sockets import Connection, Identity, Left, Peer, Poller, Server, Waker
-from transport.wired import HEAD_BYTES, head_of
-from trireme.errors import ConfigError, TransportError
-from trireme.params import RowParams
+from trireme.transport.packed import pack, pack_ids, unpack_ids
+from trireme.transport.sockets import Connection, Identity, Left, Peer, Poller, Server, Waker
+from trireme.transport.wired import HEAD_BYTES, head_of
 
 SOCKET = "engine-0.front"
 FACTS = EngineFacts(0, 100, 256, 10, 16, 4, 8, 1000)

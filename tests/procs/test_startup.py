@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from launch.startup import line_of
 from tests.e2e.deployment import ROOT, Deployment
 from tests.models.tiny import make_tiny_llama
 from trireme import LLM
+from trireme.launch.startup import line_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -67,7 +67,18 @@ def test_the_parts_of_a_server_add_up_to_the_time_until_it_says_ready(tiny: Path
 
 
 def test_bench_startup_tells_the_same_parts_and_the_first_token(tiny: Path) -> None:
-    command = [sys.executable, "-m", "launch.cli", "bench", "startup", str(tiny), *SMALL, "--repeats", "1", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "trireme.launch.cli",
+        "bench",
+        "startup",
+        str(tiny),
+        *SMALL,
+        "--repeats",
+        "1",
+        "--json",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     row: dict[str, Any] = json.loads(done.stdout)["rows"][0]

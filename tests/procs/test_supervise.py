@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from launch.supervise import AllReady, Died, Event, Restarted, Supervisor
 from tests.procs.deployment import descendants, is_alive, wait_for
 from tests.procs.supervised import MODULES, TIMING, config_for
-from transport.messages import Failed, Progress, Ready
 from trireme.errors import ConfigError
+from trireme.launch.supervise import AllReady, Died, Event, Restarted, Supervisor
+from trireme.transport.messages import Failed, Progress, Ready
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -11,13 +11,16 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from engine_core.executor.procs import _error_of
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.tiny import make_stub
 from tests.procs.engine_process import make_config, write_fake_model
-from transport.boot import Child, spawn
-from transport.codec import decode, encode
-from transport.messages import (
+from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from trireme.engine_core.executor.procs import _error_of
+from trireme.errors import ModelError
+from trireme.params import RowParams
+from trireme.transport.boot import Child, spawn
+from trireme.transport.codec import decode, encode
+from trireme.transport.messages import (
     Boot,
     Call,
     CallReply,
@@ -32,12 +35,9 @@ from transport.messages import (
     WorkerReady,
     WorkerToCore,
 )
-from transport.rundir import RunDir
-from transport.sockets import Left, Peer, Poller, Server
-from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from trireme.errors import ModelError
-from trireme.params import RowParams
-from workers.main import MODULES, Shell, _fault
+from trireme.transport.rundir import RunDir
+from trireme.transport.sockets import Left, Peer, Poller, Server
+from trireme.workers.main import MODULES, Shell, _fault
 
 GREEDY = RowParams(20, temperature=0.0)
 
@@ -56,7 +56,7 @@ class Core:
         engine = Boot("engine", "engine-0", 0, self.config, b"hash", self.run_dir.path)
         self.server = Server.open(engine, "engine-0.workers", WorkerToCore, silence_s=None)
         boot = Boot("worker", "engine-0.worker-0", 0, self.config, b"hash", self.run_dir.path, index=0)
-        self.child: Child = spawn("workers.main", boot)
+        self.child: Child = spawn("trireme.workers.main", boot)
         self.inbox: list[Any] = []
         self.reports: list[Any] = []
         self.peer: Peer | None = None

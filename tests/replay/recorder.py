@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_core.core import EngineCore
-from engine_core.events import (
+from trireme.engine_core.core import EngineCore
+from trireme.engine_core.events import (
     Aborted,
     Answered,
     Began,
@@ -25,7 +25,7 @@ from engine_core.events import (
     log_from_events,
     plans_of,
 )
-from transport.messages import StepPlan, StepResult, Submit
+from trireme.transport.messages import StepPlan, StepResult, Submit
 
 TRACES = Path(__file__).parent / "traces"
 SEEDS = (1, 2, 3, 4)  # the even ones plan ahead

@@ -9,8 +9,8 @@ import zlib
 
 import pytest
 
-from engine_core.events import events_from_log, log_from_events, plans_of
 from tests.replay.recorder import SEEDS, TRACES, digests, record
+from trireme.engine_core.events import events_from_log, log_from_events, plans_of
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -13,18 +13,18 @@ from typing import Any
 
 import openai
 
-from launch.deployment import InProcess
-from serving.app import make_app
-from serving.client import EngineClient
-from serving.front import Front
-from serving.listener import WANTED_CONNECTIONS, Listener
-from serving.tokens import load_tokenizer
 from tests.models.tiny import make_stub
 from tests.serving.engines import FakeEngine, client_of
 from trireme.arch import read_arch
 from trireme.config import EngineConfig, ModelConfig, ServingConfig
+from trireme.launch.deployment import InProcess
 from trireme.packaged import find_model
 from trireme.resolve import prepare
+from trireme.serving.app import make_app
+from trireme.serving.client import EngineClient
+from trireme.serving.front import Front
+from trireme.serving.listener import WANTED_CONNECTIONS, Listener
+from trireme.serving.tokens import load_tokenizer
 from trireme.settings import load
 
 

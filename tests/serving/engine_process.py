@@ -11,9 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from engine_core.outputs import FrontOutputs
-from transport.boot import BootChannel
-from transport.messages import (
+from trireme.config import EngineConfig
+from trireme.engine_core.outputs import FrontOutputs
+from trireme.transport.boot import BootChannel
+from trireme.transport.messages import (
     Abort,
     Call,
     CallReply,
@@ -25,8 +26,7 @@ from transport.messages import (
     Load,
     Submit,
 )
-from transport.sockets import Connection, Left, Peer, Poller, Server
-from trireme.config import EngineConfig
+from trireme.transport.sockets import Connection, Left, Peer, Poller, Server
 
 
 class _Engine:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from engine_core.outputs import FrontOutputs
-from serving.client import EngineClient
 from tests.models.tiny import EOS
-from transport.messages import (
+from trireme.engine_core.outputs import FrontOutputs
+from trireme.serving.client import EngineClient
+from trireme.transport.messages import (
     Abort,
     Call,
     CallReply,
@@ -29,7 +29,7 @@ from transport.messages import (
     Welcome,
     Wire,
 )
-from transport.sockets import Left
+from trireme.transport.sockets import Left
 
 Script = Callable[[Submit], list[int]]
 

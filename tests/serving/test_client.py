@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.choose import Chooser
-from serving.client import EngineClient
-from serving.replay import Replay
-from serving.stream import Event, Stream
 from tests.serving.engines import FakeEngine, client_of, words
-from transport.messages import Abort, End, Load, Member, Released, Route, Routed, Submit, View
-from transport.sockets import Left
 from trireme.errors import EngineDeadError, EngineError, NotFoundError
 from trireme.params import RowParams
+from trireme.serving.choose import Chooser
+from trireme.serving.client import EngineClient
+from trireme.serving.replay import Replay
+from trireme.serving.stream import Event, Stream
+from trireme.transport.messages import Abort, End, Load, Member, Released, Route, Routed, Submit, View
+from trireme.transport.sockets import Left
 
 
 def replay(text: str = "hi", *, max_tokens: int = 5, prompt_index: int = 0, choice: int = 0, **params: Any) -> Replay:

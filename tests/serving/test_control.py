@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from serving.control import ADMIN
 from tests.models.tiny import make_stub
 from tests.serving.deployment import Served, serve_model
+from trireme.serving.control import ADMIN
 
 BOSS = {"authorization": "Bearer boss"}
 TEXT = {"model": "stub", "prompt": "hello", "max_tokens": 8, "temperature": 0}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from serving.gate import PUBLIC, Keys
-from serving.main import drain
 from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
+from trireme.serving.gate import PUBLIC, Keys
+from trireme.serving.main import drain
 
 TEXT = {"model": "stub", "prompt": "hello"}
 ROUTES = ["/v1/models", "/v1/models/stub", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
@@ -118,7 +118,7 @@ async def test_bodies_are_limited_while_they_are_read(tmp_path: Path) -> None:
 
 
 async def test_all_bodies_together_have_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.front.MIN_BODY_BUDGET", 0)
+    monkeypatch.setattr("trireme.serving.front.MIN_BODY_BUDGET", 0)
     async with serve(tmp_path, FakeEngine(), body_limit=4096) as served:
         head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000\r\n\r\n"
         slow = []
@@ -165,8 +165,8 @@ async def test_broken_http_is_a_400(tmp_path: Path, data: bytes) -> None:
 
 
 async def test_late_heads_and_bodies_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.listener.HEADER_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("serving.app.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("trireme.serving.listener.HEADER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("trireme.serving.app.BODY_TIMEOUT_S", 0.1)
     async with serve(tmp_path, FakeEngine()) as served:
         assert (await served.send(b"GET /health HTTP/1.1\r\nhost: "))[0] == 408
         head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 50\r\n\r\n"
@@ -198,7 +198,7 @@ async def test_answers_that_nobody_reads_hold_no_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connection: bytes
 ) -> None:
     """Of any route: here of one that has no stream to watch."""
-    monkeypatch.setattr("serving.listener.UNREAD_S", 0.2)
+    monkeypatch.setattr("trireme.serving.listener.UNREAD_S", 0.2)
     async with serve(tmp_path, FakeEngine()) as served:
         body = json.dumps({"prompt": "x" * 1_000_000}).encode()
         head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: %s\r\ncontent-length: %d\r\n\r\n"
@@ -218,8 +218,8 @@ async def test_answers_that_nobody_reads_hold_no_connection(
 
 
 async def test_silent_streams_get_pings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.sse.PING_S", 0.5)
-    monkeypatch.setattr("serving.sse.FIRST_EVENT_S", 0.2)
+    monkeypatch.setattr("trireme.serving.sse.PING_S", 0.5)
+    monkeypatch.setattr("trireme.serving.sse.FIRST_EVENT_S", 0.2)
     engine = FakeEngine(words("x", EOS))
     async with serve(tmp_path, engine) as served:
         engine.hold.clear()

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from serving import wire_openai as wire
-from serving.app import make_app
 from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
+from trireme.serving import wire_openai as wire
+from trireme.serving.app import make_app
 
 ATOMS: list[Any] = [
     None,

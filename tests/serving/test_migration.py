@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.client import EngineClient
-from serving.migration import judge
-from serving.replay import Replay
-from serving.stream import Event, PromptLogprobs, Stream
 from tests.serving.engines import FakeEngine, client_of, words
 from tests.serving.test_client import drain, ends, replay
-from transport.messages import First, StepOutputs, Submit
 from trireme.errors import EngineDeadError
 from trireme.params import RowParams
+from trireme.serving.client import EngineClient
+from trireme.serving.migration import judge
+from trireme.serving.replay import Replay
+from trireme.serving.stream import Event, PromptLogprobs, Stream
+from trireme.transport.messages import First, StepOutputs, Submit
 
 
 def continuing(text: str) -> dict[str, int] | object:

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from serving import placement
-from serving.placement import Placement
-from transport.messages import Released, Route, Routed
+from trireme.serving import placement
+from trireme.serving.placement import Placement
+from trireme.transport.messages import Released, Route, Routed
 
 
 class SlowCoordinator:

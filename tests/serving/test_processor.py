@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from serving.processor import Processor
-from serving.tokens import load_tokenizer
 from tests.models.tiny import make_stub
 from trireme.errors import RequestError
 from trireme.packaged import find_model
 from trireme.params import SamplingParams
+from trireme.serving.processor import Processor
+from trireme.serving.tokens import load_tokenizer
 
 
 @pytest.fixture(scope="module")

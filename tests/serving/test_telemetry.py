@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine_core.captures import Captures
-from serving.engine import EngineState
-from serving.siblings import Siblings
-from serving.telemetry import Snapshot, Telemetry, merged, page
+from trireme.engine_core.captures import Captures
 from trireme.metrics import BY_NAME
+from trireme.serving.engine import EngineState
+from trireme.serving.siblings import Siblings
+from trireme.serving.telemetry import Snapshot, Telemetry, merged, page
 
 
 def telemetry(num: int) -> Telemetry:

@@ -8,11 +8,11 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from serving import templates
-from serving.chat import ChatRenderer
-from serving.templates import REGISTRY, Template, find_template
-from serving.wire_openai import ChatRequest, Message
 from trireme.errors import ModelError, RequestError
+from trireme.serving import templates
+from trireme.serving.chat import ChatRenderer
+from trireme.serving.templates import REGISTRY, Template, find_template
+from trireme.serving.wire_openai import ChatRequest, Message
 
 TALK = [
     {"role": "system", "content": "be kind"},

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving import wire_openai as wire
 from trireme.errors import EngineDeadError, OverloadedError, RequestError
+from trireme.serving import wire_openai as wire
 
 
 def completion(**fields: Any) -> wire.CompletionRequest:

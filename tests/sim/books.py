@@ -9,16 +9,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from coordinator.ledger import AWAY_S, LEASE_S
-from coordinator.simulation.cost_model import expected_tokens
-from engine_core.executor.base import WorkerLost
-from serving.client import ENGINE_WAIT_S, MIGRATION_LIMIT
-from serving.stream import PromptLogprobs
 from tests.sim.scene import MAX_LEN, VOCAB, Ask
-from transport.messages import Abort, End, First, Load, LogprobRow, Released, Routed, StepOutputs, Submit
-from transport.packed import unpack_ids
-from transport.server import Peer
-from transport.wired import Left
+from trireme.coordinator.ledger import AWAY_S, LEASE_S
+from trireme.coordinator.simulation.cost_model import expected_tokens
+from trireme.engine_core.executor.base import WorkerLost
 from trireme.errors import (
     DeadlineError,
     EngineDeadError,
@@ -28,6 +22,12 @@ from trireme.errors import (
     RequestError,
     TriremeError,
 )
+from trireme.serving.client import ENGINE_WAIT_S, MIGRATION_LIMIT
+from trireme.serving.stream import PromptLogprobs
+from trireme.transport.messages import Abort, End, First, Load, LogprobRow, Released, Routed, StepOutputs, Submit
+from trireme.transport.packed import unpack_ids
+from trireme.transport.server import Peer
+from trireme.transport.wired import Left
 
 if TYPE_CHECKING:
     from tests.sim.hosts import CoordinatorHost, EngineHost, FrontHost

@@ -7,18 +7,18 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from coordinator.core import Coordinator
-from coordinator.shell import Shell
-from coordinator.simulation.cost_model import SimulatedExecutor, SimulatedWorker
-from coordinator.simulation.loop import VirtualLoop
-from coordinator.simulation.network import ClientEnd
-from coordinator.simulation.timeline import Process
-from engine_core import main as engine_main
-from engine_core.core import EngineCore
-from engine_core.executor.base import WorkerLost
-from engine_core.loop import EngineLoop
-from serving.client import EngineClient
+from trireme.coordinator.core import Coordinator
+from trireme.coordinator.shell import Shell
+from trireme.coordinator.simulation.cost_model import SimulatedExecutor, SimulatedWorker
+from trireme.coordinator.simulation.loop import VirtualLoop
+from trireme.coordinator.simulation.network import ClientEnd
+from trireme.coordinator.simulation.timeline import Process
+from trireme.engine_core import main as engine_main
+from trireme.engine_core.core import EngineCore
+from trireme.engine_core.executor.base import WorkerLost
+from trireme.engine_core.loop import EngineLoop
 from trireme.errors import EngineError
+from trireme.serving.client import EngineClient
 
 if TYPE_CHECKING:
     from tests.sim.world import World

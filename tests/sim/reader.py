@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from serving.client import EngineClient
 from tests.sim.books import Answer
 from trireme.errors import TriremeError
+from trireme.serving.client import EngineClient
 
 
 async def read(client: EngineClient, answer: Answer) -> None:

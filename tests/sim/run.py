@@ -17,8 +17,8 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 
-from coordinator.simulation.trace import Trace
 from tests.sim.world import Result, run_seed
+from trireme.coordinator.simulation.trace import Trace
 
 BATCH = 50
 KEPT = Path(__file__).with_name("failed_seeds.txt")

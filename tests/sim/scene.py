@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator.router import POLICIES as BALANCES
-from coordinator.simulation.cost_model import FAULT_TOKEN, FIRST_TOKEN, POISON_TOKEN, CostModel
-from coordinator.simulation.faults import Fault, draw_faults
-from engine_core.policy import POLICIES
-from engine_core.scheduler import Limits
-from serving.replay import Replay
+from trireme.coordinator.router import POLICIES as BALANCES
+from trireme.coordinator.simulation.cost_model import FAULT_TOKEN, FIRST_TOKEN, POISON_TOKEN, CostModel
+from trireme.coordinator.simulation.faults import Fault, draw_faults
+from trireme.engine_core.policy import POLICIES
+from trireme.engine_core.scheduler import Limits
 from trireme.params import RowParams
+from trireme.serving.replay import Replay
 
 VOCAB = 64
 EOS = 20

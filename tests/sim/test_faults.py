@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.simulation.faults import Fault
 from tests.sim.scene import draw_scene
 from tests.sim.world import World
+from trireme.coordinator.simulation.faults import Fault
 
 TO_ENGINE, TO_COORDINATOR = ("front-0", "engine-0"), ("front-0", "coordinator")
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from coordinator.core import Coordinator
-from coordinator.ledger import Ledger
-from engine_core.core import EngineCore
-from engine_core.kv.cache import KVCache
-from engine_core.loop import EngineLoop
-from serving.choose import Chooser
-from serving.client import EngineClient
-from serving.replay import Replay
-from serving.stream import Stream
 from tests.sim.world import run_seed
-from transport.messages import Submit
-from transport.wired import Left
+from trireme.coordinator.core import Coordinator
+from trireme.coordinator.ledger import Ledger
+from trireme.engine_core.core import EngineCore
+from trireme.engine_core.kv.cache import KVCache
+from trireme.engine_core.loop import EngineLoop
+from trireme.serving.choose import Chooser
+from trireme.serving.client import EngineClient
+from trireme.serving.replay import Replay
+from trireme.serving.stream import Stream
+from trireme.transport.messages import Submit
+from trireme.transport.wired import Left
 
 Planter = Callable[[pytest.MonkeyPatch], None]
 FIRST_SEED = 100_000

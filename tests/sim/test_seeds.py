@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.simulation.trace import Trace
 from tests.sim.run import kept_seeds, pool_of, run_many, spare_processes
 from tests.sim.world import run_seed
+from trireme.coordinator.simulation.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 5000
@@ -64,7 +64,7 @@ def test_one_seed_is_one_run() -> None:
     """Whatever the order of hashes: the same trace, to the last line."""
     seeds = [3, 14, 159, 265, 358]
     code = "import sys, logging; logging.disable(50); from tests.sim.world import run_seed; "
-    code += "from coordinator.simulation.trace import Trace; "
+    code += "from trireme.coordinator.simulation.trace import Trace; "
     code += "print([run_seed(int(seed), trace=Trace()).digest for seed in sys.argv[1:]])"
     told = [
         subprocess.run(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core import Coordinator
-from coordinator.waves import Waves
-from engine_core.wave import Wave
 from tests.sim.test_waves import (
     KEEP,
     LONG,
@@ -20,6 +17,9 @@ from tests.sim.test_waves import (
 )
 from tests.sim.wave_model import Setting
 from tests.sim.wave_shells import Shells, walk
+from trireme.coordinator.core import Coordinator
+from trireme.coordinator.waves import Waves
+from trireme.engine_core.wave import Wave
 
 WALKS = 60
 MIXED = {

@@ -11,12 +11,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from coordinator.waves import Waves
-from engine_core.wave import Wave
 from tests.sim.explore import Move, Violation
-from transport.messages import WaveOrder, WaveReport
+from trireme.coordinator.waves import Waves
+from trireme.engine_core.wave import Wave
 from trireme.errors import CollectiveError
 from trireme.lockstep import Agreed, Ballot, Mode, agree
+from trireme.transport.messages import WaveOrder, WaveReport
 
 Frozen: TypeAlias = tuple[Any, ...]  # a machine's slots
 

@@ -17,18 +17,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from coordinator.core import Coordinator
-from coordinator.shell import Shell, engine_index
-from engine_core import main as engine_main
-from engine_core.core import EngineCore
-from engine_core.loop import EngineLoop
-from engine_core.pace import Together
-from engine_core.wave import Wave
 from tests.sim.explore import Move
 from tests.sim.hosts import TurningPoller
 from tests.sim.wave_model import Collective, Outside, Rank, Setting, WaveModel, World
 from tests.unit.engine_driver import make_limits, make_worker
-from transport.messages import (
+from trireme.coordinator.core import Coordinator
+from trireme.coordinator.shell import Shell, engine_index
+from trireme.engine_core import main as engine_main
+from trireme.engine_core.core import EngineCore
+from trireme.engine_core.loop import EngineLoop
+from trireme.engine_core.pace import Together
+from trireme.engine_core.wave import Wave
+from trireme.lockstep import Agreed, Ballot, agree
+from trireme.params import RowParams
+from trireme.transport.messages import (
     PROTOCOL_VERSION,
     Call,
     CallReply,
@@ -40,11 +42,9 @@ from transport.messages import (
     WaveReport,
     Welcome,
 )
-from transport.server import Peer
-from transport.wired import Left
-from trireme.lockstep import Agreed, Ballot, agree
-from trireme.params import RowParams
-from workers.fake import FakeOptions
+from trireme.transport.server import Peer
+from trireme.transport.wired import Left
+from trireme.workers.fake import FakeOptions
 
 LIMITS = make_limits()
 RANK = re.compile(r"(?:of )?rank (\d+)")

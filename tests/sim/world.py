@@ -6,15 +6,15 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from coordinator.simulation.faults import Fault
-from coordinator.simulation.network import Network, Path
-from coordinator.simulation.timeline import Process, Timeline
-from coordinator.simulation.trace import Trace, told
 from tests.sim.books import Answer, Books, Breach
 from tests.sim.hosts import CoordinatorHost, EngineHost, FrontHost
 from tests.sim.reader import read
 from tests.sim.scene import Scene, draw_scene
-from transport.messages import Drain
+from trireme.coordinator.simulation.faults import Fault
+from trireme.coordinator.simulation.network import Network, Path
+from trireme.coordinator.simulation.timeline import Process, Timeline
+from trireme.coordinator.simulation.trace import Trace, told
+from trireme.transport.messages import Drain
 
 PATIENCE_S = 120.0  # after the last fault is over, for every request to end
 SETTLE_S = 2.5  # then, for every message to arrive and every process to report

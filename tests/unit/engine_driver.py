@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from engine_core.core import EngineCore
-from engine_core.policy import PolicySettings
-from engine_core.scheduler import Limits
-from transport.messages import End, First, LogprobRow, StepPlan, StepResult, Submit, WorkerInit
-from transport.packed import unpack, unpack_ids
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from trireme.engine_core.core import EngineCore
+from trireme.engine_core.policy import PolicySettings
+from trireme.engine_core.scheduler import Limits
 from trireme.params import RowParams
-from workers.fake import FakeModel, FakeOptions, FakeWorker, expected_tokens
+from trireme.transport.messages import End, First, LogprobRow, StepPlan, StepResult, Submit, WorkerInit
+from trireme.transport.packed import unpack, unpack_ids
+from trireme.workers.fake import FakeModel, FakeOptions, FakeWorker, expected_tokens
 
 FRONT = "front-0"
 VOCAB = 320

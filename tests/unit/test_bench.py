@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
-from launch.batch import InFlight
-from launch.bench import WORDS, Sample, make_ids, make_text, summarize
-from launch.http import ServerError, endpoint, get_json, stream
 from trireme.errors import ConfigError
+from trireme.launch.batch import InFlight
+from trireme.launch.bench import WORDS, Sample, make_ids, make_text, summarize
+from trireme.launch.http import ServerError, endpoint, get_json, stream
 
 
 def test_summary_of_known_samples():

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from launch.balance_sim import World, burst, talk
-from launch.bench_balance import measure
+from trireme.launch.balance_sim import World, burst, talk
+from trireme.launch.bench_balance import measure
 
 FRONTS = [1, 4, 16]
 
@@ -74,7 +74,7 @@ def test_the_command_prints_one_table_and_the_report_draws_it(tmp_path) -> None:
     command = [
         sys.executable,
         "-m",
-        "launch.cli",
+        "trireme.launch.cli",
         "bench",
         "balance",
         "--fronts",
@@ -91,7 +91,7 @@ def test_the_command_prints_one_table_and_the_report_draws_it(tmp_path) -> None:
     command = [
         sys.executable,
         "-m",
-        "launch.cli",
+        "trireme.launch.cli",
         "report",
         str(tmp_path / "A.json"),
         "--output",
@@ -108,7 +108,7 @@ def test_the_command_prints_one_table_and_the_report_draws_it(tmp_path) -> None:
 @pytest.mark.parametrize("words", [["--fronts", "0"], ["--fronts", "x"]])
 def test_wrong_numbers_of_front_ends_are_refused_with_an_example(words: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "launch.cli", "bench", "balance", *words], capture_output=True, text=True
+        [sys.executable, "-m", "trireme.launch.cli", "bench", "balance", *words], capture_output=True, text=True
     )
     assert done.returncode == 2
     assert "--fronts 1,4,16" in done.stderr

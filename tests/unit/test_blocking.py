@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from launch.blocking import LoopThread
+from trireme.launch.blocking import LoopThread
 
 
 @pytest.fixture(autouse=True)

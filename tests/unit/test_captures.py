@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_core.captures import BUSY_STEPS, QUIET_S, Captures
-from engine_core.core import EngineCore
-from engine_core.loop import EngineLoop
 from tests.unit.engine_driver import make_limits, make_worker
-from transport.messages import StepPlan, StepResult, Submit
+from trireme.engine_core.captures import BUSY_STEPS, QUIET_S, Captures
+from trireme.engine_core.core import EngineCore
+from trireme.engine_core.loop import EngineLoop
 from trireme.errors import EngineError
 from trireme.params import RowParams
-from workers.fake import FakeOptions
+from trireme.transport.messages import StepPlan, StepResult, Submit
+from trireme.workers.fake import FakeOptions
 
 NOTHING = float("inf")
 

@@ -9,9 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from transport import codec
-from transport.codec import INLINE_BYTES, Decoder, Encoder, decode, encode
-from transport.messages import (
+from trireme.errors import ProtocolError
+from trireme.params import RowParams
+from trireme.transport import codec
+from trireme.transport.codec import INLINE_BYTES, Decoder, Encoder, decode, encode
+from trireme.transport.messages import (
     CallReply,
     CoreToWorker,
     EngineToFront,
@@ -27,9 +29,7 @@ from transport.messages import (
     ToCoordinator,
     WorkerToCore,
 )
-from transport.packed import pack, pack_flags, pack_ids, unpack, unpack_flags, unpack_ids
-from trireme.errors import ProtocolError
-from trireme.params import RowParams
+from trireme.transport.packed import pack, pack_flags, pack_ids, unpack, unpack_flags, unpack_ids
 
 UNIONS = [FrontToEngine, EngineToFront, WorkerToCore, CoreToWorker, ToCoordinator]
 DTYPES = ["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"]

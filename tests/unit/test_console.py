@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from launch import console as console_module
-from launch.cli import print_error
-from launch.console import Console
-from launch.passes import PASS_NAME
-from launch.rpc import read_pass
-from launch.serve import ServeView, curl_line, merge_decisions, print_failed, url_of
-from launch.supervise import AllReady, Died, Restarted, Stopped, Stopping
-from launch.view import ProgressView
-from transport.messages import Boot, Failed, Progress, Ready
 from trireme.config import Decision
 from trireme.device import DeviceFacts
+from trireme.launch import console as console_module
+from trireme.launch.cli import print_error
+from trireme.launch.console import Console
+from trireme.launch.passes import PASS_NAME
+from trireme.launch.rpc import read_pass
+from trireme.launch.serve import ServeView, curl_line, merge_decisions, print_failed, url_of
+from trireme.launch.supervise import AllReady, Died, Restarted, Stopped, Stopping
+from trireme.launch.view import ProgressView
 from trireme.resolve import ModelFacts, Prepared
 from trireme.settings import load
+from trireme.transport.messages import Boot, Failed, Progress, Ready
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -164,7 +164,7 @@ def test_equal_decisions_are_said_once_in_order():
 
 ON_A_TERMINAL = """
 import subprocess, sys, time
-from launch.console import Console
+from trireme.launch.console import Console
 console = Console()
 assert console.is_terminal
 with console.around_stderr():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine_core.core import EngineCore
 from tests.unit.engine_driver import FRONT, Driver, make_limits
-from transport.messages import StepResult, Submit
-from transport.packed import pack
+from trireme.engine_core.core import EngineCore
 from trireme.errors import EngineError
 from trireme.params import RowParams
-from workers.fake import FakeOptions
+from trireme.transport.messages import StepResult, Submit
+from trireme.transport.packed import pack
+from trireme.workers.fake import FakeOptions
 
 
 def test_one_row_runs_to_its_length() -> None:
@@ -412,7 +412,7 @@ def test_core_is_torch_free() -> None:
     import subprocess
     import sys
 
-    code = "import sys, engine_core.core, workers.fake; assert 'torch' not in sys.modules and 'zmq' not in sys.modules"
+    code = "import sys, trireme.engine_core.core, trireme.workers.fake; assert not {'torch', 'zmq'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.unit.engine_driver import Driver, Row, make_limits
-from workers.fake import FakeOptions
+from trireme.workers.fake import FakeOptions
 
 FAULT, EOS = 300, 257
 FRONTS = ["front-0", "front-1"]

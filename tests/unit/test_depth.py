@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.executor.base import depth_of
 from trireme.config import EngineConfig, ParallelConfig, SchedulerConfig
+from trireme.engine_core.executor.base import depth_of
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engine_core import bench
+from trireme.engine_core import bench
 
 
 def test_a_plan_for_256_rows_costs_far_less_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

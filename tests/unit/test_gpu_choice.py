@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from launch.doctor import examine
-from launch.plan import make_plan
 from tests.unit.test_resolve import LAPTOP, SMOL, reasons
 from trireme.arch_bodies import GptBody, MoeBody
 from trireme.arch_spec import RopeSpec
 from trireme.device import DeviceFacts, GpuFacts, gpu_from_text
 from trireme.errors import ConfigError
 from trireme.gpu import lacks_on_gpu
+from trireme.launch.doctor import examine
+from trireme.launch.plan import make_plan
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
 from trireme.sizes import GIB
@@ -81,7 +81,7 @@ def test_a_mixture_of_experts_goes_to_the_gpu():
     ("arch", "box", "flags", "why", "cure"),
     [
         (SMOL, {"num_gpus": 0}, {}, "no NVIDIA GPU", "--device cpu"),
-        (SMOL, {"has_cuda_kernels": False}, {}, "models._cuda is not built", "make native"),
+        (SMOL, {"has_cuda_kernels": False}, {}, "trireme.models._cuda is not built", "make native"),
         (SMOL, {}, {"dp": 2}, "2 workers need a GPU each; there are 1", "--share-gpus"),
         (SMOL, {"num_gpus": 3}, {"tp": 2, "pp": 2}, "4 workers need a GPU each; there are 3", "fewer of --dp"),
         (SMOL, {}, {"quantize": "q8_0"}, "--quantize q8_0", "--quantize fp8"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from launch.bench import make_text
 from scripts.gpu_figures import SHAPES, main, write_shape
-from serving.tokens import load_tokenizer
+from trireme.launch.bench import make_text
 from trireme.packaged import find_model
+from trireme.serving.tokens import load_tokenizer
 
 
 def test_every_kind_of_figure_is_measured(capsys):

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from launch.plan import make_plan
 from tests.unit.test_gpu_choice import BOX, changed, llama_8b, resolved
 from tests.unit.test_resolve import LAPTOP, SMOL, reasons
 from trireme.config import ModelConfig
@@ -15,6 +14,7 @@ from trireme.device import GpuFacts
 from trireme.errors import ConfigError
 from trireme.gguf import GgufTensor
 from trireme.gpu_formats import check_card, format_of, gpu_weight_bytes, stored_in
+from trireme.launch.plan import make_plan
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
 from trireme.sizes import GIB

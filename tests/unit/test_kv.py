@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine_core.columns import Columns
-from engine_core.kv.blocks import BlockPool
-from engine_core.kv.cache import KVCache
-from engine_core.request import Request
-from transport.messages import Submit
+from trireme.engine_core.columns import Columns
+from trireme.engine_core.kv.blocks import BlockPool
+from trireme.engine_core.kv.cache import KVCache
+from trireme.engine_core.request import Request
 from trireme.errors import EngineError
 from trireme.hashing import block_hashes
 from trireme.params import RowParams
+from trireme.transport.messages import Submit
 
 
 def make_request(prompt: list[int], *, salt: bytes = b"", prompt_logprobs: int = -1) -> Request:

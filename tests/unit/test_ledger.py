@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from coordinator.core import Coordinator
-from coordinator.ledger import LEASE_S, Ledger, Outstanding
-from transport.messages import Load, Route
+from trireme.coordinator.core import Coordinator
+from trireme.coordinator.ledger import LEASE_S, Ledger, Outstanding
+from trireme.transport.messages import Load, Route
 
 FRONTS = st.sampled_from(["front-0", "front-1"])
 ENGINES = st.integers(0, 2)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.waves import Waves
-from engine_core.pace import Alone, Together
-from engine_core.wave import Wave
 from tests.unit.engine_driver import Driver, Row, make_limits
-from transport.messages import StepResult, WaveOrder, WaveReport
+from trireme.coordinator.waves import Waves
+from trireme.engine_core.pace import Alone, Together
+from trireme.engine_core.wave import Wave
 from trireme.lockstep import Ballot, Mode, agree
+from trireme.transport.messages import StepResult, WaveOrder, WaveReport
 
 
 class Pair:

@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.cli import main
-from launch.inspection import inspect_files, read_safetensors
-from launch.plan import make_plan, suggested_flags
 from trireme.arch_spec import ArchSpec
 from trireme.budget import memory_shares, num_params
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from trireme.device import DeviceFacts
 from trireme.errors import ModelError
+from trireme.launch.cli import main
+from trireme.launch.inspection import inspect_files, read_safetensors
+from trireme.launch.plan import make_plan, suggested_flags
 from trireme.packaged import ModelFiles
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
@@ -148,6 +148,6 @@ def test_commands_answer_in_json_with_the_exit_status_of_the_answer(capsys):
 
 
 def test_neither_command_imports_tensors():
-    code = "import sys, launch.plan, launch.inspection; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = "import sys, trireme.launch.plan, trireme.launch.inspection; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from coordinator.prefix import STUCK, CountingBloom, PrefixIndex, Table
-from coordinator.router import CACHE_WORTH
-from engine_core.kv.blocks import BlockPool
-from engine_core.kv.log import BlockLog
 from tests.unit.test_router import burst, coordinator, load
-from transport.messages import MAX_PREFIX, KVEvents, Route
+from trireme.coordinator.prefix import STUCK, CountingBloom, PrefixIndex, Table
+from trireme.coordinator.router import CACHE_WORTH
+from trireme.engine_core.kv.blocks import BlockPool
+from trireme.engine_core.kv.log import BlockLog
 from trireme.fleet import Fleet
 from trireme.hashing import KEY_BYTES, block_hashes, packed_keys, prompt_keys, unpacked_keys
+from trireme.transport.messages import MAX_PREFIX, KVEvents, Route
 
 
 def keys_of(*numbers: int) -> bytes:

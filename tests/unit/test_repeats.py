@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tests.models.rows import new_row, plan_of
 from tests.unit.engine_driver import Driver
-from transport.codec import decode, encode
-from transport.messages import CoreToWorker, NextToken, StepPlan
-from transport.packed import pack, unpack
-from transport.repeats import next_plan, shortened
 from trireme.errors import ProtocolError
 from trireme.params import RowParams
+from trireme.transport.codec import decode, encode
+from trireme.transport.messages import CoreToWorker, NextToken, StepPlan
+from trireme.transport.packed import pack, unpack
+from trireme.transport.repeats import next_plan, shortened
 
 
 def decode_step(step: int, computed: list[int], **changes: object) -> StepPlan:

@@ -8,16 +8,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from launch.bench import ratio_row
-from launch.bench_serve import steps_of
-from launch.bench_startup import phases_of, tree_memory
-from launch.cli import main
-from launch.plot import Line, _ceiling, bars, lines
-from launch.serve import timeline
-from launch.startup import breakdown, lives_of
-from launch.supervise import AllReady
-from transport.messages import Ready
 from trireme.errors import ConfigError
+from trireme.launch.bench import ratio_row
+from trireme.launch.bench_serve import steps_of
+from trireme.launch.bench_startup import phases_of, tree_memory
+from trireme.launch.cli import main
+from trireme.launch.plot import Line, _ceiling, bars, lines
+from trireme.launch.serve import timeline
+from trireme.launch.startup import breakdown, lives_of
+from trireme.launch.supervise import AllReady
+from trireme.transport.messages import Ready
 
 
 def result(path, scale: float, name: str = "trireme c=1") -> str:

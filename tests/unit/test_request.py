@@ -8,12 +8,12 @@ import random
 import numpy as np
 import pytest
 
-from engine_core.policy import POLICIES, PolicySettings
-from engine_core.request import TRANSITIONS, Request, State
-from engine_core.waiting import WaitingQueue
-from transport.messages import Submit
+from trireme.engine_core.policy import POLICIES, PolicySettings
+from trireme.engine_core.request import TRANSITIONS, Request, State
+from trireme.engine_core.waiting import WaitingQueue
 from trireme.errors import EngineError
 from trireme.params import RowParams
+from trireme.transport.messages import Submit
 
 
 def make_request(arrival: int, num_tokens: int = 3) -> Request:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport.resilience import Backoff, Breaker, RetryBudget
+from trireme.transport.resilience import Backoff, Breaker, RetryBudget
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,14 +7,14 @@ from collections import Counter
 
 import pytest
 
-from coordinator.core import Coordinator
-from coordinator.ledger import Outstanding
-from coordinator.members import Members
-from coordinator.router import POLICIES, cost_of
-from transport.messages import Load, Released, Route
 from trireme.config import CoordinatorConfig
+from trireme.coordinator.core import Coordinator
+from trireme.coordinator.ledger import Outstanding
+from trireme.coordinator.members import Members
+from trireme.coordinator.router import POLICIES, cost_of
 from trireme.fleet import Fleet
 from trireme.settings import table
+from trireme.transport.messages import Load, Released, Route
 
 
 def load(engine: int, *, seq: int = 1, epoch: int = 0, **fields: object) -> Load:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.request import State
 from tests.unit.engine_driver import Driver, Row, make_limits
-from transport.messages import StepPlan
-from transport.packed import pack, unpack, unpack_flags
+from trireme.engine_core.request import State
+from trireme.transport.messages import StepPlan
+from trireme.transport.packed import pack, unpack, unpack_flags
 
 
 def planned(plan: StepPlan | None) -> dict[int, tuple[int, int, bool]]:

@@ -7,14 +7,14 @@ from contextlib import aclosing
 
 import pytest
 
-from launch.session import AsyncSession, Session
-from launch.view import ProgressView
-from serving.client import EngineClient
 from tests.models.tiny import EOS, make_stub
 from tests.serving.engines import FakeEngine
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, RequestError
+from trireme.launch.session import AsyncSession, Session
+from trireme.launch.view import ProgressView
 from trireme.params import SamplingParams
+from trireme.serving.client import EngineClient
 from trireme.settings import load
 
 

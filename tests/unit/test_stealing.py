@@ -16,16 +16,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.core import Coordinator
-from coordinator.ledger import Outstanding
-from coordinator.stealing import COOLDOWN_S, MAX_ROWS, PATIENCE_S, Stealing
-from engine_core.core import EngineCore
-from serving.client import EngineClient
-from serving.replay import Replay
-from serving.stream import Stream
 from tests.unit.engine_driver import Driver, make_limits, make_worker
 from tests.unit.test_router import coordinator, load
-from transport.messages import (
+from trireme.coordinator.core import Coordinator
+from trireme.coordinator.ledger import Outstanding
+from trireme.coordinator.stealing import COOLDOWN_S, MAX_ROWS, PATIENCE_S, Stealing
+from trireme.engine_core.core import EngineCore
+from trireme.params import RowParams
+from trireme.serving.client import EngineClient
+from trireme.serving.replay import Replay
+from trireme.serving.stream import Stream
+from trireme.transport.messages import (
     Abort,
     End,
     GiveBack,
@@ -36,9 +37,8 @@ from transport.messages import (
     Welcome,
     Wire,
 )
-from transport.sockets import Left
-from trireme.params import RowParams
-from workers.fake import FakeOptions, expected_tokens
+from trireme.transport.sockets import Left
+from trireme.workers.fake import FakeOptions, expected_tokens
 
 NOTHING = Outstanding()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from models.forward import Group, SoloGroup
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh
+from trireme.models.forward import Group, SoloGroup
 
 if TYPE_CHECKING:
-    from workers.collectives.cuda import CudaGroup
+    from trireme.workers.collectives.cuda import CudaGroup
 
 
 def make_group(mesh: Mesh, arena: str, *, timeout_s: float = 15.0, step_timeout_s: float = 60.0) -> Group:
@@ -21,10 +21,10 @@ def make_group(mesh: Mesh, arena: str, *, timeout_s: float = 15.0, step_timeout_
         return SoloGroup()
     _need_arena(mesh, arena)
     if arena.startswith(("tcp://", "file://")):
-        from workers.collectives.gloo import GlooGroup
+        from trireme.workers.collectives.gloo import GlooGroup
 
         return GlooGroup(arena, mesh, timeout_s=timeout_s, step_timeout_s=step_timeout_s)
-    from workers.collectives.shm import ShmGroup
+    from trireme.workers.collectives.shm import ShmGroup
 
     return ShmGroup(arena, mesh, timeout_s=timeout_s, step_timeout_s=step_timeout_s)
 
@@ -34,8 +34,8 @@ def make_cuda_group(mesh: Mesh, arena: str, num_cards: int, *, gathered_bytes: i
 
     Raises as make_group.
     """
-    from workers.collectives.cuda import CudaGroup
-    from workers.collectives.shm import ShmGroup
+    from trireme.workers.collectives.cuda import CudaGroup
+    from trireme.workers.collectives.shm import ShmGroup
 
     _need_arena(mesh, arena)
     host = ShmGroup(arena, mesh, timeout_s=load_timeout_s, step_timeout_s=load_timeout_s)

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from workers.collectives.meeting import Meeting
-from workers.collectives.nccl import NcclComm
-from workers.collectives.shm import ShmGroup
-from workers.collectives.timing import time_ways
-from workers.collectives.torch_comm import TorchComm
-from workers.collectives.watch import Watch
-from workers.collectives.ways import (
+from trireme.workers.collectives.meeting import Meeting
+from trireme.workers.collectives.nccl import NcclComm
+from trireme.workers.collectives.shm import ShmGroup
+from trireme.workers.collectives.timing import time_ways
+from trireme.workers.collectives.torch_comm import TorchComm
+from trireme.workers.collectives.watch import Watch
+from trireme.workers.collectives.ways import (
     PUSHED_BYTES,
     STAGED_BYTES,
     TRIED,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workers.peers import Peers, run
+from trireme.workers.peers import Peers, run
 
 
 class SplitExperts:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import cuda_ops
 from trireme.errors import CollectiveError
-from workers.collectives.ways import Way
+from trireme.models import cuda_ops
+from trireme.workers.collectives.ways import Way
 
 DEADLINE_S = 14.0  # of one kernel; the watch aborts a little earlier
 _TEXTS = {1: "the collectives were aborted", 2: "another rank did not take part in a sum"}

@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from models.native import load_native
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
+from trireme.models.native import load_native
 
 T = TypeVar("T")
 

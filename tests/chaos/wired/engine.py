@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import engine_core.executor.procs
-import engine_core.main as product
+import trireme.engine_core.executor.procs
+import trireme.engine_core.main as product
 from tests.chaos.wired.sockets import install
-from transport.boot import BootChannel
+from trireme.transport.boot import BootChannel
 
 
 def main(channel: BootChannel) -> None:
     install(channel.boot)
-    engine_core.executor.procs.WORKER_MODULE = "tests.chaos.wired.worker"
+    trireme.engine_core.executor.procs.WORKER_MODULE = "tests.chaos.wired.worker"
     product.main(channel)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import serving.main as product
+import trireme.serving.main as product
 from tests.chaos.wired.sockets import install
-from transport.boot import BootChannel
+from trireme.transport.boot import BootChannel
 
 
 def main(channel: BootChannel) -> None:

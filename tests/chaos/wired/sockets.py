@@ -17,9 +17,9 @@ from typing import Any
 
 import zmq
 
-from transport.codec import MAX_FRAME_BYTES, encode
-from transport.messages import PROTOCOL_VERSION, Boot, Hello, Welcome
-from transport.wired import HEAD_BYTES, head_of
+from trireme.transport.codec import MAX_FRAME_BYTES, encode
+from trireme.transport.messages import PROTOCOL_VERSION, Boot, Hello, Welcome
+from trireme.transport.wired import HEAD_BYTES, head_of
 
 HEARTBEATS = (b"\xa4Ping", b"\xa4Pong")
 HELD_S = 2.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import workers.main as product
+import trireme.workers.main as product
 from tests.chaos.poison import BAD_SEED
 from tests.chaos.wired.sockets import install
-from transport.boot import BootChannel
-from workers.native_sampler import NativeSampler
+from trireme.transport.boot import BootChannel
+from trireme.workers.native_sampler import NativeSampler
 
 
 def main(channel: BootChannel) -> None:
