@@ -1,4 +1,4 @@
-// The extension module models._cuda: CUDA kernels by raw address. The Python side (models/cuda_ops.py) checks shapes and dtypes.
+// The extension module models._cuda: CUDA kernels by raw address. The Python side (models/cuda/ops.py) checks shapes and dtypes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// Mixtures of experts in models._cuda. models/cuda_experts.py checks shapes and dtypes.
+// Mixtures of experts in models._cuda. models/cuda/layers/moe_ops.py checks shapes and dtypes.
 #include <pybind11/pybind11.h>
 
 #include "bind_address.h"

@@ -1,4 +1,4 @@
-// Products of int8 in models._cuda. models/cuda_ops.py checks shapes and dtypes.
+// Products of int8 in models._cuda. models/cuda/ops.py checks shapes and dtypes.
 #include <pybind11/pybind11.h>
 
 #include "bind_address.h"

@@ -1,4 +1,4 @@
-// Binding of cpu/decoder.h. Addresses come as integers; models/arch/decoder.py keeps what they point to alive.
+// Binding of cpu/decoder.h. Addresses come as integers; models/cpu/decoder.py keeps what they point to alive.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// Bindings of cpu/linear.h. Addresses come as integers; models/quant/base.py has checked shapes and dtypes.
+// Bindings of cpu/linear.h. Addresses come as integers; models/cpu/packed_ops.py has checked shapes and dtypes.
 #include <pybind11/pybind11.h>
 
 #include <optional>

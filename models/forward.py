@@ -1,7 +1,7 @@
 """What a model's forward sees: the flat token batch, the paged KV memory and the group of ranks it computes with.
 
 The worker and the native stages speak in numpy arrays (HostBatch, HostKV); bodies in torch see the same memory as tensors
-(ForwardBatch, KVLayer; models/tensors.py is the border). Imports no torch.
+(ForwardBatch, KVLayer; models/cpu/tensors.py is the border). Imports no torch.
 
 Legend: T tokens of the step, R scheduled rows, S positions whose logits are wanted, B longest block table.
 """
@@ -45,7 +45,7 @@ class PagedKV(Generic[Array]):
     """Paged KV of one layer on one rank. Keys are stored transposed inside a block, so that a vector lane is a token.
 
     k: [num_blocks, kv_heads, head_dim, block_size]   v: [num_blocks, kv_heads, block_size, head_dim]
-    dtype float32, float16 or bfloat16 (in numpy: its bits as uint16); int8 and int16 as models/kv_layout.py says.
+    dtype float32, float16 or bfloat16 (in numpy: its bits as uint16); int8 and int16 as models/cpu/kv_layout.py says.
     """
 
     k: Array
@@ -141,7 +141,7 @@ class Model(ModelFacts, Protocol):
 
 
 class TensorModel(ModelFacts, Protocol):
-    """The same in torch; models.tensors.OverTensors makes a Model of it."""
+    """The same in torch; models.cpu.tensors.OverTensors makes a Model of it."""
 
     vocab_size: int
 

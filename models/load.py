@@ -10,16 +10,19 @@ from collections.abc import Callable
 from trireme.arch import ArchSpec
 from trireme.errors import ModelError
 from trireme.mesh import Mesh
-from trireme.models.arch import native
-from trireme.models.dummy import DummySource
+from trireme.models.cpu import native_stage as native
 from trireme.models.forward import ExpertGroup, Group, Model
-from trireme.models.grouped_source import GroupedSource
 from trireme.models.registry import family_named
-from trireme.models.weights import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
+from trireme.models.weights.dummy import DummySource
+from trireme.models.weights.grouped_source import GroupedSource
+from trireme.models.weights.sources import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
 from trireme.packaged import ModelFiles
 from trireme.runtime import TORCH, choose_runtime
 
-_DUMMIES = ("trireme.models.arch.stage", "trireme.models.arch.moe")  # modules that name weights which a DummySource has
+_DUMMIES = (
+    "trireme.models.cpu.stage_weights",
+    "trireme.models.cpu.moe",
+)  # modules that name weights which a DummySource has
 Progress = Callable[[str, int, int], None]
 
 
@@ -43,7 +46,7 @@ def load_model(
 ) -> Model:
     """This rank's stage. `dtype` is the type of dense weights (auto: as stored); quantized blocks stay as they are.
 
-    `quantize` is a scheme of models.quant.packed.SCHEMES to which dense matrices are rounded instead.
+    `quantize` is a scheme of models.weights.packed.SCHEMES to which dense matrices are rounded instead.
 
     `max_len` is how many positions will ever be computed (default: the model's own limit; more is allowed). `runtime` is
     what choose_runtime says unless a test asks for the other one. With `dummy` the weights are noise. `experts`: only a share
@@ -62,10 +65,10 @@ def load_model(
     dense = quantize or dense_kind(dtype)
     if (runtime or choose_runtime(arch, mesh).value) != TORCH:
         return native.NativeDecoder(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len)
-    from trireme.models.tensors import OverTensors
+    from trireme.models.cpu.tensors import OverTensors
 
     if experts is not None:
-        from trireme.models.arch.moe import MoeModel
+        from trireme.models.cpu.moe import MoeModel
 
         return OverTensors(
             MoeModel(arch, mesh, group, source, dense=dense, progress=progress, max_len=max_len, experts=experts)

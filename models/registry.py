@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 from trireme.arch import ArchSpec
 from trireme.errors import ModelError
 from trireme.mesh import Mesh
-from trireme.models import layouts
 from trireme.models.forward import Group, TensorModel
-from trireme.models.weights import WeightSource
+from trireme.models.weights import layouts
+from trireme.models.weights.sources import WeightSource
 
 
 class Body(Protocol):
@@ -48,9 +48,9 @@ class Family(NamedTuple):
     gguf_names: Mapping[str, str] = {}  # parts of GGUF names that mean another weight than usual
     gguf_seen: Seen = _as_stored
     seen: Seen = _as_stored
-    body: tuple[str, str] = ("trireme.models.arch.decoder", "Decoder")  # module and class, in torch
+    body: tuple[str, str] = ("trireme.models.cpu.decoder", "Decoder")  # module and class, in torch
     as_decoder: Seen = _as_stored
-    names: str = "trireme.models.arch.stage"  # module of weight_names and ignorable_names
+    names: str = "trireme.models.cpu.stage_weights"  # module of weight_names and ignorable_names
 
     def load_body(self) -> Body:
         module, name = self.body
@@ -82,8 +82,8 @@ def _as_decoder(source: WeightSource, arch: ArchSpec) -> WeightSource:
     return found
 
 
-_GPT = _family_of("trireme.models.arch.gpt", "GptModel")._replace(as_decoder=_as_decoder)
-_MOE = _family_of("trireme.models.arch.moe", "MoeModel")
+_GPT = _family_of("trireme.models.cpu.gpt", "GptModel")._replace(as_decoder=_as_decoder)
+_MOE = _family_of("trireme.models.cpu.moe", "MoeModel")
 
 _BEFORE_FFN = {"ffn_norm": "pre_feedforward_layernorm"}
 

@@ -182,7 +182,7 @@ def row_cases() -> Iterator[Case]:
     """Norms, activations, rotation and lookups: bound by bytes, or by the launch for few rows."""
     import torch
 
-    from trireme.models import cuda_ops as ops
+    from trireme.models.cuda import ops
 
     fp8 = torch.float8_e4m3fn
 
@@ -232,7 +232,7 @@ def row_cases() -> Iterator[Case]:
 def make_cache(tokens: int, dtype: Any) -> Any:
     import torch
 
-    from trireme.models.cuda_ops import PagedKV
+    from trireme.models.cuda.ops import PagedKV
 
     shape = (-(-tokens // BLOCK_SIZE), KV_HEADS, BLOCK_SIZE, DIM)
     return PagedKV(*(torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)))
@@ -242,7 +242,7 @@ def attention_cases() -> Iterator[Case]:
     """Decode attention of rows at one context, bound by reading the cache."""
     import torch
 
-    from trireme.models import cuda_ops as ops
+    from trireme.models.cuda import ops
 
     def attention(rows: int, context: int, splits: int, dtype: torch.dtype) -> Callable[[], object]:
         blocks = context // BLOCK_SIZE
@@ -270,7 +270,7 @@ def prompt_cases() -> Iterator[Case]:
     """Attention of new prompts by what is chosen for this card, bound by operations; the rival is torch's flash attention."""
     import torch
 
-    from trireme.models.attention.cuda_registry import KERNELS, Need, Trial, choose_on_card
+    from trireme.models.cuda.attention.registry import KERNELS, Need, Trial, choose_on_card
 
     need, tokens = Need(torch.bfloat16, DIM), 8192
     flash = next(kernel for kernel in KERNELS if kernel.name == "torch flash")
@@ -316,9 +316,9 @@ def product_cases() -> Iterator[Case]:
     """Products of few rows with bfloat16, float8, int8, grouped weights and GGUF's blocks; the rival is cuBLAS in bfloat16."""
     import torch
 
-    from trireme.models import cuda_ops as ops
-    from trireme.models.layers.cuda_int8 import Int8Linear
-    from trireme.models.layers.cuda_linear import Fp8Linear
+    from trireme.models.cuda import ops
+    from trireme.models.cuda.layers.int8_linear import Int8Linear
+    from trireme.models.cuda.layers.linear import Fp8Linear
 
     def dense(rows: int, n: int, k: int) -> Callable[[], object]:
         x, weight, out = random(rows, k), random(n, k), random(rows, n)
@@ -396,7 +396,7 @@ def sampling_cases() -> Iterator[Case]:
     import numpy as np
     import torch
 
-    from trireme.models import cuda_ops as ops
+    from trireme.models.cuda import ops
 
     words = ops.touched_words(VOCAB)
     records = torch.zeros(256, words + VOCAB, device="cuda", dtype=torch.int32)
@@ -444,9 +444,9 @@ def make_model() -> Any:
     import torch
 
     from trireme.arch import arch_from_config
-    from trireme.models.arch.cuda import CudaModel
-    from trireme.models.cuda_weights import NoiseWeights
-    from trireme.models.dummy import DummySource
+    from trireme.models.cuda.decoder import CudaModel
+    from trireme.models.cuda.weights.sources import NoiseWeights
+    from trireme.models.weights.dummy import DummySource
 
     where = Path("llama-3.1-8b")
     arch = arch_from_config(LLAMA_8B, {}, where)
@@ -458,7 +458,7 @@ def time_step(model: Any, rows: int, context: int, ceilings: Ceilings) -> Timing
     """One step of decoding rows, from token ids to sampled ids, captured in a graph."""
     import torch
 
-    from trireme.models.arch.cuda import CudaBatch
+    from trireme.models.cuda.decoder import CudaBatch
 
     blocks = context // BLOCK_SIZE
     splits = choose_splits(rows, context)

@@ -121,9 +121,9 @@ def make_model(shape: str, quantize: str | None = None) -> Any:
     from gpu_figures import SHAPES
 
     from trireme.arch import arch_from_config
-    from trireme.models.arch.cuda import CudaModel
-    from trireme.models.cuda_weights import NoiseWeights
-    from trireme.models.dummy import DummySource
+    from trireme.models.cuda.decoder import CudaModel
+    from trireme.models.cuda.weights.sources import NoiseWeights
+    from trireme.models.weights.dummy import DummySource
 
     arch = arch_from_config(SHAPES[shape], {}, Path(shape))
     weights = NoiseWeights(DummySource(arch, (), Path(shape)), torch.bfloat16, torch.device("cuda"), scheme=quantize)
@@ -135,7 +135,7 @@ def profiled(model: Any, rows: int, context: int) -> list[Kernel]:
     import numpy as np
     import torch
 
-    from trireme.models.cuda_ops import sample_rows
+    from trireme.models.cuda.ops import sample_rows
     from trireme.workers.gpu_graphs import captured, graph_pool
     from trireme.workers.gpu_rows import DeviceRows
     from trireme.workers.gpu_steps import COLUMNS, Steps

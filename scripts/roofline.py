@@ -158,8 +158,8 @@ def measure_kernels(file: GgufFile, rows: Sequence[int]) -> list[Kernel]:
     """Times the products of a step one after the other, with weights of the file's types and shapes and random values."""
     import torch
 
-    from trireme.models.quant.base import linear
-    from trireme.models.quant.bench import make_weight
+    from trireme.models.cpu.bench.linear import make_weight
+    from trireme.models.cpu.packed_ops import linear
 
     matrices, head = linear_tensors(file)
     tensors = [*matrices, head]
@@ -266,7 +266,7 @@ def ceilings_text(isa: str, threads: int, roof: Roof, exact: float, cpu: str) ->
         ["float32 multiply-adds", f"{roof.fma:.0f} GFLOP/s"],
     ]
     where = f"{cpu}, {isa}, {threads} threads"
-    return "\n## Ceilings\n\n`python -m trireme.models.quant.ceilings`\n\n" + table([where, "most"], rows)
+    return "\n## Ceilings\n\n`python -m trireme.models.cpu.bench.ceilings`\n\n" + table([where, "most"], rows)
 
 
 def kernels_text(kernels: Sequence[Kernel], roof: Roof) -> str:
@@ -305,7 +305,7 @@ def write_page(*, dry: bool) -> str:
     parts = [INTRO]
     roof: Roof | None = None
     if not dry:
-        from trireme.models.quant.ceilings import measure_ceilings
+        from trireme.models.cpu.bench.ceilings import measure_ceilings
 
         threads = len(os.sched_getaffinity(0))
         most = measure_ceilings(threads)

@@ -1,7 +1,7 @@
 """Which checkpoints with packed integers of 4 and 8 bits can be loaded: GPTQ, AWQ and compressed-tensors' `pack-quantized`.
 
 Called by trireme.arch_hf. A weight is scale * (code - zero), where scale and zero belong to a group of neighbouring inputs, or with
-GPTQ's desc_act to inputs anywhere in the row. models/quant/grouped reads the tensors.
+GPTQ's desc_act to inputs anywhere in the row. models/weights/grouped reads the tensors.
 """
 
 from __future__ import annotations

@@ -86,7 +86,9 @@ class ArchSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     weights_dtype: str = "float32"  # as stored: a float dtype name, or "gguf"
-    weights_kind: str = ""  # of quantized checkpoints: the kind (models.weights.RawMatrix) of their layers' matrices
+    weights_kind: str = (
+        ""  # of quantized checkpoints: the kind (models.weights.sources.RawMatrix) of their layers' matrices
+    )
     packing: Packing | None = None  # of checkpoints of packed integers
     source: Literal["gguf", "safetensors", "stub"] = "safetensors"
     body: GptBody | MoeBody | None = None  # of the families whose body is not the Llama-like decoder

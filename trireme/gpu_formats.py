@@ -1,7 +1,7 @@
 """In which forms weights lie on a GPU, what becomes of those in a file, and how many bytes each takes. Pure and torch-free.
 
-Asked by resolve and `trireme plan` for bytes, by models/cuda_weights for what to make of a matrix; models/layers/cuda_linear has
-the class that computes with each form.
+Asked by resolve and `trireme plan` for bytes, by models/cuda/weights/sources for what to make of a matrix;
+models/cuda/layers/linear has the class that computes with each form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FORMATS = {
     "half": WeightFormat(2.0),  # bfloat16 or float16
     "fp8": WeightFormat(1.0, 64),  # e4m3 with a float32 scale for each output
     "int8": WeightFormat(1.0, 16),  # likewise
-    # GGUF's types by 256 values, all but q4_k and q5_k laid out anew (models/cuda_blocks), for which q6_k takes 14 bytes more
+    # GGUF's types by 256 values, all but q4_k and q5_k laid out anew (models/cuda/weights/gguf_blocks), for which q6_k takes
+    # 14 bytes more
     "q4_k": WeightFormat(144 / 256, 256),
     "q5_k": WeightFormat(176 / 256, 256),
     "q6_k": WeightFormat(224 / 256, 256),
@@ -50,7 +51,7 @@ SCHEMES = ("fp8", "int8", "q4_k")  # of --quantize, by their format
 FOR_GPUS_ALONE = ("fp8", "q4_k")  # of those
 _BLOCKS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 OF_BLOCKS = {kind: kind.lower() for kind in _BLOCKS}  # GGUF types that are computed with, every value as it is
-# Kinds of models.weights.RawMatrix, likewise.
+# Kinds of models.weights.sources.RawMatrix, likewise.
 OF_CHECKPOINTS = {
     **{"FP8": "fp8", "FP8_BLOCKS": "fp8_blocks", "INT8": "int8"},
     **{f"W4_{size}": f"w4_{size}" for size in BLOCK_SIZES},

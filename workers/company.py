@@ -9,8 +9,8 @@ from typing import Any
 
 from trireme.lockstep import Agreed, Ballot
 from trireme.mesh import Mesh
+from trireme.models.cpu.tensors import OverTensors
 from trireme.models.forward import Model
-from trireme.models.tensors import OverTensors
 from trireme.workers.collectives.experts import SplitExperts
 from trireme.workers.peers import Peers
 

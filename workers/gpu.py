@@ -25,16 +25,16 @@ from trireme.graph_sizes import graph_sizes
 from trireme.loaded import stored_of
 from trireme.log import facts
 from trireme.mesh import Mesh
-from trireme.models import cuda_ops
-from trireme.models.arch.cuda import DTYPES, CudaModel
-from trireme.models.cuda_batch import HostModel
-from trireme.models.cuda_rows import SPLIT_FROM
-from trireme.models.cuda_shards import own_weights
-from trireme.models.cuda_shelf import Shelf, tensors_of
+from trireme.models.cpu.kernels import find_native
+from trireme.models.cuda import ops as cuda_ops
+from trireme.models.cuda.decoder import DTYPES, CudaModel
+from trireme.models.cuda.host_adapter import HostModel
+from trireme.models.cuda.sequence_parallel import SPLIT_FROM
+from trireme.models.cuda.weight_offload import Shelf, tensors_of
+from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.forward import HostKV, Model, SoloGroup
 from trireme.models.load import as_decoder, open_checked
-from trireme.models.native import find_native
-from trireme.models.shards import Shares
+from trireme.models.weights.tp_shards import Shares
 from trireme.packaged import files_of
 from trireme.phases import Phases
 from trireme.sizes import format_bytes

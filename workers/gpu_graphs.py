@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trireme.budget import GPU_GRAPHS
-from trireme.models.attention.prompt_plan import PIECES, plan_prompts
+from trireme.models.cuda.attention.prefill_plan import PIECES, plan_prompts
 from trireme.workers.batch import Batch
 from trireme.workers.gpu_rows import DeviceRows, Indices, Ints
 from trireme.workers.gpu_steps import COLUMNS, MIXED, SHORT, Mixed, Steps, drawn_tensors, fill_decode

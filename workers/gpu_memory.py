@@ -12,8 +12,8 @@ import torch
 
 from trireme.budget import GPU_GRAPHS as GRAPHS
 from trireme.errors import ConfigError
-from trireme.models.arch.cuda import CudaModel
-from trireme.models.cuda_batch import upload
+from trireme.models.cuda.decoder import CudaModel
+from trireme.models.cuda.host_adapter import upload
 from trireme.models.forward import HostBatch
 from trireme.sizes import GIB, format_bytes
 

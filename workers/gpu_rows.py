@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trireme.models.cuda_ops import JOB
+from trireme.models.cuda.ops import JOB
 from trireme.params import RowParams
 from trireme.transport.messages import StepPlan
 from trireme.transport.packed import unpack

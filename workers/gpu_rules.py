@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trireme.models.cuda_ops import (
+from trireme.models.cuda.ops import (
     ALLOWED,
     BARRED,
     COMPLETES,

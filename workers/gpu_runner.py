@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trireme.models.attention.prompt_plan import PIECES
-from trireme.models.cuda_ops import JOB, MOST_LOGPROBS, NOTHING_LEFT
+from trireme.models.cuda.attention.prefill_plan import PIECES
+from trireme.models.cuda.ops import JOB, MOST_LOGPROBS, NOTHING_LEFT
 from trireme.transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
 from trireme.transport.packed import pack, unpack, unpack_flags
 from trireme.workers.batch import Batch

@@ -2,7 +2,7 @@
 row (`decode`, fit for a CUDA graph), and anything else (`mixed`). Used by workers.gpu_runner and workers.gpu_graphs.
 
 Nothing here waits for the device. Legend: P rows with padding, R rows, T tokens, S rows that sample, K changed block entries;
-pieces as in models.attention.prompt_plan.
+pieces as in models.cuda.attention.prefill_plan.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trireme.mesh import Mesh
-from trireme.models import cuda_ops
-from trireme.models.arch.cuda import CudaBatch
-from trireme.models.attention.cuda_prompt import Prompts
-from trireme.models.attention.prompt_plan import PromptPlan, Rules, order_prompts, plan_prompts
-from trireme.models.cuda_ops import LOGPROB_WORDS
-from trireme.models.layers.rope import TableRows
+from trireme.models.arch.rope import TableRows
+from trireme.models.cuda import ops as cuda_ops
+from trireme.models.cuda.attention.prefill import Prompts
+from trireme.models.cuda.attention.prefill_plan import PromptPlan, Rules, order_prompts, plan_prompts
+from trireme.models.cuda.decoder import CudaBatch
+from trireme.models.cuda.ops import LOGPROB_WORDS
 from trireme.workers.batch import Batch
 from trireme.workers.gpu_rows import DeviceRows, Indices, Ints
 from trireme.workers.inputs import StepRows, check_rows, slot_values
@@ -34,16 +34,16 @@ MOST_BLOCKS = 528  # thread blocks of decode attention that a card runs side by 
 SHORT = 512  # tokens; contexts up to here are cut in FEW_SPLITS parts at most
 FEW_SPLITS, MANY_SPLITS = 4, 32
 Sample = Callable[..., Tensor]
-"""models.cuda_ops.sample_rows."""
+"""models.cuda.ops.sample_rows."""
 
 
 class DeviceModel(Protocol):
-    """What a step needs of models.arch.cuda.CudaModel."""
+    """What a step needs of models.cuda.decoder.CudaModel."""
 
     vocab_size: int
     kv_heads: int
     mesh: Mesh
-    prompt_attention: Any  # models.attention.cuda_prompt.PromptAttention
+    prompt_attention: Any  # models.cuda.attention.prefill.PromptAttention
     table_rows: TableRows
 
     def run(self, batch: CudaBatch, kv: list[Any], scratch: Tensor | None = None) -> Tensor: ...

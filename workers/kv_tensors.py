@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from trireme.arch import ArchSpec
 from trireme.config import Decision
 from trireme.errors import ConfigError
+from trireme.models.cpu.kv_layout import can_be_integers, fill_nan, kv_shapes
 from trireme.models.forward import HostKV, ModelFacts
-from trireme.models.kv_layout import can_be_integers, fill_nan, kv_shapes
 
 KvDtype = np.dtype[Any]
 # bfloat16 is kept as its bits

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trireme.models.native import find_native
+from trireme.models.cpu.kernels import find_native
 from trireme.transport.messages import LogprobRow
 from trireme.workers.noise import Floats
 from trireme.workers.rules import Tokens

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from trireme.errors import CollectiveError, EngineError
 from trireme.lockstep import Agreed, Ballot, agree
-from trireme.models.native import load_native
+from trireme.models.cpu.kernels import load_native
 
 Item = TypeVar("Item", bound=np.generic)
 

@@ -144,7 +144,7 @@ class Runner:
             token_of = dict(zip(sampled.rows, sampled.tokens, strict=True))
             tokens[:] = [token_of.get(row, -1) for row in rows.tolist()]
         if group.size > 1:
-            from trireme.models.tensors import gather_tokens
+            from trireme.models.cpu.tensors import gather_tokens
 
             tokens = gather_tokens(group, tokens)
         self._batch.keep_sampled(rows, tokens)

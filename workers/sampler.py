@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.models.native import find_native
+from trireme.models.cpu.kernels import find_native
 from trireme.params import RowParams
 from trireme.transport.messages import LogprobRow, RowFault
 from trireme.workers.batch import ROW_ERRORS, Batch

@@ -19,9 +19,9 @@ from trireme.arch import ArchSpec, read_arch
 from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.mesh import Mesh
+from trireme.models.cpu.kernels import load_native
 from trireme.models.forward import Group, HostKV, Model
 from trireme.models.load import load_model
-from trireme.models.native import load_native
 from trireme.packaged import files_of
 from trireme.phases import Phases
 from trireme.rest import NO_SLEEP
@@ -92,7 +92,7 @@ class Worker:
         if self._company is not None:
             self._company.join(model)
         if runtime.value == TORCH:
-            from trireme.models.tensors import use_threads
+            from trireme.models.cpu.tensors import use_threads
 
             # the pool of the native kernels computes where they are built; torch's own threads would only spin
             use_threads(num_threads if self._native is None else 1)

@@ -1,5 +1,5 @@
 /* Loops that reach what one core can do at most: products from registers only, reads from memory only. Compiled for the
- * machine at hand and called by models/quant/ceilings.py, one call per thread; no part of the extension.
+ * machine at hand and called by models/cpu/bench/ceilings.py, one call per thread; no part of the extension.
  *
  * Each loop keeps enough independent sums to hide the latency; an empty asm makes a register unknown to the compiler, so
  * that nothing is hoisted. Every function returns how many operations it did (two per multiply-add), or bytes, or 0 where

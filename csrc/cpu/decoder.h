@@ -1,5 +1,5 @@
 // All layers of a decoder stage on one rank in one call, so that the interpreter takes no part between them. The same ops
-// with the same results as Decoder._run_layers in models/arch/decoder.py, so results are bit-identical. Called by
+// with the same results as Decoder._run_layers in models/cpu/decoder.py, so results are bit-identical. Called by
 // bind_decoder.cpp; owns nothing: weights, tables and buffers belong to Python objects that outlive the stage.
 #pragma once
 

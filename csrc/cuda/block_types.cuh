@@ -1,6 +1,6 @@
 // GGUF's types of blocks as a GPU has them, 256 values at a time: what a lane makes of one for dot products with int8, and its values.
 //
-// Q4_K and Q5_K lie as in the file (ggml-common.h). The others are laid out anew when they are loaded (models/cuda_blocks.py), in the
+// Q4_K and Q5_K lie as in the file (ggml-common.h). The others are laid out anew when they are loaded (models/cuda/weights/gguf_blocks.py), in the
 // order of Q5_K: scales, the bits of a code above the fourth, then 128 bytes of nibbles, whose chunk of 32 bytes has one run of 32 values
 // in its low nibbles and the next in its high ones. Each type has
 //   kBytes                      of 256 values; 16 divides it

@@ -19,7 +19,7 @@ __device__ __forceinline__ void multiply(int (&c)[4], uint32_t a0, uint32_t a1, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// No step is contracted: models/cuda_reference.py gives the same bits.
+// No step is contracted: models/cuda/reference.py gives the same bits.
 __device__ __forceinline__ float scaled(int sum, float row, float column) { return __fmul_rn(__int2float_rn(sum), __fmul_rn(column, row)); }
 
 // The sums of each W warps, scaled, plus the bias, into out.

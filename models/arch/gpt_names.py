@@ -1,4 +1,4 @@
-"""A checkpoint of models/arch/gpt under the names of the Llama-like decoder: what the GPU's body reads.
+"""A checkpoint of models/cpu/gpt under the names of the Llama-like decoder: what the GPU's body reads.
 
 Fused q, k and v are seen apart, matrices as [outputs, inputs]. Used by models/registry; copies no more than what is asked for.
 """
@@ -11,16 +11,16 @@ import numpy as np
 
 from trireme.arch import ArchSpec
 from trireme.mesh import split_heads
-from trireme.models.arch.ends import transposed
-from trireme.models.arch.gpt import NAMES, norm_names, qkv_heads
-from trireme.models.quant.packed import Floats
-from trireme.models.weights import RawMatrix, WeightSource
+from trireme.models.cpu.embed_head import transposed
+from trireme.models.cpu.gpt import NAMES, norm_names, qkv_heads
+from trireme.models.weights.packed import Floats
+from trireme.models.weights.sources import RawMatrix, WeightSource
 
 _QKV = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 
 
 class DecoderNames:
-    """A WeightSource over one that has the names of models.arch.gpt."""
+    """A WeightSource over one that has the names of models.cpu.gpt."""
 
     def __init__(self, source: WeightSource, arch: ArchSpec) -> None:
         names = NAMES[arch.family]

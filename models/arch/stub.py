@@ -82,7 +82,7 @@ class StubModel:
         """Receives the previous stage's token ids, which must be this step's, and sends them on."""
         if self._mesh.pp == 1:
             return
-        from trireme.models.tensors import receive_prev, send_next
+        from trireme.models.cpu.tensors import receive_prev, send_next
 
         mine = batch.token_ids.astype(np.float32)[:, None]
         if not self._mesh.is_first_stage:

@@ -35,7 +35,7 @@ TORCH_FREE = (
     "trireme.engine_core.main",
     "trireme.workers.main",
     "trireme.workers.worker",
-    "trireme.models.arch.native",
+    "trireme.models.cpu.native_stage",
     "trireme.serving.main",
 )
 
@@ -45,7 +45,7 @@ SWALLOWING = {
     "transport/tickets.py": 1,
     "engine_core/executor/inproc.py": 1,
     "launch/deployment.py": 1,
-    "models/attention/cuda_registry.py": 1,
+    "models/cuda/attention/registry.py": 1,
 }
 
 

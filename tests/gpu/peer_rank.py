@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from trireme.models import cuda_ops
+from trireme.models.cuda import ops as cuda_ops
 from trireme.workers.collectives import meeting
 from trireme.workers.collectives.cuda import CudaGroup
 from trireme.workers.collectives.shm import ShmGroup

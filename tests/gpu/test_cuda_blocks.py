@@ -16,11 +16,10 @@ from tests.models.block_rows import block_rows
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme.gpu_formats import OF_BLOCKS
-from trireme.models import cuda_ops as ops
-from trireme.models import cuda_reference as reference
-from trireme.models.cuda_blocks import laid_out
-from trireme.models.layers.cuda_linear import DeviceMatrix, make_linear
-from trireme.models.quant.gguf_expand import dequantize
+from trireme.models.cuda import ops, reference
+from trireme.models.cuda.layers.linear import DeviceMatrix, make_linear
+from trireme.models.cuda.weights.gguf_blocks import laid_out
+from trireme.models.weights.gguf_expand import dequantize
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,16 +18,16 @@ from tests.gpu.test_cuda_prompts import Case
 from tests.gpu.test_cuda_quantized import PROMPTS, told
 from tests.models.tiny import write_byte_tokenizer
 from trireme import LLM
-from trireme.models import cuda_experts as ops
-from trireme.models import cuda_reference as reference
-from trireme.models.attention.cuda_prompt import PromptAttention
-from trireme.models.attention.cuda_registry import Need, choose_on_card
-from trireme.models.attention.prompt_plan import PIECES
-from trireme.models.cuda_expert_weights import mxfp4_values
-from trireme.models.cuda_experts import TILE_ROWS, Gate, Sorted, room_for_pairs
-from trireme.models.layers import cuda_experts as layer
-from trireme.models.layers.cuda_experts import CudaExperts, ExpertWeights
-from trireme.models.layers.cuda_linear import CudaLinear
+from trireme.models.cuda import reference
+from trireme.models.cuda.attention.prefill import PromptAttention
+from trireme.models.cuda.attention.prefill_plan import PIECES
+from trireme.models.cuda.attention.registry import Need, choose_on_card
+from trireme.models.cuda.layers import moe as layer
+from trireme.models.cuda.layers import moe_ops as ops
+from trireme.models.cuda.layers.linear import CudaLinear
+from trireme.models.cuda.layers.moe import CudaExperts, ExpertWeights
+from trireme.models.cuda.layers.moe_ops import TILE_ROWS, Gate, Sorted, room_for_pairs
+from trireme.models.cuda.weights.experts import mxfp4_values
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,12 +15,11 @@ from tests.gpu.test_cuda_quantized import same_as_on_the_cpu
 from tests.models.test_cuda_linear import HF_BLOCKS, float8
 from tests.models.tiny import make_tiny
 from tests.models.tiny_packed import awq_config, gptq_config, make_packed
-from trireme.models import cuda_ops as ops
-from trireme.models import cuda_reference as reference
-from trireme.models.cuda_rounding import w4_layout
-from trireme.models.cuda_weights import ROUNDED
-from trireme.models.layers.cuda_linear import DeviceMatrix, make_linear
-from trireme.models.layers.cuda_narrow import Fp8BlocksLinear, W4Linear
+from trireme.models.cuda import ops, reference
+from trireme.models.cuda.layers.linear import DeviceMatrix, make_linear
+from trireme.models.cuda.layers.packed_linear import Fp8BlocksLinear, W4Linear
+from trireme.models.cuda.weights.quantize import w4_layout
+from trireme.models.cuda.weights.sources import ROUNDED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,7 +121,7 @@ def test_every_code_and_zero() -> None:
 def test_products_of_any_number_of_rows(
     dtype: torch.dtype, forms: tuple[str, ...], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trireme.models.layers.cuda_narrow._EXPANDED", 512 * 50)  # expanded in several parts
+    monkeypatch.setattr("trireme.models.cuda.layers.packed_linear._EXPANDED", 512 * 50)  # expanded in several parts
     dense = [torch.randn(n, 512, device="cuda").to(dtype) * 0.05 for n in (144, 64)]
     matrices = [ROUNDED[form](weight) for form, weight in zip(forms, dense, strict=True)]
     values = torch.cat([m.values.double() if m.format == "half" else values_of(m) for m in matrices])

@@ -16,11 +16,10 @@ from tests.models.drive import load, logits_of
 from tests.models.test_int8_model import compressed
 from tests.models.tiny import make_tiny
 from trireme import LLM
-from trireme.models import cuda_ops as ops
-from trireme.models import cuda_reference as reference
-from trireme.models.cuda_weights import ROUNDED
-from trireme.models.layers.cuda_int8 import Int8Linear
-from trireme.models.layers.cuda_linear import make_linear
+from trireme.models.cuda import ops, reference
+from trireme.models.cuda.layers.int8_linear import Int8Linear
+from trireme.models.cuda.layers.linear import make_linear
+from trireme.models.cuda.weights.sources import ROUNDED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -187,8 +186,8 @@ def test_all_ways_give_the_same_bits(
 ) -> None:
     """Our kernel, torch's product in slices of rows with a short one last, and outputs that it does not take."""
     n = sum(sizes)
-    monkeypatch.setattr("trireme.models.layers.cuda_int8._SUMS", 128 * n)
-    monkeypatch.setattr("trireme.models.layers.cuda_int8._ROWS", 128)
+    monkeypatch.setattr("trireme.models.cuda.layers.int8_linear._SUMS", 128 * n)
+    monkeypatch.setattr("trireme.models.cuda.layers.int8_linear._ROWS", 128)
     matrices = [ROUNDED["int8"](random(size, 528, dtype=dtype) * 0.05) for size in sizes]
     weight = torch.cat([matrix.values for matrix in matrices])
     scale = torch.cat([matrix.scale for matrix in matrices if matrix.scale is not None])

@@ -102,9 +102,9 @@ def write_model(family: str, directory: Path) -> tuple[Any, Any]:
 def load_on_gpu(
     directory: Path, dtype: torch.dtype = torch.bfloat16, *, scheme: str | None = None, kv_dtype: Any = None
 ) -> Any:
-    from trireme.models.arch.cuda import CudaModel
-    from trireme.models.cuda_batch import HostModel
-    from trireme.models.cuda_weights import device_weights
+    from trireme.models.cuda.decoder import CudaModel
+    from trireme.models.cuda.host_adapter import HostModel
+    from trireme.models.cuda.weights.sources import device_weights
 
     files = find_model(directory)
     arch = read_arch(files)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trireme.models import cuda_ops as ops
-from trireme.models import cuda_reference as reference
-from trireme.models.layers.cuda_linear import Fp8Linear
+from trireme.models.cuda import ops, reference
+from trireme.models.cuda.layers.linear import Fp8Linear
 from trireme.params import RowParams
 from trireme.workers.noise import noise_key, race_among
 from trireme.workers.truncation import survivors

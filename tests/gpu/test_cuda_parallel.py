@@ -26,7 +26,7 @@ from tests.gpu.test_cuda_engine import (
     tokens,
     write_model,
 )
-from trireme.models.cuda_rows import SPLIT_FROM
+from trireme.models.cuda.sequence_parallel import SPLIT_FROM
 
 CARDS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from trireme.models.attention.cuda_prompt import PromptAttention, Prompts
-from trireme.models.attention.cuda_registry import KERNELS, Kernel, Need, candidates, choose_on_card
-from trireme.models.attention.prompt_plan import PIECES, Rules, order_prompts, plan_prompts
-from trireme.models.cuda_ops import PagedKV
-from trireme.models.cuda_reference import piece_attention_reference
+from trireme.models.cuda.attention.prefill import PromptAttention, Prompts
+from trireme.models.cuda.attention.prefill_plan import PIECES, Rules, order_prompts, plan_prompts
+from trireme.models.cuda.attention.registry import KERNELS, Kernel, Need, candidates, choose_on_card
+from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.reference import piece_attention_reference
 
 pytestmark = [
     pytest.mark.gpu,

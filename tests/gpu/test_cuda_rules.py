@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trireme.models import cuda_ops as ops
+from trireme.models.cuda import ops
 from trireme.params import RowParams
 from trireme.workers.gpu_rows import job_of
 from trireme.workers.gpu_rules import DeviceRules

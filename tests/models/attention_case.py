@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trireme.models.cpu.kv_blocks import write_tokens
+from trireme.models.cpu.kv_layout import kv_shapes
 from trireme.models.forward import ForwardBatch, KVLayer
-from trireme.models.kv_blocks import write_tokens
-from trireme.models.kv_layout import kv_shapes
 
 
 @dataclass

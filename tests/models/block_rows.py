@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trireme.models.quant.packed import BLOCKS, Bytes, row_bytes
+from trireme.models.weights.packed import BLOCKS, Bytes, row_bytes
 
 FACTORS = {
     **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2)},

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from trireme.mesh import Mesh
-from trireme.models.attention.prompt_plan import PIECES, Rules
-from trireme.models.cuda_ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, PagedKV
-from trireme.models.cuda_reference import note_output_reference, ruled_logits_reference
-from trireme.models.layers.rope import POSITIONS, TableRows
+from trireme.models.arch.rope import POSITIONS, TableRows
+from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
+from trireme.models.cuda.ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, PagedKV
+from trireme.models.cuda.reference import note_output_reference, ruled_logits_reference
 from trireme.workers.logprobs import logprob_row
 from trireme.workers.noise import NoiseField, noise_key, race_among
 from trireme.workers.truncation import survivors
@@ -34,8 +34,8 @@ def _written(cache: Tensor, slots: Tensor, values: Tensor) -> Tensor:
 
 
 class TwinModel:
-    """The interface of models.arch.cuda.CudaModel. Its cache holds token + 1, and which row of a table turned it; a NaN read back
-    spoils the row."""
+    """The interface of models.cuda.decoder.CudaModel. Its cache holds token + 1, and which row of a table turned it; a NaN
+    read back spoils the row."""
 
     vocab_size, num_kv_layers, kv_heads, head_dim = VOCAB, 1, 1, 2
     mesh = Mesh(1, 1, 1)
@@ -104,7 +104,7 @@ def sample_rows(
     slots: Tensor,
     logprobs: Tensor | None = None,
 ) -> Tensor:
-    """models.cuda_ops.sample_rows by the definitions of workers.noise, workers.truncation and workers.logprobs."""
+    """models.cuda.ops.sample_rows by the definitions of workers.noise, workers.truncation and workers.logprobs."""
     table = np.frombuffer(jobs.numpy().tobytes(), JOB)
     noise = NoiseField(logits.shape[1])
     for i, slot in enumerate(slots.tolist()):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trireme.arch import read_arch
 from trireme.mesh import Mesh
+from trireme.models.cpu.kv_layout import fill_nan, kv_shapes
 from trireme.models.forward import Group, HostBatch, HostKV, SoloGroup
-from trireme.models.kv_layout import fill_nan, kv_shapes
 from trireme.models.load import load_model
 from trireme.packaged import find_model
 

@@ -9,8 +9,8 @@ import torch
 
 from tests.models.test_cuda_spread import OnCpu
 from tests.models.test_prompt_plan import fresh, whole
-from trireme.models.attention.cuda_registry import Need, Trial
-from trireme.models.cuda_reference import piece_attention_reference
+from trireme.models.cuda.attention.registry import Need, Trial
+from trireme.models.cuda.reference import piece_attention_reference
 
 
 @pytest.mark.parametrize("length", [16, 32, 64])

@@ -14,13 +14,14 @@ from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme.arch import read_arch
 from trireme.gpu_formats import FORMATS, OF_BLOCKS
-from trireme.models import cuda_ops, cuda_reference
-from trireme.models.cuda_blocks import laid_out
-from trireme.models.cuda_weights import device_weights
-from trireme.models.layers.cuda_linear import LINEARS, DeviceMatrix, make_linear
-from trireme.models.layers.cuda_narrow import BlockLinear
+from trireme.models.cuda import ops as cuda_ops
+from trireme.models.cuda import reference as cuda_reference
+from trireme.models.cuda.layers.linear import LINEARS, DeviceMatrix, make_linear
+from trireme.models.cuda.layers.packed_linear import BlockLinear
+from trireme.models.cuda.weights.gguf_blocks import laid_out
+from trireme.models.cuda.weights.sources import device_weights
 from trireme.models.load import open_weights
-from trireme.models.quant.gguf_expand import dequantize
+from trireme.models.weights.gguf_expand import dequantize
 from trireme.packaged import find_model
 
 
@@ -45,7 +46,7 @@ def test_all_agree_on_the_types() -> None:
 @pytest.mark.parametrize("kind", list(OF_BLOCKS))
 @pytest.mark.parametrize("at_once", [256, 1 << 25])
 def test_no_value_changes(kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trireme.models.cuda_blocks._AT_ONCE", at_once)
+    monkeypatch.setattr("trireme.models.cuda.weights.gguf_blocks._AT_ONCE", at_once)
     raw, form = block_rows(kind, 5, 768), OF_BLOCKS[kind]
     found = laid_out(kind, torch.from_numpy(raw), 768)
     assert found.shape == (5, 3 * cuda_ops.BLOCK_BYTES[form])
@@ -59,7 +60,7 @@ def test_no_value_changes(kind: str, at_once: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("biased", [False, True])
 def test_products(kind: str, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of one type become one matrix; few rows are rounded, many meet the values."""
-    monkeypatch.setattr("trireme.models.layers.cuda_narrow._EXPANDED", 512 * 20)
+    monkeypatch.setattr("trireme.models.cuda.layers.packed_linear._EXPANDED", 512 * 20)
     form = OF_BLOCKS[kind]
     raw = [block_rows(kind, n, 512, seed) for seed, n in enumerate((30, 15))]
     values = torch.cat([torch.from_numpy(dequantize(kind, part, len(part), 512)) for part in raw])

@@ -22,18 +22,20 @@ from trireme.config import ModelConfig
 from trireme.errors import ModelError
 from trireme.gpu import lacks_on_gpu
 from trireme.mesh import Mesh
-from trireme.models import cuda_experts, cuda_ops, cuda_reference
-from trireme.models.arch.cuda import CudaModel
-from trireme.models.cuda_batch import HostModel
-from trireme.models.cuda_expert_weights import mxfp4_values
-from trireme.models.cuda_experts import TILE_ROWS, Gate, room_for_pairs, tile_rows
-from trireme.models.cuda_shards import own_weights
-from trireme.models.cuda_shelf import Shelf, tensors_of
-from trireme.models.cuda_weights import device_weights
+from trireme.models.cuda import ops as cuda_ops
+from trireme.models.cuda import reference as cuda_reference
+from trireme.models.cuda.decoder import CudaModel
+from trireme.models.cuda.host_adapter import HostModel
+from trireme.models.cuda.layers import moe as layer
+from trireme.models.cuda.layers import moe_ops as cuda_experts
+from trireme.models.cuda.layers.moe_ops import TILE_ROWS, Gate, room_for_pairs, tile_rows
+from trireme.models.cuda.weight_offload import Shelf, tensors_of
+from trireme.models.cuda.weights.experts import mxfp4_values
+from trireme.models.cuda.weights.shards import own_weights
+from trireme.models.cuda.weights.sources import device_weights
 from trireme.models.forward import SoloGroup
-from trireme.models.layers import cuda_experts as layer
 from trireme.models.load import load_model, open_checked, open_weights
-from trireme.models.shards import Shares
+from trireme.models.weights.tp_shards import Shares
 from trireme.packaged import files_of, find_model
 
 CPU = torch.device("cpu")

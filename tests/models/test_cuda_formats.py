@@ -23,14 +23,15 @@ from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme.arch import read_arch
 from trireme.gpu import lacks_on_gpu
-from trireme.models import cuda_ops, cuda_reference
-from trireme.models.arch.cuda import CudaModel
-from trireme.models.cuda_batch import HostModel
-from trireme.models.cuda_shards import own_weights
-from trireme.models.cuda_shelf import Shelf, tensors_of
-from trireme.models.cuda_weights import device_weights
+from trireme.models.cuda import ops as cuda_ops
+from trireme.models.cuda import reference as cuda_reference
+from trireme.models.cuda.decoder import CudaModel
+from trireme.models.cuda.host_adapter import HostModel
+from trireme.models.cuda.weight_offload import Shelf, tensors_of
+from trireme.models.cuda.weights.shards import own_weights
+from trireme.models.cuda.weights.sources import device_weights
 from trireme.models.load import as_decoder, open_weights
-from trireme.models.shards import Shares
+from trireme.models.weights.tp_shards import Shares
 from trireme.packaged import find_model
 
 LAYERED = ("cohere", "cohere-plus", "olmo2", "stablelm", "stablelm-2")  # layer norms, or norms of whole q and k
@@ -164,7 +165,7 @@ def test_a_head_of_unit_rows(tmp_path: Path) -> None:
 
 def rounded(path: Path, scheme: str, directory: Path) -> Path:
     """The checkpoint with the values that `scheme` rounds its layers to."""
-    from trireme.models.cuda_weights import ROUNDED
+    from trireme.models.cuda.weights.sources import ROUNDED
 
     directory.mkdir()
     weights = load_file(path / "model.safetensors")

@@ -23,19 +23,20 @@ from trireme.errors import ModelError
 from trireme.gpu_formats import gpu_weight_bytes
 from trireme.loaded import stored_of
 from trireme.mesh import Mesh, Span
-from trireme.models import cuda_ops, cuda_reference
-from trireme.models.cuda_rounding import fp8_from, int8_from, q4_k_from
-from trireme.models.cuda_shards import own_weights
-from trireme.models.cuda_staging import Staging
-from trireme.models.cuda_weights import ROUNDED, device_weights
-from trireme.models.dummy import DummySource
-from trireme.models.layers.cuda_int8 import Int8Linear
-from trireme.models.layers.cuda_linear import CudaLinear, DeviceMatrix, Fp8Linear, SideBySide, make_linear
-from trireme.models.layers.cuda_narrow import Q4Linear
+from trireme.models.cuda import ops as cuda_ops
+from trireme.models.cuda import reference as cuda_reference
+from trireme.models.cuda.layers.int8_linear import Int8Linear
+from trireme.models.cuda.layers.linear import CudaLinear, DeviceMatrix, Fp8Linear, SideBySide, make_linear
+from trireme.models.cuda.layers.packed_linear import Q4Linear
+from trireme.models.cuda.weights.quantize import fp8_from, int8_from, q4_k_from
+from trireme.models.cuda.weights.shards import own_weights
+from trireme.models.cuda.weights.sources import ROUNDED, device_weights
+from trireme.models.cuda.weights.staging import Staging
 from trireme.models.load import open_weights
-from trireme.models.quant.gguf_expand import dequantize
-from trireme.models.quant.packed import quantize_rows
-from trireme.models.shards import Shares, columns_of
+from trireme.models.weights.dummy import DummySource
+from trireme.models.weights.gguf_expand import dequantize
+from trireme.models.weights.packed import quantize_rows
+from trireme.models.weights.tp_shards import Shares, columns_of
 from trireme.packaged import find_model
 
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def test_q4_k_is_what_ggml_reads() -> None:
 def test_rounding_goes_by_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(7, 512)
     whole = fp8_from(weight), q4_k_from(weight)
-    monkeypatch.setattr("trireme.models.cuda_rounding._AT_ONCE", 1024)
+    monkeypatch.setattr("trireme.models.cuda.weights.quantize._AT_ONCE", 1024)
     assert torch.equal(q4_k_from(weight), whole[1])
     assert torch.equal(fp8_from(weight)[0].view(torch.uint8), whole[0][0].view(torch.uint8))
 
@@ -96,7 +97,7 @@ def test_rounding_goes_by_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("rows", [3, 40, 150])
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_format_multiplies(form: str, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trireme.models.layers.cuda_narrow._EXPANDED", 512 * 20)  # expanded in several parts
+    monkeypatch.setattr("trireme.models.cuda.layers.packed_linear._EXPANDED", 512 * 20)  # expanded in several parts
     parts = [ROUNDED[form](torch.randn(n, 512).bfloat16()) for n in (32, 16, 16)]
     bias = torch.randn(64).bfloat16() if biased else None
     linear = make_linear(parts, bias)
@@ -140,8 +141,8 @@ def test_rows_of_float8_that_keep_their_bits(
 @pytest.mark.parametrize("biased", [False, True])
 def test_int8_is_the_same_whichever_way(n: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows, many, in slices of rows with a short one last, and outputs that torch's product does not take."""
-    monkeypatch.setattr("trireme.models.layers.cuda_int8._SUMS", 32 * n)
-    monkeypatch.setattr("trireme.models.layers.cuda_int8._ROWS", 32)
+    monkeypatch.setattr("trireme.models.cuda.layers.int8_linear._SUMS", 32 * n)
+    monkeypatch.setattr("trireme.models.cuda.layers.int8_linear._ROWS", 32)
     weight, x = torch.randn(n, 80).bfloat16(), torch.randn(135, 80).bfloat16()
     bias = torch.randn(n).bfloat16() if biased else None
     matrix = ROUNDED["int8"](weight)
@@ -169,7 +170,7 @@ def test_int8_is_rounded_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(9, 200)
     weight[2], weight[3], weight[4, 5], weight[5, 7] = 0.0, 1e-31, float("nan"), float("inf")
     kind, raw = quantize_rows("int8", weight.numpy())
-    monkeypatch.setattr("trireme.models.cuda_rounding._AT_ONCE", 400)  # in several parts
+    monkeypatch.setattr("trireme.models.cuda.weights.quantize._AT_ONCE", 400)  # in several parts
     values, scale = int8_from(weight)
     assert kind == "INT8"
     np.testing.assert_array_equal(raw[:, 4:].view(np.int8), values.numpy())
@@ -377,7 +378,9 @@ def test_blocks_come_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     matrix = device_weights(source, torch.bfloat16, CPU).factor(name, 512, 256)
     assert (matrix.format, matrix.values.shape) == ("q4_k", (512, 144))
     np.testing.assert_array_equal(dense_of(matrix).numpy(), source.matrix(name, 512, 256).as_float32())
-    monkeypatch.setattr("trireme.models.cuda_weights._EXPANDED", 256 * 30)  # others are expanded, in several parts
+    monkeypatch.setattr(
+        "trireme.models.cuda.weights.sources._EXPANDED", 256 * 30
+    )  # others are expanded, in several parts
     name = "model.embed_tokens.weight"
     found = device_weights(source, torch.float32, CPU).matrix(name, 320, 256)
     np.testing.assert_array_equal(found.numpy(), source.matrix(name, 320, 256).as_float32())

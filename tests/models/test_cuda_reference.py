@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from tests.models.attention_case import Shape, make_batch, make_kv
-from trireme.models import cuda_reference as reference
-from trireme.models import ops
-from trireme.models.cuda_ops import FP8_MAX, PagedKV, Scales
+from trireme.models.cpu import ops
+from trireme.models.cpu.packed_ops import linear, pack
+from trireme.models.cuda import reference
+from trireme.models.cuda.layers.linear import Fp8Linear
+from trireme.models.cuda.ops import FP8_MAX, PagedKV, Scales
 from trireme.models.forward import ForwardBatch, KVLayer
-from trireme.models.layers.cuda_linear import Fp8Linear
-from trireme.models.quant.base import linear, pack
-from trireme.models.quant.gguf_expand import dequantize
-from trireme.models.quant.packed import int8_rows
+from trireme.models.weights.gguf_expand import dequantize
+from trireme.models.weights.packed import int8_rows
 
 FP8 = torch.float8_e4m3fn
 

@@ -24,15 +24,16 @@ from trireme.arch_spec import ArchSpec
 from trireme.arena import create_arena
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh
-from trireme.models import cuda_ops, cuda_reference
-from trireme.models.arch.cuda import CudaBatch, CudaModel
-from trireme.models.attention.prompt_plan import PIECES
-from trireme.models.cuda_batch import upload
-from trireme.models.cuda_rows import SPLIT_FROM, SplitRows, WholeRows
-from trireme.models.cuda_shards import own_weights
+from trireme.models.cuda import ops as cuda_ops
+from trireme.models.cuda import reference as cuda_reference
+from trireme.models.cuda.attention.prefill_plan import PIECES
+from trireme.models.cuda.decoder import CudaBatch, CudaModel
+from trireme.models.cuda.host_adapter import upload
+from trireme.models.cuda.layers.linear import Fp8Linear
+from trireme.models.cuda.sequence_parallel import SPLIT_FROM, SplitRows, WholeRows
+from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.forward import HostBatch
-from trireme.models.layers.cuda_linear import Fp8Linear
-from trireme.models.shards import Shares
+from trireme.models.weights.tp_shards import Shares
 from trireme.workers.collectives.shm import ShmGroup
 from trireme.workers.graph_sizes import DECODES, PROMPT_TOKENS
 
@@ -213,7 +214,7 @@ def test_over_shared_memory_the_tokens_are_those_of_one_card(tp: int) -> None:
 def test_float8_inputs_travel_with_their_scales(tp: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes and scales of what is normed, for products that apply the scales and for those that leave them to their readers."""
     monkeypatch.setattr(cuda_ops, "quantize_rows", cuda_reference.quantize_rows_reference)
-    monkeypatch.setattr("trireme.models.layers.cuda_linear._EXACT_ROWS", 0)
+    monkeypatch.setattr("trireme.models.cuda.layers.linear._EXACT_ROWS", 0)
     left: list[bool] = []
     unscaled = Fp8Linear.unscaled
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from trireme.models import cuda_ops
-from trireme.models.cuda_shelf import Shelf, tensors_of
-from trireme.models.cuda_weights import ROUNDED
-from trireme.models.layers.cuda_linear import Fp8Linear, SideBySide, make_linear
+from trireme.models.cuda import ops as cuda_ops
+from trireme.models.cuda.layers.linear import Fp8Linear, SideBySide, make_linear
+from trireme.models.cuda.weight_offload import Shelf, tensors_of
+from trireme.models.cuda.weights.sources import ROUNDED
 
 
 @pytest.fixture(autouse=True)

@@ -19,15 +19,16 @@ from tests.models.test_shards import Stored, arch_of
 from trireme.arch_bodies import GptBody
 from trireme.arch_spec import ArchSpec
 from trireme.mesh import Mesh
-from trireme.models import cuda_ops, cuda_reference
-from trireme.models.arch import cuda
-from trireme.models.arch.cuda import CudaBatch, CudaModel
-from trireme.models.arch.stage import weight_names
-from trireme.models.attention.cuda_prompt import PromptAttention, Prompts
-from trireme.models.attention.cuda_registry import LENGTHS, Kernel, Timing, choose
-from trireme.models.attention.prompt_plan import PIECES, Rules, plan_prompts
-from trireme.models.cuda_shards import own_weights
-from trireme.models.shards import Shares
+from trireme.models.cpu.stage_weights import weight_names
+from trireme.models.cuda import decoder as cuda
+from trireme.models.cuda import ops as cuda_ops
+from trireme.models.cuda import reference as cuda_reference
+from trireme.models.cuda.attention.prefill import PromptAttention, Prompts
+from trireme.models.cuda.attention.prefill_plan import PIECES, Rules, plan_prompts
+from trireme.models.cuda.attention.registry import LENGTHS, Kernel, Timing, choose
+from trireme.models.cuda.decoder import CudaBatch, CudaModel
+from trireme.models.cuda.weights.shards import own_weights
+from trireme.models.weights.tp_shards import Shares
 
 CPU = torch.device("cpu")
 ROWS, STEPS, BLOCK = 3, 4, 4

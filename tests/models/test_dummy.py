@@ -42,7 +42,7 @@ def test_without_dummy_weights_files_are_missed(tmp_path: Path) -> None:
 
 
 def test_values_are_small_norms_neutral_and_biases_zero(tmp_path: Path) -> None:
-    from trireme.models.dummy import DummySource
+    from trireme.models.weights.dummy import DummySource
 
     arch = read_arch(files_of(ModelConfig(model=str(write_config(tmp_path)), load_format="dummy")))
     source = DummySource(arch, ["w.weight"], tmp_path)

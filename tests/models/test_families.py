@@ -18,7 +18,7 @@ from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme.arch import RopeSpec, read_arch
 from trireme.errors import ModelError
-from trireme.models.layers.rope import attention_scale, dynamic_base, inverse_frequencies
+from trireme.models.arch.rope import attention_scale, dynamic_base, inverse_frequencies
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,10 +16,9 @@ from trireme.arch import read_arch
 from trireme.budget import num_params
 from trireme.errors import ModelError
 from trireme.mesh import split_heads
-from trireme.models import ops
-from trireme.models.arch.gpt import qkv_heads
-from trireme.models.forward import ForwardBatch, KVLayer
-from trireme.models.ops_more import (
+from trireme.models.cpu import ops
+from trireme.models.cpu.gpt import qkv_heads
+from trireme.models.cpu.ops_reference import (
     clamped_swiglu,
     gelu,
     gelu_reference,
@@ -28,6 +27,7 @@ from trireme.models.ops_more import (
     rows_by_chunk,
     torch_attention,
 )
+from trireme.models.forward import ForwardBatch, KVLayer
 
 transformers = pytest.importorskip("transformers")
 causal_model = transformers.AutoModelForCausalLM  # imported while collecting: it takes long, and tests have a timeout

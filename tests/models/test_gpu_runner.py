@@ -18,11 +18,11 @@ from tests.models.planner import Job, RandomPlanner, job_of, run_alone
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from trireme.errors import EngineError
 from trireme.mesh import Mesh
-from trireme.models import cuda_ops
-from trireme.models.attention.prompt_plan import PIECES, Rules
-from trireme.models.cuda_batch import HostModel
+from trireme.models.arch.rope import POSITIONS, TableRows
+from trireme.models.cuda import ops as cuda_ops
+from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
+from trireme.models.cuda.host_adapter import HostModel
 from trireme.models.forward import HostKV, SoloGroup
-from trireme.models.layers.rope import POSITIONS, TableRows
 from trireme.params import RowParams
 from trireme.workers.batch import Batch
 from trireme.workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs

@@ -17,9 +17,9 @@ from tests.models.device_twin import VOCAB, TwinModel, sample_rows
 from tests.models.planner import Job, RandomPlanner, job_of
 from tests.models.test_gpu_runner import BLOCK, CPU, MAX_LEN, NUM_BLOCKS, NUM_ROWS, alone, is_plain
 from trireme.mesh import Mesh
-from trireme.models.attention.prompt_plan import PIECES, Rules
-from trireme.models.cuda_batch import HostModel
-from trireme.models.cuda_ops import PagedKV
+from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
+from trireme.models.cuda.host_adapter import HostModel
+from trireme.models.cuda.ops import PagedKV
 from trireme.models.forward import HostKV
 from trireme.params import RowParams
 from trireme.transport.messages import StepPlan, StepResult

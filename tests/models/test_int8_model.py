@@ -21,7 +21,7 @@ from trireme.errors import ModelError
 from trireme.launch.cli import main
 from trireme.loaded import loaded_bytes, stored_bytes
 from trireme.models.load import open_weights
-from trireme.models.quant.packed import SCHEMES
+from trireme.models.weights.packed import SCHEMES
 from trireme.packaged import find_model
 
 TEXT = [(7 * i * i + 11 * i) % 250 + 5 for i in range(120)]

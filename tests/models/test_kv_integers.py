@@ -25,10 +25,10 @@ from tests.models.tiny import make_tiny
 from trireme.arch import read_arch
 from trireme.budget import kv_token_bytes
 from trireme.mesh import Mesh
-from trireme.models import ops
+from trireme.models.cpu import ops
+from trireme.models.cpu.kernels import load_native
+from trireme.models.cpu.kv_layout import LARGEST, fill_nan, kv_shapes
 from trireme.models.forward import HostKV
-from trireme.models.kv_layout import LARGEST, fill_nan, kv_shapes
-from trireme.models.native import load_native
 from trireme.packaged import find_model
 from trireme.workers.kv_tensors import allocate_kv, block_bytes, choose_kv_dtype, copy_blocks
 

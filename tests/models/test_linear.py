@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.models.isas import instruction_set
 from trireme.errors import ModelError
-from trireme.models.native import load_native
-from trireme.models.quant.base import (
+from trireme.models.cpu.kernels import load_native
+from trireme.models.cpu.packed_ops import (
     BLOCKS,
     PACKED_KINDS,
     PackedWeight,
@@ -26,8 +26,8 @@ from trireme.models.quant.base import (
     slice_rows,
     unpack,
 )
-from trireme.models.quant.gguf_expand import dequantize
-from trireme.models.quant.packed import int8_rows
+from trireme.models.weights.gguf_expand import dequantize
+from trireme.models.weights.packed import int8_rows
 
 NATIVE = load_native()
 DENSE_KINDS = ("F32", "F16", "BF16")

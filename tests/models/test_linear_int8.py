@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.models.test_linear import make_weight, make_x
 from trireme.errors import ModelError
-from trireme.models.native import load_native
-from trireme.models.quant.base import PackedWeight, gather_rows, linear, pack, slice_cols, unpack
-from trireme.models.quant.packed import MAX_INT8_LENGTH, int8_rows
+from trireme.models.cpu.kernels import load_native
+from trireme.models.cpu.packed_ops import PackedWeight, gather_rows, linear, pack, slice_cols, unpack
+from trireme.models.weights.packed import MAX_INT8_LENGTH, int8_rows
 
 NATIVE = load_native()
 SHAPES = [(1, 1), (16, 32), (17, 33), (5, 31), (33, 96), (70, 577), (100, 1536), (48, 2304)]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 
-from trireme.models.quant.base import linear, pack, quantize
-from trireme.models.quant.gguf_expand import dequantize
-from trireme.models.tensors import raw_from_tensor
+from trireme.models.cpu.packed_ops import linear, pack, quantize
+from trireme.models.cpu.tensors import raw_from_tensor
+from trireme.models.weights.gguf_expand import dequantize
 
 N, K = 37, 416
 

@@ -27,10 +27,10 @@ from trireme.launch.cli import main
 from trireme.loaded import loaded_bytes, stored_bytes
 from trireme.mesh import Span
 from trireme.models.load import open_weights
-from trireme.models.quant.grouped import Grouped, cpu_rows, narrower, rows_of
-from trireme.models.quant.packed import GROUPED
-from trireme.models.shards import columns_of
-from trireme.models.weights import RawMatrix
+from trireme.models.weights.grouped import Grouped, cpu_rows, narrower, rows_of
+from trireme.models.weights.packed import GROUPED
+from trireme.models.weights.sources import RawMatrix
+from trireme.models.weights.tp_shards import columns_of
 from trireme.packaged import find_model
 
 TEXT = [(7 * i * i + 11 * i) % 250 + 5 for i in range(60)]

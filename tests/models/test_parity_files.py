@@ -22,8 +22,8 @@ from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme.arch import RopeSpec, read_arch
 from trireme.errors import ModelError
+from trireme.models.arch.rope import inverse_frequencies
 from trireme.models.forward import SoloGroup
-from trireme.models.layers.rope import inverse_frequencies
 from trireme.models.load import load_model
 from trireme.packaged import find_model
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trireme.models.attention.cuda_prompt import PromptAttention, Prompts, gather
-from trireme.models.attention.cuda_registry import KERNELS, LENGTHS, UNTRIED, Kernel, Need, Timing, candidates, choose
-from trireme.models.attention.prompt_plan import (
+from trireme.models.cuda.attention.prefill import PromptAttention, Prompts, gather
+from trireme.models.cuda.attention.prefill_plan import (
     PIECES,
     PromptPlan,
     Rules,
@@ -22,8 +21,9 @@ from trireme.models.attention.prompt_plan import (
     square_of,
     usual_squares,
 )
-from trireme.models.cuda_ops import PagedKV
-from trireme.models.cuda_reference import piece_attention_reference
+from trireme.models.cuda.attention.registry import KERNELS, LENGTHS, UNTRIED, Kernel, Need, Timing, candidates, choose
+from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.reference import piece_attention_reference
 
 RULES = [
     PIECES,

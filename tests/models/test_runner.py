@@ -20,8 +20,8 @@ from tests.models.rows import new_row, plan_of, rows_and_tokens
 from trireme.errors import EngineError
 from trireme.lockstep import Agreed, Ballot, agree
 from trireme.mesh import Mesh
+from trireme.models.cpu.tensors import OverTensors
 from trireme.models.forward import ForwardBatch, HostKV, KVLayer
-from trireme.models.tensors import OverTensors
 from trireme.params import RowParams
 from trireme.transport.messages import StepResult
 from trireme.transport.packed import pack, unpack

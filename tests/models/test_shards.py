@@ -13,13 +13,13 @@ from tests.unit.test_resolve import SMOL
 from trireme.arch_spec import ArchSpec
 from trireme.errors import ConfigError
 from trireme.mesh import Mesh, Span
-from trireme.models.arch.stage import weight_names
-from trireme.models.cuda_shards import NoiseShards, own_weights
-from trireme.models.cuda_weights import NoiseWeights
-from trireme.models.dummy import DummySource
-from trireme.models.quant.packed import quantize_rows
-from trireme.models.shards import ShardSource, Shares, columns_of
-from trireme.models.weights import RawMatrix, raw_from_floats
+from trireme.models.cpu.stage_weights import weight_names
+from trireme.models.cuda.weights.shards import NoiseShards, own_weights
+from trireme.models.cuda.weights.sources import NoiseWeights
+from trireme.models.weights.dummy import DummySource
+from trireme.models.weights.packed import quantize_rows
+from trireme.models.weights.sources import RawMatrix, raw_from_floats
+from trireme.models.weights.tp_shards import ShardSource, Shares, columns_of
 
 CPU = torch.device("cpu")
 

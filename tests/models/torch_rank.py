@@ -23,8 +23,8 @@ from tests.models.test_cuda_spread import BLOCK, OnCpu, make_plain, stored
 from tests.models.test_shards import arch_of
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from trireme.models.arch.cuda import CudaModel
-from trireme.models.shards import Shares
+from trireme.models.cuda.decoder import CudaModel
+from trireme.models.weights.tp_shards import Shares
 from trireme.workers.collectives import meeting
 from trireme.workers.collectives.cuda import CudaGroup
 from trireme.workers.collectives.shm import ShmGroup

@@ -75,7 +75,7 @@ def test_the_page_without_measurements_says_what_the_headers_tell(smollm2, monke
 
 @pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler")
 def test_the_loops_do_what_they_count():
-    from trireme.models.quant.ceilings import build_loops, rate
+    from trireme.models.cpu.bench.ceilings import build_loops, rate
 
     loops = build_loops()
     if loops.ceiling_fma(1):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trireme.errors import CollectiveError
-from trireme.models import cuda_ops
+from trireme.models.cuda import ops as cuda_ops
 from trireme.workers.collectives.ways import Way
 
 DEADLINE_S = 14.0  # of one kernel; the watch aborts a little earlier

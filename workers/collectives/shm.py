@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from trireme.models.native import load_native
+from trireme.models.cpu.kernels import load_native
 
 T = TypeVar("T")
 

@@ -1,0 +1,57 @@
+"""How a layer of each family is put together on the GPU: Llama-like decoders and those of models/cpu/gpt in the same terms.
+
+Pure; asked by models/cuda/decoder when a model is built.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trireme.arch import ArchSpec
+from trireme.arch_bodies import GptBody
+from trireme.models.cpu.stage_weights import NORM_NAMES, NormNames, attention_scale_of
+
+
+class Form(NamedTuple):
+    """`is_parallel`: both branches read the same residual. `learned_positions`: rows of a position embedding; 0: rotary ones."""
+
+    norms: NormNames
+    is_parallel: bool
+    is_rms: bool
+    has_norm_bias: bool
+    has_gate: bool
+    activation: str
+    attention_scale: float
+    scale_by_layer: bool = False  # scores of layer i are divided by i + 1 as well
+    learned_positions: int = 0
+
+    def scale_of(self, index: int) -> float:
+        """Factor of the attention scores of a layer."""
+        return self.attention_scale / (index + 1) if self.scale_by_layer else self.attention_scale
+
+
+def form_of(arch: ArchSpec) -> Form:
+    """What the layers of a model are made of."""
+    body = arch.body
+    if not isinstance(body, GptBody):
+        return Form(
+            norms=NORM_NAMES[arch.norm_placement],
+            is_parallel=arch.norm_placement == "parallel",
+            is_rms=arch.norm_kind == "rms",
+            has_norm_bias=arch.norm_bias,
+            has_gate=True,
+            activation=arch.activation,
+            attention_scale=attention_scale_of(arch),
+        )
+    two = NORM_NAMES["pre"]
+    return Form(
+        norms=two._replace(ffn_norm="") if body.norms == "shared" else two,
+        is_parallel=body.parallel,
+        is_rms=False,
+        has_norm_bias=True,
+        has_gate=False,
+        activation=body.activation,
+        attention_scale=body.attention_scale or attention_scale_of(arch),
+        scale_by_layer=body.scale_by_layer,
+        learned_positions=body.learned_positions,
+    )

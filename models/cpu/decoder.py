@@ -1,0 +1,230 @@
+"""The Llama-like families layer by layer in torch: one stage of them on one rank, for ranks that put their columns together
+after each product, and for what the native stage (models/cpu/native_stage) does not know.
+
+Built by models.load; run by the worker once per step, from one thread. What differs between families is in ArchSpec.
+Nothing here allocates per layer: activations live in buffers that grow to the largest step seen.
+
+Legend: T tokens, H hidden, Q query heads x head_dim of this rank, K KV heads x head_dim, F ffn width of this rank, S, V as
+in models.forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trireme.arch import ArchSpec
+from trireme.mesh import Mesh, Span
+from trireme.models.arch.rope import depends_on_length, step_table
+from trireme.models.cpu import ops
+from trireme.models.cpu.embedding import Embedding
+from trireme.models.cpu.linear import Linear
+from trireme.models.cpu.norm import Norm, norm_each_head, whole_columns
+from trireme.models.cpu.packed_linear import PackedLinear
+from trireme.models.cpu.stage_weights import (
+    LayerWeights,
+    NormWeights,
+    StageWeights,
+    attention_scale_of,
+    sizes_of,
+    soft_capped,
+)
+from trireme.models.forward import ForwardBatch, Group, KVLayer
+from trireme.models.weights.packed import Floats
+from trireme.models.weights.sources import WeightSource
+
+_GATES = {"silu": ops.swiglu, "gelu_tanh": ops.geglu}
+
+
+def _tensor(vector: Floats | None) -> Tensor | None:
+    return None if vector is None else torch.from_numpy(vector)
+
+
+class _Layer:
+    """The weights of one layer, seen as tensors."""
+
+    def __init__(self, weights: LayerWeights, norm: Callable[[NormWeights | None], Norm | None]) -> None:
+        self.attn_norm, self.attn_post = norm(weights.attn_norm), norm(weights.attn_post)
+        self.ffn_norm, self.ffn_post = norm(weights.ffn_norm), norm(weights.ffn_post)
+        self.q_norm, self.k_norm = _tensor(weights.q_norm), _tensor(weights.k_norm)
+        self.qkv, self.o = Linear(weights.qkv), Linear(weights.o)
+        self.gate_up, self.down = Linear(weights.gate_up), Linear(weights.down)
+        self.window, self.rotates = weights.window, weights.rotates
+        self.cos_sin = torch.from_numpy(weights.cos_sin)
+
+
+class Decoder:
+    """One stage on one rank; satisfies models.forward.TensorModel. `weight_bytes` counts packed matrices and tables."""
+
+    def __init__(
+        self,
+        arch: ArchSpec,
+        mesh: Mesh,
+        group: Group,
+        source: WeightSource,
+        *,
+        dense: str | None = None,
+        progress: Callable[[str, int, int], None],
+        max_len: int | None = None,
+    ) -> None:
+        self.arch = arch
+        self.vocab_size = arch.vocab_size
+        self.head_dim = arch.head_dim
+        self._mesh = mesh
+        self._group = group
+        weights = self.weights = StageWeights(arch, mesh, source, dense=dense, progress=progress, max_len=max_len)
+        build, rank = weights.shares, mesh.tp_rank
+        self.num_kv_layers = len(weights.layers)
+        self.kv_heads = build.kv[rank].size // arch.head_dim
+        self._layers = [_Layer(layer, self._norm_of) for layer in weights.layers]
+        self._head = None if weights.head is None else Linear(weights.head)
+        self._norm = self._norm_of(weights.norm)
+        self._vocab_sizes = sizes_of(build.vocab)
+        self._embedding = self._embedding_of(weights.embedding, build.vocab[rank])
+        self._q_sizes, self._ffn_sizes, self._hidden_sizes = (
+            sizes_of(build.q),
+            sizes_of(build.ffn),
+            sizes_of(build.hidden),
+        )
+        q, kv, ffn = build.q[rank].size, build.kv[rank].size, build.ffn[rank].size
+        self._widths = (arch.hidden, arch.hidden, q + 2 * kv, q, 2 * ffn, ffn)
+        self._buffers = self._allocate(0)
+        self._kv_sizes = sizes_of(build.kv)
+        self._q_spans, self._kv_spans = build.q, build.kv
+        self._gate = _GATES[arch.activation]
+
+    def _norm_of(self, weights: NormWeights | None) -> Norm | None:
+        if weights is None:
+            return None
+        weight, bias = torch.from_numpy(weights.weight), _tensor(weights.bias)
+        return Norm(weight, bias, self.arch.norm_eps, is_rms=self.arch.norm_kind == "rms")
+
+    def _embedding_of(self, matrix: PackedLinear | None, rows: Span) -> Embedding | None:
+        return None if matrix is None else Embedding(matrix.weights[0], rows, self._group)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights and tables on this rank."""
+        return self.weights.nbytes
+
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor | None:
+        """Logits [S, V] float32 on the last stage, None elsewhere. Views of internal buffers are never returned."""
+        num_tokens = batch.token_ids.shape[0]
+        buffers = self._views(num_tokens)
+        hidden = buffers[0]
+        if self._embedding is not None:
+            self._embedding(batch.token_ids, hidden)
+            if self.arch.embed_scale != 1.0:
+                hidden *= self.arch.embed_scale
+        else:
+            hidden.copy_(self._group.recv_prev((num_tokens, self.arch.hidden), torch.float32))
+        rope = self.weights.rope
+        self._run_layers(batch, kv, buffers, _tensor(step_table(rope, batch)) if depends_on_length(rope) else None)
+        if self._head is None:
+            self._group.send_next(hidden)
+            return None
+        return self._logits(hidden, batch.logits_index)
+
+    def _run_layers(
+        self, batch: ForwardBatch, kv: list[KVLayer], buffers: list[Tensor], table: Tensor | None = None
+    ) -> None:
+        """Layer by layer. Ranks put their columns together before and after each product that needs all inputs. `table`
+        holds the cosines and sines of the step's tokens where they depend on more than the position."""
+        hidden, normed, _qkv, _attended, gate_up, product = buffers
+        is_parallel = self.arch.norm_placement == "parallel"
+        if table is not None:
+            batch = replace(batch, positions=torch.arange(hidden.shape[0], dtype=torch.int32))
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            x = hidden if layer.attn_norm is None else layer.attn_norm(hidden, normed)
+            branch = self._attend(layer, x, layer_kv, batch, buffers, table)
+            if not is_parallel:
+                self._join(hidden, branch, layer.attn_post)
+                x = hidden if layer.ffn_norm is None else layer.ffn_norm(hidden, normed)
+            layer.gate_up(x, gate_up)
+            self._gate(gate_up, product)
+            if is_parallel:
+                self._join(hidden, branch, None)
+            self._join(hidden, self._project(layer.down, product, self._ffn_sizes), layer.ffn_post)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        x: Tensor,
+        layer_kv: KVLayer,
+        batch: ForwardBatch,
+        buffers: list[Tensor],
+        table: Tensor | None,
+    ) -> Tensor:
+        """The attention branch of x [T, H], before its norm."""
+        arch, (qkv, attended) = self.arch, buffers[2:4]
+        layer.qkv(x, qkv)
+        in_op = (layer.q_norm, layer.k_norm) if arch.qk_norm_kind == "head" else (None, None)
+        if arch.qk_norm and arch.qk_norm_kind != "head":
+            self._norm_qk(layer, qkv)
+        ops.rope_cache_attention(
+            qkv,
+            layer_kv,
+            batch,
+            table if table is not None and layer.rotates else layer.cos_sin,
+            attention_scale_of(arch),
+            window=layer.window,
+            softcap=arch.attn_softcap,
+            q_norm=in_op[0],
+            k_norm=in_op[1],
+            eps=arch.norm_eps,
+            out=attended,
+        )
+        return self._project(layer.o, attended, self._q_sizes)
+
+    def _norm_qk(self, layer: _Layer, qkv: Tensor) -> None:
+        """Norms of q and k other than one vector for every head, in place."""
+        rank, eps = self._mesh.tp_rank, self.arch.norm_eps
+        q_width, kv_width = self._q_sizes[rank], self._kv_sizes[rank]
+        q, k, _v = qkv.split([q_width, kv_width, kv_width], dim=1)
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        for part, weight, spans in ((q, layer.q_norm, self._q_spans), (k, layer.k_norm, self._kv_spans)):
+            if self.arch.qk_norm_kind == "heads":
+                norm_each_head(part.unflatten(1, (-1, self.head_dim)), weight, eps)
+            elif self._group.size == 1:
+                ops.rms_norm(part, weight, eps, part)
+            else:
+                whole = whole_columns(part, spans, self._group)
+                part.copy_(ops.rms_norm(whole, weight, eps)[:, spans[rank].start : spans[rank].stop])
+
+    def _project(self, last: Linear, x: Tensor, sizes: list[int]) -> Tensor:
+        """All columns of a product that needs all inputs; `sizes` are the columns of x on each rank."""
+        gather = self._group.all_gather
+        part = torch.empty(x.shape[0], self._hidden_sizes[self._mesh.tp_rank])
+        return gather(last(gather(x, sizes), part), self._hidden_sizes)
+
+    def _join(self, hidden: Tensor, branch: Tensor, post: Norm | None) -> None:
+        """Ends a branch: normed and scaled where the family says so, it is added to the residual stream."""
+        if post is not None:
+            branch = post(branch)
+        if self.arch.residual_scale != 1.0:
+            branch = branch * self.arch.residual_scale
+        hidden += branch
+
+    def _logits(self, hidden: Tensor, index: Tensor) -> Tensor:
+        assert self._head is not None
+        num_rows = index.shape[0]
+        if num_rows == 0:
+            return torch.empty(0, self.vocab_size)
+        rows = hidden if num_rows == hidden.shape[0] else hidden.index_select(0, index)
+        logits = torch.empty(num_rows, self._head.n)
+        assert self._norm is not None
+        self._head(self._norm(rows), logits)
+        soft_capped(logits.numpy(), self.arch)
+        return logits if self._group.size == 1 else self._group.all_gather(logits, self._vocab_sizes)
+
+    def _views(self, num_tokens: int) -> list[Tensor]:
+        if self._buffers[0].shape[0] < num_tokens:
+            self._buffers = self._allocate(max(num_tokens, 2 * self._buffers[0].shape[0]))
+        return [buffer[:num_tokens] for buffer in self._buffers]
+
+    def _allocate(self, num_tokens: int) -> list[Tensor]:
+        return [torch.empty(num_tokens, width) for width in self._widths]

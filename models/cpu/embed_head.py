@@ -1,0 +1,179 @@
+"""Parts that bodies beside the Llama-like decoder share: cutting a rank's share, a product over all ranks, and both ends of
+a model (embedding; final norm and head). Used by models/arch/{gpt,moe}.py; knows no layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trireme.arch import ArchSpec
+from trireme.mesh import HeadSpans, Mesh, Span, split_evenly, split_heads
+from trireme.models.cpu.embedding import Embedding
+from trireme.models.cpu.linear import Linear
+from trireme.models.cpu.packed_linear import PackedLinear
+from trireme.models.cpu.tensors import raw_from_tensor, tensor_from_stored
+from trireme.models.forward import ForwardBatch, Group
+from trireme.models.weights.packed import Floats
+from trireme.models.weights.sources import RawMatrix, SafetensorsSource
+
+Norm = Callable[[Tensor], Tensor]
+
+
+class PrefixedSource:
+    """A checkpoint whose names are seen without a prefix that some or all of them have; `renamed` is (a stored name, the one
+    to see), and names that start with one of `ignored` are not seen at all."""
+
+    def __init__(
+        self,
+        source: SafetensorsSource,
+        prefix: str,
+        *,
+        renamed: tuple[str, str] = ("", ""),
+        ignored: tuple[str, ...] = (),
+    ) -> None:
+        self.path: Path = source.path
+        self._source = source
+        stored, seen = renamed
+        self._name_of = {
+            seen if name == stored else name.removeprefix(prefix): name
+            for name in source.names()
+            if not name.startswith(ignored)
+        }
+
+    def names(self) -> set[str]:
+        return set(self._name_of)
+
+    def matrix(self, name: str, n: int, k: int) -> RawMatrix:
+        return self._source.matrix(self._name_of[name], n, k)
+
+    def vector(self, name: str, size: int) -> Floats:
+        return self._source.vector(self._name_of[name], size)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of any rank and dtype as stored."""
+        return tensor_from_stored(self._source.tensor(self._name_of[name], shape))
+
+
+class Cut:
+    """Which part of everything this rank has. As in the decoder, every matrix is split by output rows, so that TP changes no
+    bit: each output is one sum in one order."""
+
+    def __init__(self, arch: ArchSpec, mesh: Mesh, source: PrefixedSource, dense: str | None) -> None:
+        self.arch = arch
+        self.source = source
+        self._mesh = mesh
+        self._dense = dense
+
+    @property
+    def rank(self) -> int:
+        return self._mesh.tp_rank
+
+    def heads(self) -> list[HeadSpans]:
+        """Query and KV heads of every rank."""
+        tp = self._mesh.tp
+        return [split_heads(self.arch.num_heads, self.arch.num_kv_heads, tp, rank) for rank in range(tp)]
+
+    def spans(self, total: int) -> list[Span]:
+        """Rows of every rank, in whole tiles of 16 where possible."""
+        tp = self._mesh.tp
+        unit = 16 if total % 16 == 0 and total // 16 >= tp else 1
+        return [split_evenly(total, tp, rank, unit=unit) for rank in range(tp)]
+
+    def columns(self, spans: list[Span]) -> Columns:
+        return Columns([span.size for span in spans], self.rank)
+
+    def packed(self, matrices: list[RawMatrix], biases: list[Tensor] | None = None) -> Linear:
+        """A layer of matrices one under the other, each cut to this rank's rows already."""
+        vectors = None if biases is None else [bias.numpy() for bias in biases]
+        return Linear(PackedLinear([matrix.computable(self._dense) for matrix in matrices], vectors))
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A float32 vector of the checkpoint."""
+        return torch.from_numpy(self.source.vector(name, size))
+
+    def rows(self, name: str, n: int, k: int, *, bias: bool = False) -> Linear:
+        """This rank's rows of one matrix (a Hugging Face name without .weight)."""
+        own = self.spans(n)[self.rank]
+        biases = [self.vector(name + ".bias", n)[own.start : own.stop]] if bias else None
+        return self.packed([self.source.matrix(name + ".weight", n, k).rows(own)], biases)
+
+
+class Columns:
+    """The columns of a tensor that is spread over the ranks of a stage."""
+
+    def __init__(self, sizes: list[int], rank: int) -> None:
+        self.sizes = sizes
+        self.own = sizes[rank]
+
+    def gather(self, part: Tensor, group: Group) -> Tensor:
+        """The whole rows [T, sum(sizes)] from this rank's part of them."""
+        return part if group.size == 1 else group.all_gather(part, self.sizes)
+
+
+def dense_tensor(matrix: RawMatrix) -> Tensor:
+    """A dense raw matrix as a torch tensor of the stored dtype, [n, k]."""
+    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return torch.from_numpy(matrix.raw.copy().reshape(-1)).view(dtypes[matrix.kind]).view(matrix.n, matrix.k)
+
+
+def transposed(matrix: RawMatrix) -> RawMatrix:
+    """[n, k] -> [k, n], for weights stored as inputs x outputs."""
+    return raw_from_tensor(dense_tensor(matrix).T.contiguous())
+
+
+class Ends:
+    """Embedding on the first stage, final norm and head on the last, hand-over between stages; one matrix serves both ends
+    where they are tied."""
+
+    def __init__(self, cut: Cut, mesh: Mesh, group: Group, names: tuple[str, str], norm: Norm | None) -> None:
+        """`names` of the embedding and of the head; `norm` is needed on the last stage."""
+        arch = cut.arch
+        embed, head = names
+        self._group = group
+        self._hidden = arch.hidden
+        self._vocab_size = arch.vocab_size
+        self._vocab = cut.columns(cut.spans(arch.vocab_size))
+        self._head: Linear | None = None
+        self._embedding: Embedding | None = None
+        self._norm = norm
+        self.nbytes = 0
+        if mesh.is_last_stage:
+            self._head = cut.rows(embed if arch.tie_embeddings else head, arch.vocab_size, arch.hidden)
+            self.nbytes += self._head.nbytes
+        if mesh.is_first_stage:
+            shared = self._head if arch.tie_embeddings else None
+            matrix = shared or cut.rows(embed, arch.vocab_size, arch.hidden)
+            self._embedding = Embedding(matrix.weights[0], cut.spans(arch.vocab_size)[cut.rank], group)
+            self.nbytes += 0 if shared else matrix.nbytes
+
+    @property
+    def is_first(self) -> bool:
+        return self._embedding is not None
+
+    def begin(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, H]: token embeddings, or what the previous stage computed."""
+        shape = (batch.token_ids.shape[0], self._hidden)
+        if self._embedding is None:
+            return self._group.recv_prev(shape, torch.float32)
+        return self._embedding(batch.token_ids, torch.empty(shape))
+
+    def finish(self, hidden: Tensor, index: Tensor) -> Tensor | None:
+        """Logits [S, V] of the rows `index`, or None after passing the hidden states on."""
+        if self._head is None or self._norm is None:
+            self._group.send_next(hidden)
+            return None
+        if index.shape[0] == 0:
+            return torch.empty(0, self._vocab_size)
+        rows = hidden.index_select(0, index)
+        logits = torch.empty(index.shape[0], self._head.n)
+        self._head(self._norm(rows), logits)
+        return self._vocab.gather(logits, self._group)
+
+
+def identity_table(num_positions: int) -> Tensor:
+    """A table for ops.rope_and_cache that rotates nothing: cosine 1 and sine 0 of a single pair."""
+    return torch.tensor([1.0, 0.0]).repeat(num_positions, 1)

@@ -1,0 +1,30 @@
+"""Token embedding over the vocabulary rows of this rank. Built by models/arch; shares its matrix with a tied output head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trireme.mesh import Span
+from trireme.models.cpu.packed_ops import PackedWeight, gather_rows
+from trireme.models.forward import Group
+
+
+class Embedding:
+    """Rows [rows.start, rows.stop) of the embedding matrix; with several ranks the others' rows arrive by all-reduce."""
+
+    def __init__(self, weight: PackedWeight, rows: Span, group: Group) -> None:
+        self._weight = weight
+        self._rows = rows
+        self._group = group
+        self.nbytes = weight.nbytes
+
+    def __call__(self, token_ids: Tensor, out: Tensor) -> Tensor:
+        """Embeddings of token_ids [T] int32 into `out` [T, hidden] float32; the same on every rank."""
+        if self._group.size == 1:
+            return gather_rows(self._weight, token_ids, out)
+        local = token_ids - self._rows.start
+        elsewhere = (local < 0) | (local >= self._rows.size)
+        gather_rows(self._weight, torch.where(elsewhere, 0, local), out)
+        out[elsewhere] = 0.0
+        return self._group.all_reduce(out)

@@ -1,0 +1,407 @@
+"""The Llama-like and GPT-like families and mixtures of experts on one NVIDIA GPU: weights in 16 bits on the device, kernels of
+csrc/cuda, products by the faster of our own kernel and cuBLAS, attention of prompts by what is fastest on the card. One stage, on
+one rank of those that share its layers.
+
+Built by workers' GPU side; `run` launches a step on the current stream without waiting and takes only tensors made before, so a
+step of decoding rows can be captured in a CUDA graph.
+
+Legend: T tokens, R rows, S rows whose logits are wanted, H hidden, V vocabulary, B blocks of the longest table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from trireme.arch import ArchSpec
+from trireme.arch_bodies import MoeBody
+from trireme.errors import ModelError
+from trireme.gpu import lacks_on_gpu
+from trireme.mesh import Mesh
+from trireme.models.arch.layer_config import form_of
+from trireme.models.arch.rope import table_rows
+from trireme.models.cpu.norm import norm_each_head, whole_columns
+from trireme.models.cuda import ops
+from trireme.models.cuda.attention.prefill import Prompts
+from trireme.models.cuda.attention.registry import Need, choose_on_card
+from trireme.models.cuda.layer_weights import CudaLayer, Parts, make_rotations
+from trireme.models.cuda.layers.linear import CudaLinear
+from trireme.models.cuda.layers.norm import CudaNorm
+from trireme.models.cuda.layers.protocol import Linear, narrow_like
+from trireme.models.cuda.layers.quantized_io import Narrow, Product, multiply, narrowed
+from trireme.models.cuda.layers.row_amax import LargestOfRows
+from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.sequence_parallel import RowGroup, Rows, SplitRows, WholeRows
+from trireme.models.cuda.weights.sources import DeviceWeights
+from trireme.models.forward import Group, SoloGroup
+from trireme.models.weights.tp_shards import Shares
+
+ALONE = Mesh(1, 1, 1)
+_HIDDEN = 2  # buffers of hidden states, the first ones
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(slots=True)
+class CudaBatch:
+    """Inputs of one step on the device. The first `num_decodes` rows have one token each; the rest are prompts."""
+
+    token_ids: Tensor  # [T] int32
+    positions: Tensor  # [T] int32, as CudaModel.table_rows gives them
+    slots: Tensor  # [T] int32
+    context_len: Tensor  # [R] int32, 0 for padding
+    block_table: Tensor  # [R, B] int32
+    logits_index: Tensor | None  # [S] int64; None: every token's
+    num_decodes: int
+    splits: int = 1
+    prompts: Prompts | None = None
+
+
+def refuse_uncovered(arch: ArchSpec, max_len: int) -> None:
+    """Raises ModelError that names what the GPU body lacks for this model."""
+    if missing := lacks_on_gpu(arch, max_len):
+        raise ModelError(f"{arch.family} needs what the GPU body lacks: {', '.join(missing)}", hint="--device cpu")
+
+
+class CudaModel:
+    """The layers and ends of one stage, this rank's share of them, on the current device. `weight_bytes` are those on the device.
+
+    `source` gives a rank's share by name (models/weights/tp_shards.py).
+    """
+
+    def __init__(
+        self,
+        arch: ArchSpec,
+        source: DeviceWeights,
+        dtype: torch.dtype,
+        *,
+        max_len: int,
+        progress: Callable[[str, int, int], None],
+        place: tuple[Mesh, Group | None] = (ALONE, None),
+        kv_dtype: torch.dtype | None = None,
+        split_from: int = 0,
+    ) -> None:
+        """`place` says which share, and who has the others; `kv_dtype` is that of keys and values, as the weights' unless float8 is
+        asked for; in steps of `split_from` tokens and more, with prompts, each rank keeps a part of the hidden states (0: none)."""
+        refuse_uncovered(arch, max_len)
+        mesh, group = place
+        self.mesh, self.group = mesh, group or SoloGroup()
+        self._split_from = split_from if mesh.tp > 1 else 0
+        self.shares = Shares(arch, mesh)
+        self.arch, self.form = arch, form_of(arch)
+        self._norms_in_rotary = arch.qk_norm_kind == "head"
+        if 0 < self.form.learned_positions < max_len:
+            raise ModelError(f"{arch.family} has {self.form.learned_positions} positions; {max_len} are asked for")
+        self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
+        self.vocab_size = arch.vocab_size
+        self.q_heads, self.kv_heads, self.head_dim = self.shares.q_heads, self.shares.kv_heads, arch.head_dim
+        stage = mesh.layers(arch.num_layers)
+        self.num_kv_layers = stage.size
+        parts = Parts(arch, self.form, self.shares, source, dtype)
+        rotations = make_rotations(arch, source, max_len)
+        self.table_rows = table_rows(arch.rope, max_len)
+        total = stage.size + 1
+        self._layers = []
+        for done, index in enumerate(range(stage.start, stage.stop)):
+            progress("weights", done, total)
+            self._layers.append(CudaLayer(parts, rotations, index))
+        self._build_ends(parts)
+        self.weight_bytes = parts.weight_bytes
+        windows = [layer.window for layer in self._layers if layer.window]
+        is_fp8 = self.kv_dtype == torch.float8_e4m3fn
+        need = Need(
+            dtype,
+            arch.head_dim,
+            min(windows, default=0),
+            softcap=arch.attn_softcap > 0,
+            sinks=any(layer.sinks is not None for layer in self._layers),
+            fp8_cache=is_fp8,
+        )
+        self.chosen_attention = choose_on_card(need, self.q_heads, self.kv_heads)
+        self.prompt_attention = self.chosen_attention.attention(arch.attn_softcap)
+        self.buffers = self._allocate(0)
+        self._largest = LargestOfRows(2 * len(self._layers))
+        progress("weights", total, total)
+
+    def _build_ends(self, parts: Parts) -> None:
+        """Embedding on the first stage, norm and head on the last; one matrix serves both where they are tied."""
+        arch, rows, mesh = self.arch, self.shares.vocab.size, self.mesh
+        if mesh.is_last_stage:
+            self._norm = parts.norm("model.norm")
+        self._positions: Tensor | None = None
+        if mesh.is_first_stage and mesh.tp_rank == 0 and self.form.learned_positions:
+            name = "model.embed_positions.weight"
+            self._positions = parts.matrix(name, self.form.learned_positions, arch.hidden)
+        if mesh.is_first_stage or arch.tie_embeddings:
+            self._embedding = parts.matrix("model.embed_tokens.weight", rows, arch.hidden)
+        if arch.tie_embeddings:
+            self._head: Linear = CudaLinear(self._embedding, None)
+        elif arch.unit_head and mesh.is_last_stage:
+            self._head = CudaLinear(parts.unit_matrix("lm_head.weight", rows, arch.hidden), None)
+        elif mesh.is_last_stage:
+            self._head = parts.linear("", [("lm_head", rows)], arch.hidden, bias=False)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
+        """Zeroed caches of all layers."""
+        shape = (num_blocks, self.kv_heads, block_size, self.head_dim)
+        pairs = [[torch.zeros(shape, dtype=self.kv_dtype, device="cuda") for _ in range(2)] for _ in self._layers]
+        return [PagedKV(k, v) for k, v in pairs]
+
+    def scratch_floats(self, rows: int, splits: int) -> int:
+        """Room that decode attention needs for `rows` rows."""
+        return ops.decode_scratch(rows, self.q_heads, self.head_dim, splits)
+
+    def run(self, batch: CudaBatch, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
+        """Logits [S, V] of one step, in the model's dtype. A stage that is not the last passes its hidden states [T, H] on, and
+        gives them too."""
+        rows = self._rows(batch.token_ids.shape[0], batch.prompts)
+        residual, normed, qkv, attended, gate_up, product = self._views(rows)
+        self._begin(batch, rows, residual, normed)
+        largest = self._noted(rows.num)
+        pending: Product | None = None
+        for layer, cache in zip(self._layers, kv, strict=True):
+            x = self._normed(rows, layer.qkv, normed, layer.attn_norm, residual, pending)
+            turned = self._qkv(layer, x, qkv)
+            ops.rotary_and_cache(
+                qkv,
+                self.q_heads,
+                cache,
+                layer.cos_sin,
+                batch.positions,
+                batch.slots,
+                q_norm=layer.q_norm if self._norms_in_rotary else None,
+                k_norm=layer.k_norm if self._norms_in_rotary else None,
+                eps=self.arch.norm_eps,
+                scales=turned.scales,
+            )
+            noted = next(largest) if batch.prompts is None and layer.o.narrow_type(rows.num) else None
+            found = self._attend(batch, layer, qkv, cache, attended, scratch, noted)
+            if self.form.is_parallel:
+                pending = self._side_by_side(rows, layer, x, narrowed(layer.o, found, noted), largest, residual)
+                continue
+            x = narrowed(layer.o, found, noted)
+            branch = self._post(self._branch(rows, layer.o, x, normed), layer.attn_post)
+            if layer.experts is not None:
+                x = self._normed(rows, layer.experts, normed, layer.ffn_norm, residual, branch)
+                branch = self._branch(rows, layer.experts, x, normed)
+            else:
+                x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm, residual, branch)
+                x = self._activated(layer, x, gate_up, product, largest)
+                branch = self._branch(rows, layer.down, x, normed)
+            pending = self._post(branch, layer.ffn_post)
+        if not self.mesh.is_last_stage:
+            hidden = rows.whole(self._norm_into(rows, normed, None, residual, pending))
+            self.group.send_next(hidden)
+            return hidden
+        hidden = rows.whole(self._norm_into(rows, normed, self._norm, residual, pending))
+        return self._logits(hidden, batch)
+
+    def _logits(self, x: Tensor, batch: CudaBatch) -> Tensor:
+        """Of the rows of x that are wanted."""
+        if batch.logits_index is not None:
+            x = x.index_select(0, batch.logits_index)
+            if not x.shape[0]:
+                return x.new_empty(0, self.vocab_size)
+        sizes = self.shares.vocab_sizes
+        own = torch.empty(x.shape[0], sizes[self.mesh.tp_rank], dtype=self.dtype, device="cuda")
+        return self._finished(self.group.all_gather(self._head(x, own), sizes))
+
+    def _rows(self, num_tokens: int, prompts: Prompts | None) -> Rows:
+        """What this rank keeps of the hidden states of a step."""
+        if prompts is not None and 0 < self._split_from <= num_tokens:
+            return SplitRows(num_tokens, cast(RowGroup, self.group))
+        return WholeRows(num_tokens, self.group)
+
+    def _noted(self, num_rows: int) -> Iterator[Tensor | None]:
+        """Where kernels of this step note the largest magnitudes of rows that are rounded next."""
+        linears = (linear for layer in self._layers for linear in (layer.o, layer.experts or layer.down))
+        rounding = (linear.narrow_type(num_rows) for linear in linears)
+        return self._largest.cleared(num_rows) if any(rounding) else repeat(None)
+
+    def _begin(self, batch: CudaBatch, rows: Rows, residual: Tensor, spare: Tensor) -> None:
+        """The embeddings of the tokens, each from the rank that has it, or what the stage before has given. `spare` is spoilt."""
+        x = residual[: rows.num]
+        if not self.mesh.is_first_stage:
+            x.copy_(self.group.recv_prev(tuple(x.shape), x.dtype))
+            return
+        first = self.shares.vocab.start
+        ops.gather_rows(self._embedding, batch.token_ids, x, first=first, scale=self.arch.embed_scale)
+        if self._positions is not None:
+            x.add_(ops.gather_rows(self._positions, batch.positions, spare[: rows.num]))
+        rows.summed(residual)
+
+    def _activated(
+        self, layer: CudaLayer, x: Tensor | Narrow, gate_up: Tensor, product: Tensor, largest: Iterator[Tensor | None]
+    ) -> Tensor | Narrow:
+        """What goes into a dense network's last product. The next of `largest` is used if that is rounded."""
+        found = self._product(layer.gate_up, x, gate_up)
+        noted = next(largest) if layer.down.narrow_type(product.shape[0]) else None
+        act = ops.gated_activation if self.form.has_gate else ops.activation
+        act(found.values, product, self.form.activation, found.scales, noted)
+        return narrowed(layer.down, product, noted)
+
+    def _qkv(self, layer: CudaLayer, x: Tensor | Narrow, out: Tensor) -> Product:
+        """Queries, keys and values; queries and keys are normed here where their norm is not that of each head by one vector."""
+        if not self.arch.qk_norm or self._norms_in_rotary:
+            return self._product(layer.qkv, x, out)
+        multiply(layer.qkv, x, out)
+        arch, shares = self.arch, self.shares
+        q, k = out[:, : shares.q.size], out[:, shares.q.size : shares.q.size + shares.kv.size]
+        for part, weight, spans in ((q, layer.q_norm, shares.all_q), (k, layer.k_norm, shares.all_kv)):
+            assert weight is not None
+            if arch.qk_norm_kind == "heads":
+                norm_each_head(part.unflatten(1, (-1, arch.head_dim)), weight, arch.norm_eps)
+            elif self.mesh.tp == 1:
+                ops.rms_norm(part, weight, arch.norm_eps, part)
+            else:
+                whole = whole_columns(part, spans, self.group)
+                own = spans[self.mesh.tp_rank]
+                part.copy_(ops.rms_norm(whole, weight, arch.norm_eps, whole)[:, own.start : own.stop])
+        return Product(out)
+
+    def _product(self, linear: Linear, x: Tensor | Narrow, out: Tensor) -> Product:
+        """Of x, in `out`."""
+        if isinstance(x, Tensor):
+            return Product(linear(x, out))
+        return Product(out, linear.unscaled(x.values, x.scale, out))
+
+    def _branch(self, rows: Rows, linear: Linear, x: Tensor | Narrow, out: Tensor) -> Product:
+        """The product of x summed over the ranks that have a part of it, in `out`: the rows of it that are kept here."""
+        some = out[: rows.num]
+        if self.mesh.tp == 1:
+            return self._product(linear, x, some)
+        multiply(linear, x, some)
+        return Product(rows.summed(out))
+
+    def _side_by_side(
+        self,
+        rows: Rows,
+        layer: CudaLayer,
+        x: Tensor | Narrow,
+        attended: Tensor | Narrow,
+        largest: Iterator[Tensor | None],
+        residual: Tensor,
+    ) -> Product:
+        """Both branches of a layer in which they read the same residual, x being the attention's normed input: their sum, which
+        ranks exchange at once."""
+        _, normed, _, _, gate_up, product = self._views(rows)
+        if layer.ffn_norm is not None or layer.gate_up.narrow_type(rows.num) != layer.qkv.narrow_type(rows.num):
+            x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm or layer.attn_norm, residual, None)
+        x = self._activated(layer, x, gate_up, product, largest)
+        some = normed[: rows.num]
+        other = torch.empty_like(some)
+        multiply(layer.o, attended, some)
+        multiply(layer.down, x, other)
+        some.add_(other)
+        return Product(rows.summed(normed))
+
+    def _normed(
+        self, rows: Rows, linear: Linear, out: Tensor, norm: CudaNorm | None, residual: Tensor, branch: Product | None
+    ) -> Tensor | Narrow:
+        """residual += branch; all rows of what is normed as `linear` wants it, in the same pass."""
+        dtype = linear.narrow_type(rows.num)
+        if norm is None or dtype is None:
+            return rows.whole(self._norm_into(rows, out, norm, residual, branch))
+        narrow, scale = narrow_like(residual, dtype)
+        kept, own = rows.own(residual), (rows.own(narrow), rows.own(scale))
+        if branch is None:
+            norm.narrow(kept, *own)
+        else:
+            x, scales = self._scaled_branch(branch)
+            norm.narrow(x, *own, residual=kept, scales=scales)
+        return Narrow(rows.whole(narrow), rows.whole(scale))
+
+    def _scaled_branch(self, branch: Product) -> Product:
+        if self.arch.residual_scale != 1.0:
+            branch.values.mul_(self.arch.residual_scale)
+        return branch
+
+    def _norm_into(
+        self, rows: Rows, out: Tensor, norm: CudaNorm | None, residual: Tensor, branch: Product | None
+    ) -> Tensor:
+        """residual += branch, in the rows that are kept here; what has the normed ones: `out`, or the residual itself where there
+        is no norm."""
+        kept = rows.own(residual)
+        if branch is None:
+            if norm is None:
+                return residual
+            norm(kept, rows.own(out))
+            return out
+        x, scales = self._scaled_branch(branch)
+        if norm is not None:
+            norm(x, rows.own(out), residual=kept, scales=scales)
+            return out
+        if scales is not None:
+            x.mul_(scales.rows[:, None]).mul_(scales.columns)
+        kept.add_(x)
+        return residual
+
+    def _post(self, branch: Product, norm: CudaNorm | None) -> Product:
+        if norm is None:
+            return branch
+        return Product(norm(branch.values, branch.values, scales=branch.scales))
+
+    def _attend(
+        self,
+        batch: CudaBatch,
+        layer: CudaLayer,
+        qkv: Tensor,
+        cache: PagedKV,
+        out: Tensor,
+        scratch: Tensor | None,
+        largest: Tensor | None,
+    ) -> Tensor:
+        """In `out`, or where the kernel has put it. `largest` are noted of rows without prompts."""
+        heads, decodes = self.q_heads, batch.num_decodes
+        if decodes:
+            ops.decode_attention(
+                qkv,
+                heads,
+                cache,
+                batch.block_table[:decodes],
+                batch.context_len,
+                layer.scale,
+                out,
+                window=layer.window,
+                softcap=self.arch.attn_softcap,
+                sinks=layer.sinks,
+                splits=batch.splits,
+                scratch=scratch,
+                largest=largest,
+            )
+        if batch.prompts is None:
+            return out
+        rest = qkv[decodes:], heads, cache, batch.prompts, layer.scale, layer.window, out[decodes:]
+        found = self.prompt_attention(*rest, may_move=not decodes, sinks=layer.sinks)
+        return out if decodes else found
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        arch = self.arch
+        if arch.logit_scale != 1.0:
+            logits.mul_(arch.logit_scale)
+        if arch.logit_softcap:
+            logits.div_(arch.logit_softcap).tanh_().mul_(arch.logit_softcap)
+        return logits
+
+    def _views(self, rows: Rows) -> list[Tensor]:
+        """Hidden states have all rows that are kept anywhere."""
+        if self.buffers[0].shape[0] < rows.total:
+            self.buffers = self._allocate(rows.total)
+        return [buffer[: rows.total if i < _HIDDEN else rows.num] for i, buffer in enumerate(self.buffers)]
+
+    def reserve(self, num_tokens: int) -> None:
+        """Makes the activations of the largest step, so that no later one moves them: graphs remember addresses."""
+        self.buffers = self._allocate(num_tokens)
+        self.prompt_attention.prepare(self.buffers[2], self.q_heads, self.kv_heads, self.form.attention_scale)
+
+    def _allocate(self, num_tokens: int) -> list[Tensor]:
+        """Room for a step of so many tokens, however its rows are split."""
+        hidden, ffn = self.arch.hidden, 0 if isinstance(self.arch.body, MoeBody) else self.shares.ffn.size
+        num_tokens = -(-num_tokens // self.mesh.tp) * self.mesh.tp if self._split_from else num_tokens
+        q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = (hidden, hidden, q + 2 * kv, q, (1 + self.form.has_gate) * ffn, ffn)
+        return [torch.empty(num_tokens, width, dtype=self.dtype, device="cuda") for width in widths]

@@ -1,0 +1,78 @@
+"""Products on the GPU of int8 with int8. Made by cuda_linear.
+
+Every row of x is rounded with its own scale, in the norm before or by quantize_rows. Few rows go through csrc/cuda/skinny_int8.cu,
+many through torch's product, whose sums are then scaled. Sums are whole numbers, so either way gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trireme.models.cuda import ops
+from trireme.models.cuda.layers.gemm_autotune import Launch, rows_of_own_kernel
+from trireme.models.cuda.layers.protocol import narrow_like
+from trireme.models.cuda.ops import Scales
+
+_LEAST_ROWS = 17  # of torch._int_mm, on a card
+_OUTPUTS = 8  # what the number of them must be a multiple of, there
+_TRIED = (32, ops.INT8_ROWS)  # rows
+_SUMS = 1 << 24  # int32 at a time
+_ROWS = 256  # what the number of rows of a slice is a multiple of
+
+
+class Int8Linear:
+    """y = x W^T * scale + b, weight [n, k] int8, scale [n] float32. 16 divides k."""
+
+    __slots__ = ("_bias", "_few", "_scale", "_transposed", "weight")
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self._transposed = weight.T
+        self._scale = scale
+        self._bias = bias
+        self._few = ops.INT8_ROWS
+        if weight.shape[0] % _OUTPUTS == 0:
+            own, theirs = (partial(self._trial, product) for product in (self._own, self._theirs))
+            best = rows_of_own_kernel(("int8", *weight.shape), weight, own, theirs, _TRIED)
+            self._few = max(best, _LEAST_ROWS - 1)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        narrow, scale = narrow_like(x, torch.int8)
+        return self.of_narrow(ops.quantize_rows(x, narrow, scale), scale, out)
+
+    def narrow_type(self, num_rows: int) -> torch.dtype | None:
+        return torch.int8
+
+    def of_narrow(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        for rows in self._slices(x.shape[0]):
+            product = self._own if rows.stop - rows.start <= self._few else self._theirs
+            product(x[rows], scale[rows], out[rows])
+        return out
+
+    def unscaled(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
+        self.of_narrow(x, scale, out)
+        return None
+
+    def _slices(self, num_rows: int) -> Iterator[slice]:
+        """Of rows; torch's product needs room for its sums, and a certain number of outputs."""
+        n = self.weight.shape[0]
+        step = max(_ROWS, _SUMS // n // _ROWS * _ROWS) if n % _OUTPUTS == 0 else ops.INT8_ROWS
+        for start in range(0, num_rows, step):
+            yield slice(start, min(start + step, num_rows))
+
+    def _trial(self, product: Callable[[Tensor, Tensor, Tensor], object], rows: int) -> Launch:
+        n, k = self.weight.shape
+        x, scale = torch.zeros(rows, k, dtype=torch.int8, device="cuda"), torch.zeros(rows, device="cuda")
+        return partial(product, x, scale, torch.empty(rows, n, dtype=torch.bfloat16, device="cuda"))
+
+    def _own(self, x: Tensor, scale: Tensor, out: Tensor) -> object:
+        return ops.skinny_int8(x, scale, self.weight, self._scale, out, self._bias)
+
+    def _theirs(self, x: Tensor, scale: Tensor, out: Tensor) -> object:
+        sums = torch.empty(x.shape[0], self.weight.shape[0], dtype=torch.int32, device=x.device)
+        torch._int_mm(x, self._transposed, out=sums)
+        return ops.scale_int8(sums, scale, self._scale, out, self._bias)

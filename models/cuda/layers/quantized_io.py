@@ -1,0 +1,38 @@
+"""What goes into a product on the GPU and what comes out of it, when either is rounded to one byte. Used by models/cuda/decoder."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from trireme.models.cuda import ops
+from trireme.models.cuda.layers.protocol import Linear, narrow_like
+
+
+class Product(NamedTuple):
+    """What a linear layer has written, times `scales` where it leaves those to the reader."""
+
+    values: Tensor
+    scales: ops.Scales | None = None
+
+
+class Narrow(NamedTuple):
+    """Inputs of a product, rounded: values [T, k] of one byte each, times scale [T] float32."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def narrowed(linear: Linear, x: Tensor, largest: Tensor | None) -> Tensor | Narrow:
+    """x as `linear` wants it; `largest` are its rows' largest magnitudes, where they are known."""
+    dtype = linear.narrow_type(x.shape[0])
+    if dtype is None:
+        return x
+    narrow, scale = narrow_like(x, dtype)
+    return Narrow(ops.quantize_rows(x, narrow, scale, largest), scale)
+
+
+def multiply(linear: Linear, x: Tensor | Narrow, out: Tensor) -> Tensor:
+    """The product of x with all its scales."""
+    return linear(x, out) if isinstance(x, Tensor) else linear.of_narrow(x.values, x.scale, out)

@@ -1,0 +1,335 @@
+"""Where weights come from: safetensors directories and GGUF files behind one interface, memory-mapped, never unpickled.
+
+Names are Hugging Face's on both sides. Called by models/load and models/arch; cuts and reorders raw rows, computes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from trireme.arch_quantized import FP8_BLOCK
+from trireme.errors import ModelError
+from trireme.gguf import LOADED_AS, GgufFile, read_gguf
+from trireme.mesh import Span
+from trireme.models.weights.gguf_expand import dequantize
+from trireme.models.weights.grouped import cpu_rows
+from trireme.models.weights.packed import (
+    BLOCKS,
+    E4M3_VALUES,
+    GROUPED,
+    PACKED_KINDS,
+    SCHEMES,
+    Bytes,
+    Floats,
+    bytes_of,
+    fp8_block_rows,
+    quantize_rows,
+    row_bytes,
+    scaled_rows,
+)
+from trireme.models.weights.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
+from trireme.packaged import read_json
+
+DENSE_KINDS = ("F32", "F16", "BF16")
+_SCALED_KINDS = {"I8": "INT8", "F8_E4M3": "FP8"}  # of matrices with scales beside them
+_SCALE_SUFFIXES = ("_scale", "_scale_inv", ".input_scale")
+_KIND_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class RawMatrix(NamedTuple):
+    """A matrix [n, k] as it lies in a file: uint8 [n, row_bytes], usually a view of the mapped file."""
+
+    kind: str
+    raw: Bytes
+    n: int
+    k: int
+
+    def rows(self, span: Span) -> RawMatrix:
+        return RawMatrix(self.kind, self.raw[span.start : span.stop], span.size, self.k)
+
+    def as_kind(self, kind: str) -> RawMatrix:
+        """The matrix in a dense kind (F32, F16, BF16), rounded to nearest."""
+        return self if kind == self.kind else raw_from_floats(self.as_float32(), kind)
+
+    def as_float32(self) -> Floats:
+        """[n, k], a copy."""
+        if self.kind == "F32":
+            return np.array(self.raw).reshape(-1).view(np.float32).reshape(self.n, self.k)
+        if self.kind == "F16":
+            with np.errstate(invalid="ignore"):  # NaN stays NaN
+                return bytes_of(self.raw).view(np.float16).astype(np.float32).reshape(self.n, self.k)
+        if self.kind == "BF16":
+            wide = bytes_of(self.raw).view(np.uint16).astype(np.uint32) << np.uint32(16)
+            return wide.view(np.float32).reshape(self.n, self.k)
+        return dequantize(self.kind, self.raw, self.n, self.k)
+
+    def computable(self, dense: str | None) -> RawMatrix:
+        """As a kind that has a kernel: other types become what LOADED_AS says; dense ones become `dense`, a kind or a rounding
+        scheme, when that is given. Rows that are no whole blocks stay dense."""
+        if self.kind in ("FP8", "FP8_BLOCKS"):
+            return self.as_kind("F16" if self.kind == "FP8" else "BF16").computable(dense)
+        if self.kind in GROUPED:
+            return RawMatrix(*cpu_rows(self.kind, self.raw), self.n, self.k)
+        if self.kind not in PACKED_KINDS:
+            if LOADED_AS.get(self.kind) == "Q8_0":
+                return RawMatrix(*quantize_rows("q8_0", self.as_float32()), self.n, self.k)
+            return self.as_kind("F16")
+        if dense is None or self.kind not in DENSE_KINDS:
+            return self
+        if dense in SCHEMES:
+            fits = self.k % BLOCKS[SCHEMES[dense]][0] == 0
+            return RawMatrix(*quantize_rows(dense, self.as_float32()), self.n, self.k) if fits else self
+        return self.as_kind(dense)
+
+
+def raw_from_floats(values: Floats, kind: str = "F32") -> RawMatrix:
+    """A float32 matrix [n, k] as raw rows of a dense kind, rounded to nearest, ties to even."""
+    n, k = values.shape
+    stored: np.ndarray = values
+    if kind == "F16":
+        with np.errstate(over="ignore", invalid="ignore"):  # inf where float16 ends
+            stored = values.astype(np.float16)
+    elif kind == "BF16":
+        stored = bf16_from_floats(values)
+    return RawMatrix(kind, bytes_of(stored).reshape(n, row_bytes(kind, k)), n, k)
+
+
+def bf16_from_floats(values: Floats) -> np.ndarray:
+    """Bits of bfloat16 as uint16, rounded to nearest, ties to even; any NaN becomes the quiet one."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    half = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + (half + np.uint32(0x7FFF))) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def dense_kind(dtype: str) -> str | None:
+    """Kind of dense weights for a --dtype; None keeps the stored one."""
+    return None if dtype == "auto" else _KIND_OF_DTYPE[dtype]
+
+
+class WeightSource(Protocol):
+    """Weights by Hugging Face name."""
+
+    path: Path
+
+    def names(self) -> set[str]:
+        """All names in the file; those that have no Hugging Face name keep their own."""
+        ...
+
+    def matrix(self, name: str, n: int, k: int) -> RawMatrix:
+        """The raw matrix, which must have this shape. Raises ModelError that names it."""
+        ...
+
+    def vector(self, name: str, size: int) -> Floats:
+        """A float32 copy of a vector, likewise."""
+        ...
+
+
+class TensorSource(Protocol):
+    """What a WeightSource of safetensors has besides, as models/arch/ends.PrefixedSource gives it."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A tensor of torch, of any rank and dtype as stored, on the host."""
+        ...
+
+
+class SafetensorsSource:
+    """A directory of safetensors files, with or without an index. Matrices of int8 and float8 have scales beside them, in
+    NAME_scale (NAME_scale_inv for blocks), which are no names of their own here, as are those of their inputs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for path in _safetensors_files(directory):
+            file = SafetensorsFile(path)
+            for name in file.names():
+                if name in self._file_of:
+                    raise ModelError(f"{name} is in {self._file_of[name].path.name} and in {path.name}")
+                self._file_of[name] = file
+
+    def names(self) -> set[str]:
+        return {name for name in self._file_of if not self._is_scale(name)}
+
+    def matrix(self, name: str, n: int, k: int) -> RawMatrix:
+        stored = self.tensor(name, (n, k))
+        if stored.dtype in _SCALED_KINDS:
+            return self._scaled(name, stored, n, k)
+        kind = self._dense_kind(name, stored)
+        return RawMatrix(kind, stored.raw.reshape(n, row_bytes(kind, k)), n, k)
+
+    def vector(self, name: str, size: int) -> Floats:
+        shape = self._file_of[name].shape(name)  # (norms of each head: a matrix)
+        stored = self.tensor(name, shape if math.prod(shape) == size else (size,))
+        kind = self._dense_kind(name, stored)
+        return RawMatrix(kind, stored.raw.reshape(1, row_bytes(kind, size)), 1, size).as_float32().reshape(size)
+
+    def size(self, name: str) -> int:
+        """How many values a tensor has."""
+        return math.prod(self._file_of[name].shape(name))
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """A tensor of any dtype as stored, mapped, which must have this shape."""
+        file = self._file_of[name]
+        if file.shape(name) != shape:
+            raise ModelError(
+                f"{name} in {file.path} has shape {list(file.shape(name))}; config.json asks for {list(shape)}"
+            )
+        return file.tensor(name)
+
+    def _is_scale(self, name: str) -> bool:
+        for suffix in _SCALE_SUFFIXES:
+            matrix = name.removesuffix(suffix) + (".weight" if suffix == ".input_scale" else "")
+            if name.endswith(suffix) and matrix in self._file_of:
+                return self._file_of[matrix].dtype(matrix) in _SCALED_KINDS
+        return False
+
+    def _scaled(self, name: str, stored: StoredTensor, n: int, k: int) -> RawMatrix:
+        """A matrix of int8 or float8 with the scale of each row; with scales of blocks as BF16."""
+        kind, codes = _SCALED_KINDS[stored.dtype], stored.raw.reshape(n, k)
+        file = self._file_of.get(name + "_scale") or self._file_of.get(name + "_scale_inv")
+        if file is None:
+            what = DTYPES[stored.dtype][1].removesuffix("_e4m3fn")
+            raise ModelError(f"{name} in {self._file_of[name].path} is of {what} and has no scales in {name}_scale")
+        scale_name = name + ("_scale" if name + "_scale" in self._file_of else "_scale_inv")
+        shape = file.shape(scale_name)
+        if math.prod(shape) in (1, n):
+            scales = np.broadcast_to(self.vector(scale_name, math.prod(shape)), n)
+            return RawMatrix(kind, scaled_rows(kind, codes, scales), n, k)
+        blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+        if kind != "FP8" or shape != blocks:
+            raise ModelError(f"{scale_name} in {file.path} has shape {list(shape)}; {name} is {n} x {k}")
+        scales = self.vector(scale_name, math.prod(shape)).reshape(shape)
+        if k % FP8_BLOCK == 0:
+            return RawMatrix("FP8_BLOCKS", fp8_block_rows(codes, scales.repeat(FP8_BLOCK, 0)[:n]), n, k)
+        wide = scales.repeat(FP8_BLOCK, 0)[:n].repeat(FP8_BLOCK, 1)[:, :k]
+        return raw_from_floats(E4M3_VALUES[codes] * wide, "BF16")
+
+    def _dense_kind(self, name: str, stored: StoredTensor) -> str:
+        if stored.dtype not in DENSE_KINDS:
+            raise ModelError(
+                f"{name} in {self._file_of[name].path} has dtype {DTYPES[stored.dtype][1]}; "
+                "supported: float32, float16, bfloat16, and int8 and float8_e4m3fn for matrices"
+            )
+        return stored.dtype
+
+
+def _safetensors_files(directory: Path) -> list[Path]:
+    """The files that hold the model: those of the index, else model.safetensors, else the only one."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        single = directory / "model.safetensors"
+        found = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+        if len(found) != 1:
+            raise ModelError(f"{directory} holds {len(found)} safetensors files and no model.safetensors.index.json")
+        return found
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index} lacks weight_map")
+    files = []
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise ModelError(f"{index} names {name!r}, which is not a file of its directory")
+        if not (directory / name).is_file():
+            raise ModelError(f"{index} names {name}, which is missing", hint=f"download {name} into {directory}")
+        files.append(directory / name)
+    return files
+
+
+_GGUF_LAYER = {
+    "attn_qkv": "self_attn.qkv_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
+    "output.weight": "lm_head.weight",
+    "rope_freqs.weight": "rope_freqs.weight",
+}
+
+
+def name_from_gguf(name: str, special: Mapping[str, str] | None = None) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; names that are not known stay as they are. `special`
+    are the parts that mean something else in a family."""
+    layer_names = {**_GGUF_LAYER, **(special or {})}
+    if name in _GGUF_TOP:
+        return _GGUF_TOP[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in layer_names:
+        return f"model.layers.{parts[1]}.{layer_names[parts[2]]}.{parts[3]}"
+    return name
+
+
+class GgufSource:
+    """A memory-mapped GGUF file. With `interleaved_head_dim` > 0 the rows of q and k are stored in pairs (i, i + 1) and are
+    put back into halves (i, i + head_dim / 2), which is what the kernels rotate."""
+
+    def __init__(self, path: Path, *, interleaved_head_dim: int = 0, special: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        self._file: GgufFile = read_gguf(path, arrays=False)
+        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        self._name_of = {name_from_gguf(name, special): name for name in self._file.tensors}
+        self._pair_dim = interleaved_head_dim
+
+    def names(self) -> set[str]:
+        return set(self._name_of)
+
+    def matrix(self, name: str, n: int, k: int) -> RawMatrix:
+        kind, raw = self._bytes(name, (k, n))
+        rows = raw.reshape(n, row_bytes(kind, k))
+        if self._pair_dim and name.endswith(("q_proj.weight", "k_proj.weight")):
+            rows = rows[_halves_from_pairs(n, self._pair_dim)]
+        return RawMatrix(kind, rows, n, k)
+
+    def vector(self, name: str, size: int) -> Floats:
+        kind, raw = self._bytes(name, self._flat(name, size))
+        values = RawMatrix(kind, raw.reshape(1, -1), 1, size).as_float32().reshape(size)
+        if self._pair_dim and name.endswith(("q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight")):
+            values = values[_halves_from_pairs(size, self._pair_dim)]
+        return values
+
+    def _flat(self, name: str, size: int) -> tuple[int, ...]:
+        """The shape in which a vector of `size` lies in the file: norms of each head are a matrix."""
+        shape = self._file.tensors[self._name_of[name]].shape
+        return shape if math.prod(shape) == size else (size,)
+
+    def _bytes(self, name: str, shape: tuple[int, ...]) -> tuple[str, Bytes]:
+        tensor = self._file.tensors[self._name_of[name]]
+        if tensor.shape != shape:
+            raise ModelError(
+                f"{tensor.name} in {self.path} has shape {list(tensor.shape)}; its metadata asks for {list(shape)}"
+            )
+        return tensor.kind, np.asarray(self._data[tensor.offset : tensor.offset + tensor.nbytes])
+
+
+def _halves_from_pairs(rows: int, head_dim: int) -> np.ndarray:
+    """Row order that turns ggml's pairs (0, 1), (2, 3), ... of each head into halves: evens first, then odds."""
+    return np.arange(rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def check_names(source: WeightSource, wanted: Iterable[str], ignorable: Iterable[str]) -> None:
+    """Raises ModelError that names missing weights, or weights nobody will use."""
+    have, want = source.names(), set(wanted)
+    missing = sorted(want - have)
+    unused = sorted(have - want - set(ignorable))
+    for names, what in ((missing, "lacks"), (unused, "holds weights this model does not use:")):
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            raise ModelError(f"{source.path} {what} {', '.join(names[:8])}{more}")
