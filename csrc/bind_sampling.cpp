@@ -1,4 +1,4 @@
-// Binding of the sampler. Addresses come as integers; workers/sampler.py keeps what they point to alive.
+// Binding of the sampler. Addresses come as integers; workers/sampling/sampler.py keeps what they point to alive.
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>

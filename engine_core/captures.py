@@ -1,8 +1,8 @@
 """When workers may change which steps they have captured: between requests, or now and then while steps never end. Pure; EngineLoop
 passes time in and carries out the orders.
 
-One order at a time. What is changed is for the workers to decide (workers.gpu_adapt); every one of them gets the order at the same
-place among the plans, with what all of them have measured, so that all decide the same.
+One order at a time. What is changed is for the workers to decide (workers.cuda.graph_adapt); every one of them gets the order
+at the same place among the plans, with what all of them have measured, so that all decide the same.
 """
 
 from __future__ import annotations

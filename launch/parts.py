@@ -60,7 +60,7 @@ def run(invocation: Any) -> int:
 def early_imports(parallel: Any) -> tuple[str, ...]:
     """What an engine imports beyond its own module: its worker, where that is a thread of it."""
     is_alone = parallel.tp * parallel.pp == 1 and parallel.executor != "procs"
-    return ("trireme.workers.worker",) if is_alone and parallel.worker_kind == "torch" else ()
+    return ("trireme.workers.cpu.worker",) if is_alone and parallel.worker_kind == "torch" else ()
 
 
 def _serve(invocation: Any, eggs: dict[str, Egg], pipe: tuple[int, int] | None) -> int:

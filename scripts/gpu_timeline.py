@@ -136,9 +136,9 @@ def profiled(model: Any, rows: int, context: int) -> list[Kernel]:
     import torch
 
     from trireme.models.cuda.ops import sample_rows
-    from trireme.workers.gpu_graphs import captured, graph_pool
-    from trireme.workers.gpu_rows import DeviceRows
-    from trireme.workers.gpu_steps import COLUMNS, Steps
+    from trireme.workers.cuda.device_state import DeviceRows
+    from trireme.workers.cuda.graphs import captured, graph_pool
+    from trireme.workers.cuda.steps import COLUMNS, Steps
 
     device, width = torch.device("cuda"), -(-context // BLOCK_SIZE)
     kv = model.allocate_kv(rows * width + 1, BLOCK_SIZE)

@@ -20,8 +20,8 @@ from trireme.models.weights.packed import Floats, quantize_rows
 from trireme.models.weights.sources import RawMatrix
 from trireme.params import RowParams
 from trireme.workers.batch import Batch
-from trireme.workers.kv_tensors import KV_DTYPES, allocate_kv
-from trireme.workers.sampler import Sampler
+from trireme.workers.kv.tensors import KV_DTYPES, allocate_kv
+from trireme.workers.sampling.sampler import Sampler
 
 ARCH = ArchSpec(
     family="llama", num_layers=3, hidden=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn=512, vocab_size=1024,

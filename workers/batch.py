@@ -1,6 +1,6 @@
 """The persistent batch: what a worker remembers of its rows between steps, as tables indexed by row.
 
-Owned by workers.runner; changed only by `apply` with a StepPlan's deltas. Step inputs are gathered from it by
+Owned by workers.cpu.runner; changed only by `apply` with a StepPlan's deltas. Step inputs are gathered from it by
 workers.inputs and never alias it. A slot is cleared when a row is placed in it; with `poison` a freed slot is filled with
 marker values, so that a test sees any read of a dead row.
 """
@@ -14,7 +14,7 @@ from trireme.errors import EngineError
 from trireme.params import RowParams
 from trireme.transport.messages import NewRow, RowFault, StepPlan
 from trireme.transport.packed import Column, unpack
-from trireme.workers.rules import LogitRules, Tokens
+from trireme.workers.sampling.logits_processors import LogitRules, Tokens
 
 UNKNOWN = -1  # in `tokens`: sampled on a device, and not seen here yet
 POISON = -0x0DEADBEE  # an impossible token and block id

@@ -18,8 +18,8 @@ from trireme.params import RowParams
 from trireme.transport.messages import NewRow, StepPlan
 from trireme.transport.packed import pack
 from trireme.workers.batch import Batch
+from trireme.workers.cpu.runner import Runner
 from trireme.workers.inputs import InputBuilder
-from trireme.workers.runner import Runner
 
 BLOCK, MAX_LEN, PROMPT = 16, 2048, 512
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""FakeWorker: a worker without tensors, used by tests of everything above the model. Same methods as workers.worker.Worker.
+"""FakeWorker: a worker without tensors, used by tests of everything above the model. Same methods as workers.cpu.worker.Worker.
 
 It writes (position, token) of every computed token into a fake KV memory through the block tables, and draws the next
 token from a hash of what it reads back. So any mistake with blocks, prefixes, chunks or preemption changes the tokens.
@@ -27,7 +27,7 @@ from trireme.transport.messages import LogprobRow, NewRow, RowFault, StepPlan, S
 from trireme.transport.packed import pack, unpack, unpack_flags
 
 if TYPE_CHECKING:
-    from trireme.workers.peers import Peers
+    from trireme.workers.collectives.lockstep import Peers
 
 
 class FakeOptions(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class FakeWorker:
         self.progress("load", 0, 1)
         time.sleep(fake.load_ms / 1e3)
         if self._peers_arena:
-            from trireme.workers.peers import Peers
+            from trireme.workers.collectives.lockstep import Peers
 
             limit_s = self.config.launch.step_timeout
             self._peers = Peers(self._peers_arena, self.mesh.dp_rank, self.mesh.dp, timeout_s=limit_s)

@@ -1,6 +1,6 @@
 """Builds a HostBatch from the persistent batch and a step's row columns, by array arithmetic, into buffers made once.
 
-Called by workers.runner. The arrays it returns are views of its buffers and die with the next build.
+Called by workers.cpu.runner. The arrays it returns are views of its buffers and die with the next build.
 
     row r of R:   |<- num_computed[r] ->|<- num_tokens[r]: this step ->|
                   0                     positions ...                   context_len[r]

@@ -41,11 +41,11 @@ from trireme.transport.sockets import Connection, Left, Poller, Waker
 from trireme.transport.tickets import Ticket, Waiter
 
 ORDERS = WorkerInit | SetupKV | StepPlan | NextToken | Call
-MODULES = {"torch": "trireme.workers.worker", "cuda": "trireme.workers.gpu", "fake": "trireme.workers.fake"}
+MODULES = {"torch": "trireme.workers.cpu.worker", "cuda": "trireme.workers.cuda.worker", "fake": "trireme.workers.fake"}
 
 
 class AnyWorker(Protocol):
-    """What workers.worker.Worker and workers.fake.FakeWorker have in common."""
+    """What workers.cpu.worker.Worker and workers.fake.FakeWorker have in common."""
 
     def load(self) -> WorkerLoaded: ...
 

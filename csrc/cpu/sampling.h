@@ -1,5 +1,5 @@
 // The sampler over whole vocabularies: from logits to tokens and log-probabilities, rows in parallel. Called by
-// bind_sampling.cpp; workers/sampler.py has the same in numpy, which defines every decision, and takes over a row whose
+// bind_sampling.cpp; workers/sampling/sampler.py has the same in numpy, which defines every decision, and takes over a row whose
 // answer is kUndecided. A row's results depend on nothing but its own logits and job.
 #pragma once
 
@@ -7,10 +7,10 @@
 
 namespace trireme {
 
-// Noise of workers/noise.py.
+// Noise of workers/sampling/gumbel.py.
 uint64_t noise_key(uint64_t seed, int choice, int position);
 
-// What is asked of one row. workers/sampler.py has the same layout as a numpy type; ids in it lie inside the vocabulary.
+// What is asked of one row. workers/sampling/sampler.py has the same layout as a numpy type; ids in it lie inside the vocabulary.
 struct SampleJob {
   uint64_t seed;
   int32_t choice;

@@ -1,7 +1,7 @@
 // The kernels of sampling.h for one instruction set. Included by sampling_*.cpp.
 //
 // Truncation never sorts a vocabulary. A floor under the k-th value comes from the maxima of groups of 16 tokens; the cut
-// itself is a radix search over the few tokens above it. Masses of top-p are whole numbers (workers/truncation.py defines
+// itself is a radix search over the few tokens above it. Masses of top-p are whole numbers (workers/sampling/top_k_top_p.py defines
 // them), so sums are exact in any order and numpy finds the same cut.
 //
 // The draw is argmin(E * e^depth) with depth = (peak - logit) / temperature and E >= v. The float bits of v, read as a whole

@@ -205,7 +205,7 @@ struct BadWord {
   int32_t tokens[kMostWord];  // at the end; -1 before them
 };
 
-// What is asked of one row; workers/native_sampler.py knows the meaning of each.
+// What is asked of one row; workers/sampling/native_sampler.py knows the meaning of each.
 struct SampleJob {
   uint64_t seed;
   double temperature;

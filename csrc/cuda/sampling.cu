@@ -1,6 +1,6 @@
 // Draws tokens from whole rows of logits without a sort: greedy, temperature, top-k, top-p, min-p. One block per row.
 //
-// Decisions are those of workers/truncation.py and workers/noise.py: cuts are radix searches over float bits, top-p sums are
+// Decisions are those of workers/sampling/top_k_top_p.py and workers/sampling/gumbel.py: cuts are radix searches over float bits, top-p sums are
 // whole numbers and so exact in any order, the draw is argmax((logit - peak) / temperature + Gumbel noise), the noise a hash of
 // (seed, choice, position, token). Only the few tokens that could win are scored in double. A row's rules are applied as its logits
 // are read; log-probabilities are of the logits without them.

@@ -16,7 +16,7 @@ from trireme.transport.poller import Poller
 OnReply: TypeAlias = Callable[[list[Any], str], None]
 """Called once with the workers' results in rank order, or with an error text (and no results)."""
 
-MODULES = {"torch": "trireme.workers.worker", "cuda": "trireme.workers.gpu", "fake": "trireme.workers.fake"}
+MODULES = {"torch": "trireme.workers.cpu.worker", "cuda": "trireme.workers.cuda.worker", "fake": "trireme.workers.fake"}
 """Modules of the worker kinds, imported by name: nothing here may import a worker."""
 
 

@@ -1,4 +1,4 @@
-"""A model's weights put away from the device, into page-locked memory of the host, and brought back. Called by workers.gpu.
+"""A model's weights put away from the device, into page-locked memory of the host, and brought back. Called by workers.cuda.worker.
 
 The tensors stay what they are: their storages are emptied and filled again, so that every view of them, and every layer that has
 one, is right again afterwards. Addresses may differ: whatever remembers them (CUDA graphs) is made anew.

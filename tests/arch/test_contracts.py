@@ -34,7 +34,7 @@ TORCH_FREE = (
     "trireme.coordinator.main",
     "trireme.engine_core.main",
     "trireme.workers.main",
-    "trireme.workers.worker",
+    "trireme.workers.cpu.worker",
     "trireme.models.cpu.native_stage",
     "trireme.serving.main",
 )

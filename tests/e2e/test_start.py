@@ -16,7 +16,7 @@ from tests.e2e.deployment import ROOT, Deployment, free_port, wait_for
 from tests.models.tiny import make_stub, make_tiny_llama
 from trireme.errors import ModelError
 from trireme.packaged import find_model
-from trireme.workers.kv_pages import SHARE
+from trireme.workers.cpu.kv_pages import SHARE
 
 MIB = 1 << 20
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
 from trireme.models.cuda import ops as cuda_ops
-from trireme.workers.collectives import meeting
+from trireme.workers.collectives import rendezvous as meeting
+from trireme.workers.collectives.allreduce_algos import PUSHED_BYTES, Way
 from trireme.workers.collectives.cuda import CudaGroup
 from trireme.workers.collectives.shm import ShmGroup
-from trireme.workers.collectives.ways import PUSHED_BYTES, Way
 
 COUNTS = (8, 24, 4096, 4096 * 3 + 8, 100_000, 262_144, 1 << 21, (1 << 23) + 40)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)

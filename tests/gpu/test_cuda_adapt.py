@@ -43,7 +43,7 @@ class Driven:
     def __init__(self, model: Path, **parallel: Any) -> None:
         from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
         from trireme.resolve import prepare
-        from trireme.workers.gpu import Worker
+        from trireme.workers.cuda.worker import Worker
 
         config = EngineConfig(
             model=ModelConfig(model=str(model), max_len=1024),

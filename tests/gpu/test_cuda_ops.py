@@ -14,8 +14,8 @@ from torch import Tensor
 from trireme.models.cuda import ops, reference
 from trireme.models.cuda.layers.linear import Fp8Linear
 from trireme.params import RowParams
-from trireme.workers.noise import noise_key, race_among
-from trireme.workers.truncation import survivors
+from trireme.workers.sampling.gumbel import noise_key, race_among
+from trireme.workers.sampling.top_k_top_p import survivors
 
 pytestmark = [
     pytest.mark.gpu,

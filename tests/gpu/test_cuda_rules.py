@@ -1,4 +1,5 @@
-"""Rows with logit rules in the sampling kernel: what numpy draws after workers.rules, and what is counted; log-probabilities."""
+"""Rows with logit rules in the sampling kernel: what numpy draws after workers.sampling.logits_processors, and what is
+counted; log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from trireme.models.cuda import ops
 from trireme.params import RowParams
-from trireme.workers.gpu_rows import job_of
-from trireme.workers.gpu_rules import DeviceRules
-from trireme.workers.logprobs import logprob_row_reference
-from trireme.workers.native_sampler import NOTHING_LEFT
-from trireme.workers.noise import noise_key, race_among
-from trireme.workers.rules import LogitRules
-from trireme.workers.truncation import survivors
+from trireme.workers.cuda.device_state import job_of
+from trireme.workers.cuda.logits_processors import DeviceRules
+from trireme.workers.sampling.gumbel import noise_key, race_among
+from trireme.workers.sampling.logits_processors import LogitRules
+from trireme.workers.sampling.logprobs import logprob_row_reference
+from trireme.workers.sampling.native_sampler import NOTHING_LEFT
+from trireme.workers.sampling.top_k_top_p import survivors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

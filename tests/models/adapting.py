@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.models.test_gpu_runner import NUM_ROWS
-from trireme.workers import graph_policy
-from trireme.workers.gpu_adapt import Adaptation
-from trireme.workers.gpu_runner import GpuRunner
-from trireme.workers.graph_policy import GraphPolicy, Size
+from trireme.workers.cuda import graph_policy
+from trireme.workers.cuda.graph_adapt import Adaptation
+from trireme.workers.cuda.graph_policy import GraphPolicy, Size
+from trireme.workers.cuda.runner import GpuRunner
 
 MOST_BYTES = 1000
 IDLE = {"held": 10, "growth": 1, "most_bytes": MOST_BYTES, "capture_s": 0.02, "row_s": 1e-5}

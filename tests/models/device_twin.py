@@ -17,9 +17,9 @@ from trireme.models.arch.rope import POSITIONS, TableRows
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
 from trireme.models.cuda.ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, PagedKV
 from trireme.models.cuda.reference import note_output_reference, ruled_logits_reference
-from trireme.workers.logprobs import logprob_row
-from trireme.workers.noise import NoiseField, noise_key, race_among
-from trireme.workers.truncation import survivors
+from trireme.workers.sampling.gumbel import NoiseField, noise_key, race_among
+from trireme.workers.sampling.logprobs import logprob_row
+from trireme.workers.sampling.top_k_top_p import survivors
 
 VOCAB = 96
 TURN = 128  # of a row of the table, beside a token
@@ -104,7 +104,8 @@ def sample_rows(
     slots: Tensor,
     logprobs: Tensor | None = None,
 ) -> Tensor:
-    """models.cuda.ops.sample_rows by the definitions of workers.noise, workers.truncation and workers.logprobs."""
+    """models.cuda.ops.sample_rows by the definitions of workers.sampling.gumbel, workers.sampling.top_k_top_p and
+    workers.sampling.logprobs."""
     table = np.frombuffer(jobs.numpy().tobytes(), JOB)
     noise = NoiseField(logits.shape[1])
     for i, slot in enumerate(slots.tolist()):

@@ -17,8 +17,8 @@ from tests.models.rows import new_row, plan_of, rows_and_tokens
 from trireme.models.forward import HostKV
 from trireme.params import RowParams
 from trireme.transport.messages import LogprobRow, NewRow, StepResult
-from trireme.workers.kv_tensors import poison_blocks
-from trireme.workers.runner import Runner
+from trireme.workers.cpu.runner import Runner
+from trireme.workers.kv.tensors import poison_blocks
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.models.rows import new_row, plan_of
 from trireme.params import RowParams
 from trireme.workers.batch import POISON, Batch
+from trireme.workers.cpu.memory import MIB, MemoryFacts, kv_share, read_memory, usable_cores
 from trireme.workers.inputs import InputBuilder, StepRows
-from trireme.workers.memory import MIB, MemoryFacts, kv_share, read_memory, usable_cores
 
 MAX_LEN, NUM_BLOCKS = 40, 200
 

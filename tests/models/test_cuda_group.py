@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.models.test_cuda_spread import PATIENCE_S, Meeting, ThreadGroup
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from trireme.workers.collectives import meeting
+from trireme.workers.collectives import rendezvous as meeting
+from trireme.workers.collectives.allreduce_algos import Way
 from trireme.workers.collectives.cuda import CudaGroup
 from trireme.workers.collectives.nccl import ID_BYTES
-from trireme.workers.collectives.ways import Way
 
 
 class Host(ThreadGroup):

@@ -35,7 +35,7 @@ from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.forward import HostBatch
 from trireme.models.weights.tp_shards import Shares
 from trireme.workers.collectives.shm import ShmGroup
-from trireme.workers.graph_sizes import DECODES, PROMPT_TOKENS
+from trireme.workers.cuda.graph_sizes import DECODES, PROMPT_TOKENS
 
 plain_ops = spread.plain_ops
 SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2)]

@@ -20,10 +20,10 @@ from trireme.engine_core.captures import QUIET_S, Captures
 from trireme.models.forward import HostKV
 from trireme.params import RowParams
 from trireme.transport.messages import StepPlan, StepResult
-from trireme.workers.gpu_graphs import GraphMemory, GraphSet
-from trireme.workers.graph_policy import Size
-from trireme.workers.graph_sizes import fixed
-from trireme.workers.staging import Answer
+from trireme.workers.cuda.graph_policy import Size
+from trireme.workers.cuda.graph_sizes import fixed
+from trireme.workers.cuda.graphs import GraphMemory, GraphSet
+from trireme.workers.cuda.staging import Answer
 
 
 @pytest.fixture(autouse=True)

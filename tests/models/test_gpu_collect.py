@@ -6,8 +6,8 @@ import gc
 import weakref
 
 from trireme.transport.boot import settle_memory
-from trireme.workers.gpu import _collect
-from trireme.workers.gpu_graphs import _nothing_collected
+from trireme.workers.cuda.graphs import _nothing_collected
+from trireme.workers.cuda.worker import _collect
 
 
 class Circle:

@@ -8,7 +8,7 @@ import pytest
 from trireme.budget import GPU_GRAPHS as GRAPHS
 from trireme.errors import ConfigError
 from trireme.sizes import GIB, MIB
-from trireme.workers.gpu_memory import GpuMemory, check_weights, largest_step
+from trireme.workers.cuda.memory import GpuMemory, check_weights, largest_step
 
 CARD = GpuMemory("cuda:0 (H100)", 80 * GIB, 1 * GIB, 15 * GIB, 3 * GIB, 0.5)
 TOKEN = 128 << 10

@@ -9,8 +9,8 @@ import torch
 
 from trireme.errors import CollectiveError, EngineError
 from trireme.mesh import Mesh
-from trireme.workers.collectives.watch import Watch
-from trireme.workers.gpu_ranks import launch_with, sampling_mesh
+from trireme.workers.collectives.watchdog import Watch
+from trireme.workers.cuda.ranks import launch_with, sampling_mesh
 
 CPU = torch.device("cpu")
 DONE = object()

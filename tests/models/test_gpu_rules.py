@@ -1,5 +1,5 @@
-"""Logit rules on the device: a record says what workers.rules does; rows that have one, or want log-probabilities, never wait for
-the host."""
+"""Logit rules on the device: a record says what workers.sampling.logits_processors does; rows that have one, or want
+log-probabilities, never wait for the host."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trireme.models.cuda.ops import JOB, MOST_WORD, OUTPUTS, touched_words
 from trireme.models.cuda.reference import note_output_reference, ruled_logits_reference
 from trireme.params import RowParams
 from trireme.transport.messages import StepResult
-from trireme.workers.gpu_rows import job_of
-from trireme.workers.gpu_rules import DeviceRules, is_for_device
-from trireme.workers.gpu_runner import ALL_BARRED, GpuRunner
-from trireme.workers.rules import LogitRules, Tokens
-from trireme.workers.sampler import Sampler
-from trireme.workers.staging import Answer
+from trireme.workers.cuda.device_state import job_of
+from trireme.workers.cuda.logits_processors import DeviceRules, is_for_device
+from trireme.workers.cuda.runner import ALL_BARRED, GpuRunner
+from trireme.workers.cuda.staging import Answer
+from trireme.workers.sampling.logits_processors import LogitRules, Tokens
+from trireme.workers.sampling.sampler import Sampler
 
 PENALTIES = RowParams(8, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
 MANY = {

@@ -25,16 +25,16 @@ from trireme.models.cuda.host_adapter import HostModel
 from trireme.models.forward import HostKV, SoloGroup
 from trireme.params import RowParams
 from trireme.workers.batch import Batch
-from trireme.workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
-from trireme.workers.gpu_rows import DeviceRows
-from trireme.workers.gpu_runner import NOT_FINITE, GpuRunner
-from trireme.workers.gpu_steps import Steps, choose_splits
-from trireme.workers.graph_policy import GraphPolicy
-from trireme.workers.graph_sizes import fixed, mixed_sizes, sizes_up_to
+from trireme.workers.cpu.runner import Runner
+from trireme.workers.cuda.device_state import DeviceRows
+from trireme.workers.cuda.graph_policy import GraphPolicy
+from trireme.workers.cuda.graph_sizes import fixed, mixed_sizes, sizes_up_to
+from trireme.workers.cuda.graphs import DecodeGraphs, GraphMemory, MixedGraphs
+from trireme.workers.cuda.runner import NOT_FINITE, GpuRunner
+from trireme.workers.cuda.staging import Answer
+from trireme.workers.cuda.steps import Steps, choose_splits
 from trireme.workers.inputs import InputBuilder
-from trireme.workers.kv_tensors import independent
-from trireme.workers.runner import Runner
-from trireme.workers.staging import Answer
+from trireme.workers.kv.tensors import independent
 
 NUM_BLOCKS, BLOCK, NUM_ROWS, MAX_LEN = 64, 4, 4, 64
 CPU = torch.device("cpu")

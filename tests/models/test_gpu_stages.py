@@ -24,15 +24,15 @@ from trireme.models.forward import HostKV
 from trireme.params import RowParams
 from trireme.transport.messages import StepPlan, StepResult
 from trireme.workers.batch import Batch
-from trireme.workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
-from trireme.workers.gpu_ranks import sampling_mesh
-from trireme.workers.gpu_rows import DeviceRows
-from trireme.workers.gpu_runner import GpuRunner
-from trireme.workers.gpu_steps import Steps
-from trireme.workers.graph_policy import GraphPolicy
-from trireme.workers.graph_sizes import fixed, sizes_up_to
+from trireme.workers.cpu.runner import Runner
+from trireme.workers.cuda.device_state import DeviceRows
+from trireme.workers.cuda.graph_policy import GraphPolicy
+from trireme.workers.cuda.graph_sizes import fixed, sizes_up_to
+from trireme.workers.cuda.graphs import DecodeGraphs, GraphMemory, MixedGraphs
+from trireme.workers.cuda.ranks import sampling_mesh
+from trireme.workers.cuda.runner import GpuRunner
+from trireme.workers.cuda.steps import Steps
 from trireme.workers.inputs import InputBuilder
-from trireme.workers.runner import Runner
 
 
 class StageModel(TwinModel):

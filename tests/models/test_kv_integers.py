@@ -30,7 +30,7 @@ from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.kv_layout import LARGEST, fill_nan, kv_shapes
 from trireme.models.forward import HostKV
 from trireme.packaged import find_model
-from trireme.workers.kv_tensors import allocate_kv, block_bytes, choose_kv_dtype, copy_blocks
+from trireme.workers.kv.tensors import allocate_kv, block_bytes, choose_kv_dtype, copy_blocks
 
 native = load_native()
 ALL_VARIANTS = ["portable", "avx2", "avx512vnni"]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.models.forward import HostKV
-from trireme.workers.kv_pages import SHARE, ResidentKv
+from trireme.workers.cpu.kv_pages import SHARE, ResidentKv
 
 LAYERS, BLOCKS, BLOCK_BYTES = 4, 1 << 12, 6 << 10
 TOTAL = 2 * LAYERS * BLOCKS * BLOCK_BYTES

@@ -13,9 +13,9 @@ from tests.models.isas import instruction_set
 from tests.models.test_sampler import Logits, batch_of
 from trireme.models.cpu.kernels import load_native
 from trireme.params import RowParams
-from trireme.workers.logprobs import logprob_row, logprob_row_reference
-from trireme.workers.sampler import Sampler
-from trireme.workers.truncation import depths_of, masses
+from trireme.workers.sampling.logprobs import logprob_row, logprob_row_reference
+from trireme.workers.sampling.sampler import Sampler
+from trireme.workers.sampling.top_k_top_p import depths_of, masses
 
 native = load_native()
 ALL_VARIANTS = ["portable", "avx2", "avx512vnni"]

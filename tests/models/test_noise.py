@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.models.isas import instruction_set
 from trireme.models.cpu.kernels import load_native
-from trireme.workers.noise import Floats, NoiseField, gumbels, noise_key, race_among, uniforms
+from trireme.workers.sampling.gumbel import Floats, NoiseField, gumbels, noise_key, race_among, uniforms
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
 
 def reference_uniform(seed: int, choice: int, position: int, token: int) -> float:
-    """The definition of workers/noise.py in plain integers."""
+    """The definition of workers/sampling/gumbel.py in plain integers."""
     mask64, mask32, golden = 2**64 - 1, 2**32 - 1, 0x9E3779B97F4A7C15
 
     def mix64(x: int) -> int:

@@ -26,9 +26,9 @@ from trireme.params import RowParams
 from trireme.transport.messages import StepResult
 from trireme.transport.packed import pack, unpack
 from trireme.workers.batch import Batch
+from trireme.workers.cpu.runner import Company, Runner
 from trireme.workers.inputs import InputBuilder
-from trireme.workers.kv_tensors import allocate_kv, copy_blocks, poison_blocks
-from trireme.workers.runner import Company, Runner
+from trireme.workers.kv.tensors import allocate_kv, copy_blocks, poison_blocks
 
 VOCAB, DIM, MAX_LEN = 48, 8, 64
 SOLO = Mesh(1, 1, 1)

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from tests.models.rows import new_row, plan_of
 from trireme.params import RowParams
 from trireme.workers.batch import Batch
-from trireme.workers.logprobs import logprob_row
-from trireme.workers.noise import gumbels, noise_key
-from trireme.workers.rules import LogitRules
-from trireme.workers.sampler import Sampled, Sampler
-from trireme.workers.truncation import nucleus, top_ids
+from trireme.workers.sampling.gumbel import gumbels, noise_key
+from trireme.workers.sampling.logits_processors import LogitRules
+from trireme.workers.sampling.logprobs import logprob_row
+from trireme.workers.sampling.sampler import Sampled, Sampler
+from trireme.workers.sampling.top_k_top_p import nucleus, top_ids
 
 VOCAB = 24
 Logits = NDArray[np.float32]

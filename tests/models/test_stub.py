@@ -24,7 +24,7 @@ from trireme.models.forward import HostBatch
 from trireme.params import RowParams
 from trireme.transport.messages import StepResult, WorkerInit
 from trireme.transport.packed import pack, unpack
-from trireme.workers.worker import Worker
+from trireme.workers.cpu.worker import Worker
 
 GREEDY = RowParams(20, temperature=0.0, eos_token_ids=(EOS,))
 

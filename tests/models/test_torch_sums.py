@@ -24,8 +24,8 @@ from tests.models.torch_rank import ARCH
 from trireme.arena import Arena, create_arena
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from trireme.workers.collectives import torch_comm
-from trireme.workers.collectives.torch_comm import TorchComm
+from trireme.workers.collectives import torch_dist as torch_comm
+from trireme.workers.collectives.torch_dist import TorchComm
 
 plain_ops = spread.plain_ops
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from tests.models.tiny import make_tiny_llama
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from trireme.errors import EngineError, ModelError
 from trireme.transport.messages import WorkerInit, WorkerLoaded
-from trireme.workers.worker import Worker, choose_pinning
+from trireme.workers.cpu.worker import Worker, choose_pinning
 
 NUM_BLOCKS, BLOCK, NUM_ROWS = 64, 4, 4
 LLAMA_BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK * 4  # k and v, layers, KV heads, head dim, tokens, float32

@@ -25,7 +25,7 @@ from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
 from trireme.models.cuda.decoder import CudaModel
 from trireme.models.weights.tp_shards import Shares
-from trireme.workers.collectives import meeting
+from trireme.workers.collectives import rendezvous as meeting
 from trireme.workers.collectives.cuda import CudaGroup
 from trireme.workers.collectives.shm import ShmGroup
 
@@ -45,7 +45,7 @@ def say(**words: Any) -> None:
 
 
 def run(program: str, arena: str, mesh: Mesh, cards: int, split_from: int) -> None:
-    """`once` or `forever` through the steps of PLAN, each bounded as workers.gpu bounds it."""
+    """`once` or `forever` through the steps of PLAN, each bounded as workers.cuda.worker bounds it."""
     worker = mesh.worker
     with pytest.MonkeyPatch.context() as patch, OnCpu(), torch.inference_mode():
         make_plain(patch)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trireme.workers.collectives.watch import Watch
-from trireme.workers.collectives.ways import Step, Way, default_steps, describe, steps_from, usable, way_of
+from trireme.workers.collectives.allreduce_algos import Step, Way, default_steps, describe, steps_from, usable, way_of
+from trireme.workers.collectives.watchdog import Watch
 
 K = 1024
 

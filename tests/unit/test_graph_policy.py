@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from trireme.errors import ConfigError
 from trireme.graph_sizes import GraphSizes, graph_sizes
-from trireme.workers.graph_policy import LEAST_STEPS, MARGIN, WINDOW, Change, GraphPolicy, Size
-from trireme.workers.graph_sizes import (
+from trireme.workers.cuda.graph_policy import LEAST_STEPS, MARGIN, WINDOW, Change, GraphPolicy, Size
+from trireme.workers.cuda.graph_sizes import (
     MOST_GRAPHS,
     decode_policy,
     first_sizes,

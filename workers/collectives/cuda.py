@@ -3,8 +3,8 @@ torch.distributed where neither can be had.
 
 Implements models.forward.Group over tensors on the current device; all calls launch on the current stream and can be captured in a
 graph, but for what passes through the host: torch.distributed, and stages that share a card. The ranks find each other over the
-engine's arena (workers.collectives.meeting). All ranks get the same bits. A rank that fails, stops or falls silent makes `check` or
-the call that waits for it raise CollectiveError within 15 s.
+engine's arena (workers.collectives.rendezvous). All ranks get the same bits. A rank that fails, stops or falls silent makes
+`check` or the call that waits for it raise CollectiveError within 15 s.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from torch import Tensor
 
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
-from trireme.workers.collectives.meeting import Meeting
-from trireme.workers.collectives.nccl import NcclComm
-from trireme.workers.collectives.shm import ShmGroup
-from trireme.workers.collectives.timing import time_ways
-from trireme.workers.collectives.torch_comm import TorchComm
-from trireme.workers.collectives.watch import Watch
-from trireme.workers.collectives.ways import (
+from trireme.workers.collectives.allreduce_algos import (
     PUSHED_BYTES,
     STAGED_BYTES,
     TRIED,
@@ -37,6 +31,12 @@ from trireme.workers.collectives.ways import (
     usable,
     way_of,
 )
+from trireme.workers.collectives.nccl import NcclComm
+from trireme.workers.collectives.rendezvous import Meeting
+from trireme.workers.collectives.shm import ShmGroup
+from trireme.workers.collectives.timing import time_ways
+from trireme.workers.collectives.torch_dist import TorchComm
+from trireme.workers.collectives.watchdog import Watch
 
 MEET_S = 120.0  # ranks of one engine start at about the same time
 TOLD = (8 << 10, 8 << 20)  # bytes of sums whose times are told where they are long

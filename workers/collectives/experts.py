@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trireme.workers.peers import Peers, run
+from trireme.workers.collectives.lockstep import Peers, run
 
 
 class SplitExperts:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trireme.errors import CollectiveError
 from trireme.models.cuda import ops as cuda_ops
-from trireme.workers.collectives.ways import Way
+from trireme.workers.collectives.allreduce_algos import Way
 
 DEADLINE_S = 14.0  # of one kernel; the watch aborts a little earlier
 _TEXTS = {1: "the collectives were aborted", 2: "another rank did not take part in a sum"}

@@ -1,4 +1,4 @@
-"""Which attention kernel takes which queries of a step's prompts. Pure numpy; called by workers.gpu_steps and
+"""Which attention kernel takes which queries of a step's prompts. Pure numpy; called by workers.cuda.steps and
 models.cuda.host_adapter.
 
 Three ways: `whole` prompts, many queries over nothing but themselves, as dense squares of usual lengths; `fresh` ones, likewise

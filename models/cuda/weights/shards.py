@@ -1,6 +1,6 @@
 """A rank's share of a model's weights on its GPU: read from the files, or cut out of the noise that one card would have.
 
-Called by workers.gpu in place of models.cuda.weights.sources.device_weights, which it completes.
+Called by workers.cuda.worker in place of models.cuda.weights.sources.device_weights, which it completes.
 """
 
 from __future__ import annotations

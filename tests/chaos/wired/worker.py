@@ -8,7 +8,7 @@ import trireme.workers.main as product
 from tests.chaos.poison import BAD_SEED
 from tests.chaos.wired.sockets import install
 from trireme.transport.boot import BootChannel
-from trireme.workers.native_sampler import NativeSampler
+from trireme.workers.sampling.native_sampler import NativeSampler
 
 
 def main(channel: BootChannel) -> None:

@@ -1,6 +1,7 @@
 """Allocates the paged KV memory of one worker and does their arithmetic: element type, bytes per block, block copies.
 
-Called by workers.worker (sizes, allocation), workers.runner and workers.gpu_steps (copies). Layout: models.forward.PagedKV.
+Called by workers.cpu.worker (sizes, allocation), workers.cpu.runner and workers.cuda.steps (copies). Layout:
+models.forward.PagedKV.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Worker: one NVIDIA GPU's share of an engine. The same calls as workers.worker.Worker, and `launch`, which does not wait.
+"""Worker: one NVIDIA GPU's share of an engine. The same calls as workers.cpu.worker.Worker, and `launch`, which does not wait.
 
 Used like that one, by module name. All calls but those of a Ticket come from one thread. Each worker has a card of its own (see
 Mesh.card), with its share of the layers.
@@ -42,19 +42,19 @@ from trireme.transport.messages import StepPlan, StepResult, WorkerInit, WorkerL
 from trireme.workers.batch import Batch
 from trireme.workers.collectives import make_cuda_group
 from trireme.workers.collectives.cuda import CudaGroup
-from trireme.workers.collectives.watch import STUCK_S
-from trireme.workers.gpu_adapt import Adaptation
-from trireme.workers.gpu_graphs import DecodeGraphs, GraphMemory, MixedGraphs
-from trireme.workers.gpu_memory import GpuMemory, check_weights, largest_step, measure_step
-from trireme.workers.gpu_ranks import RankTicket, launch_with, sampling_mesh
-from trireme.workers.gpu_rows import DeviceRows
-from trireme.workers.gpu_runner import GpuRunner, Ticket
-from trireme.workers.gpu_steps import Steps
-from trireme.workers.graph_policy import GraphPolicy
-from trireme.workers.graph_sizes import decode_policy, fixed, mixed_policy
+from trireme.workers.collectives.watchdog import STUCK_S
+from trireme.workers.cpu.memory import read_memory, usable_cores
+from trireme.workers.cpu.runner import Runner
+from trireme.workers.cuda.device_state import DeviceRows
+from trireme.workers.cuda.graph_adapt import Adaptation
+from trireme.workers.cuda.graph_policy import GraphPolicy
+from trireme.workers.cuda.graph_sizes import decode_policy, fixed, mixed_policy
+from trireme.workers.cuda.graphs import DecodeGraphs, GraphMemory, MixedGraphs
+from trireme.workers.cuda.memory import GpuMemory, check_weights, largest_step, measure_step
+from trireme.workers.cuda.ranks import RankTicket, launch_with, sampling_mesh
+from trireme.workers.cuda.runner import GpuRunner, Ticket
+from trireme.workers.cuda.steps import Steps
 from trireme.workers.inputs import InputBuilder
-from trireme.workers.memory import read_memory, usable_cores
-from trireme.workers.runner import Runner
 
 log = logging.getLogger("trireme.worker")
 

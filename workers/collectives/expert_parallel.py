@@ -1,6 +1,6 @@
 """The engines that step together with this one, as its Runner meets them: agree first, then compute for each other.
 
-Made by workers.worker for a model whose experts lie on several engines.
+Made by workers.cpu.worker for a model whose experts lie on several engines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from trireme.mesh import Mesh
 from trireme.models.cpu.tensors import OverTensors
 from trireme.models.forward import Model
 from trireme.workers.collectives.experts import SplitExperts
-from trireme.workers.peers import Peers
+from trireme.workers.collectives.lockstep import Peers
 
 
 class EngineCompany:

@@ -1,7 +1,8 @@
 """Changes of what is captured while a worker serves: one at a time, when the engine orders it, the same on all ranks.
 
-Owned by workers.gpu. What is decided depends on the plans seen and on the order's arguments alone, which are the same everywhere;
-what was measured here goes back to the engine (engine_core.captures), and comes with the next order as what all workers agree on.
+Owned by workers.cuda.worker. What is decided depends on the plans seen and on the order's arguments alone, which are the same
+everywhere; what was measured here goes back to the engine (engine_core.captures), and comes with the next order as what all
+workers agree on.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 import torch
 
-from trireme.workers.gpu_graphs import DecodeGraphs, GraphMemory, GraphSet, MixedGraphs
-from trireme.workers.graph_policy import Change, Size
+from trireme.workers.cuda.graph_policy import Change, Size
+from trireme.workers.cuda.graphs import DecodeGraphs, GraphMemory, GraphSet, MixedGraphs
 
 Known = Mapping[str, float]
 """Of all workers: the most bytes that graphs hold (held), that another size takes (growth) and that graphs may hold (most_bytes),

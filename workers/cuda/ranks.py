@@ -1,4 +1,4 @@
-"""Several GPUs that carry out the same steps: a launched step of one of them, bounded in time. Used by workers.gpu.
+"""Several GPUs that carry out the same steps: a launched step of one of them, bounded in time. Used by workers.cuda.worker.
 
 Every rank of a stage samples every row by itself: logits are gathered, so all see the same bits, and noise is a function of the
 request alone. So no token waits for a broadcast, and what the host samples is the same everywhere too.
@@ -13,9 +13,9 @@ import torch
 
 from trireme.mesh import Mesh
 from trireme.transport.messages import StepResult
-from trireme.workers.collectives.watch import Watch
-from trireme.workers.gpu_runner import Ticket
-from trireme.workers.staging import Event
+from trireme.workers.collectives.watchdog import Watch
+from trireme.workers.cuda.runner import Ticket
+from trireme.workers.cuda.staging import Event
 
 ALONE = Mesh(1, 1, 1)
 

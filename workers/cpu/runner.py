@@ -1,4 +1,4 @@
-"""Carries out StepPlans: applies the deltas, builds inputs, runs the model, samples. Owned by workers.worker.
+"""Carries out StepPlans: applies the deltas, builds inputs, runs the model, samples. Owned by workers.cpu.worker.
 
 One thread. An error that belongs to one row becomes a RowFault; the batch goes on. Every worker of an engine takes the same
 decisions from the same plan, so that collectives stay in step.
@@ -22,11 +22,11 @@ from trireme.models.forward import Group, HostKV, Logits, Model
 from trireme.transport.messages import LogprobRow, RowFault, StepPlan, StepResult
 from trireme.transport.packed import pack, unpack, unpack_flags
 from trireme.workers.batch import ROW_ERRORS, Batch
+from trireme.workers.cpu.memory import LOGITS_BYTES
 from trireme.workers.inputs import InputBuilder, StepRows, Wanted
-from trireme.workers.kv_tensors import copy_blocks
-from trireme.workers.logprobs import logprob_row
-from trireme.workers.memory import LOGITS_BYTES
-from trireme.workers.sampler import Sampled, Sampler
+from trireme.workers.kv.tensors import copy_blocks
+from trireme.workers.sampling.logprobs import logprob_row
+from trireme.workers.sampling.sampler import Sampled, Sampler
 
 _MODEL_FAILED = "the model failed on this row"
 
@@ -41,7 +41,7 @@ class _Outcome:
 
 
 class Company(Protocol):
-    """Engines in lock step, as workers.worker joins them."""
+    """Engines in lock step, as workers.cpu.worker joins them."""
 
     def meet(self, ballot: Ballot | None, num_tokens: int, num_pieces: int) -> Agreed:
         """Agrees on the step."""

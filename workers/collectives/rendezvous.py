@@ -14,11 +14,11 @@ import torch
 
 from trireme.errors import CollectiveError
 from trireme.mesh import Mesh
+from trireme.workers.collectives.allreduce_algos import PUSHED_BYTES
 from trireme.workers.collectives.nccl import ID_BYTES, Nccl, NcclComm, load_nccl
 from trireme.workers.collectives.peer import PeerMemory
 from trireme.workers.collectives.shm import ShmGroup
-from trireme.workers.collectives.torch_comm import TorchComm, lacks_torch
-from trireme.workers.collectives.ways import PUSHED_BYTES
+from trireme.workers.collectives.torch_dist import TorchComm, lacks_torch
 
 PATH_BYTES = 512  # of where ranks meet for torch
 

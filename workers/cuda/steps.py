@@ -1,5 +1,5 @@
 """The two kinds of steps on a GPU, from the host's columns to sampled tokens that never leave the device: one token for every
-row (`decode`, fit for a CUDA graph), and anything else (`mixed`). Used by workers.gpu_runner and workers.gpu_graphs.
+row (`decode`, fit for a CUDA graph), and anything else (`mixed`). Used by workers.cuda.runner and workers.cuda.graphs.
 
 Nothing here waits for the device. Legend: P rows with padding, R rows, T tokens, S rows that sample, K changed block entries;
 pieces as in models.cuda.attention.prefill_plan.
@@ -24,10 +24,10 @@ from trireme.models.cuda.attention.prefill_plan import PromptPlan, Rules, order_
 from trireme.models.cuda.decoder import CudaBatch
 from trireme.models.cuda.ops import LOGPROB_WORDS
 from trireme.workers.batch import Batch
-from trireme.workers.gpu_rows import DeviceRows, Indices, Ints
+from trireme.workers.cuda.device_state import DeviceRows, Indices, Ints
+from trireme.workers.cuda.staging import Upload
 from trireme.workers.inputs import StepRows, check_rows, slot_values
-from trireme.workers.kv_tensors import independent
-from trireme.workers.staging import Upload
+from trireme.workers.kv.tensors import independent
 
 COLUMNS = ("rows", "ids", "positions", "slots", "context", "jobs", "at", "blocks")  # of a decode step, each [P]
 MOST_BLOCKS = 528  # thread blocks of decode attention that a card runs side by side

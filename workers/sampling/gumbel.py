@@ -1,6 +1,6 @@
 """Random numbers as a pure function of (seed, choice, absolute position, token): the same draw in any batch, on any engine.
 
-Called by workers.sampler. Holds no generator state, so nothing can be consumed by a batch-mate, a retry or a preemption.
+Called by workers.sampling.sampler. Holds no generator state, so nothing can be consumed by a batch-mate, a retry or a preemption.
 
 The definition, in unsigned integers, for C++ and CUDA to match bit for bit:
 

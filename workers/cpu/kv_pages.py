@@ -1,8 +1,8 @@
 """Makes KV memory resident before requests need it: a page that is touched for the first time waits for the system.
 
-Called by workers.worker. The thread is in the idle class, so it works only while nobody computes, and keeps a reserve beyond the
-highest block in use (blocks that never held anything are given out in ascending order); what it had no time for is taken from the
-system as blocks are first used.
+Called by workers.cpu.worker. The thread is in the idle class, so it works only while nobody computes, and keeps a reserve
+beyond the highest block in use (blocks that never held anything are given out in ascending order); what it had no time for is
+taken from the system as blocks are first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which tokens stay in the draw: top-k, then top-p of what remains, then min-p. Pure functions over one row.
 
-Called by workers.sampler and workers.logprobs; csrc/cpu/sampling_impl.h finds the same sets, token by token. Ties are
-broken towards lower ids, so that exactly k tokens stay. Top-p is defined over whole numbers: see `masses`.
+Called by workers.sampling.sampler and workers.sampling.logprobs; csrc/cpu/sampling_impl.h finds the same sets, token by token.
+Ties are broken towards lower ids, so that exactly k tokens stay. Top-p is defined over whole numbers: see `masses`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.workers.noise import Floats, Ids
+from trireme.workers.sampling.gumbel import Floats, Ids
 
 _GROUP = 64  # values per group whose maximum bounds the k-th value
 _POWERS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)  # of 2^f

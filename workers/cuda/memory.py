@@ -1,6 +1,6 @@
 """What fits on a GPU beside the weights: the largest step is computed once and measured, and the rest is for keys and values.
 
-Called by workers.gpu while it loads. The arithmetic and the refusal are pure; `measure_step` alone touches the device.
+Called by workers.cuda.worker while it loads. The arithmetic and the refusal are pure; `measure_step` alone touches the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Facts of this machine: free memory under the kernel's and the container's limits, usable cores, a worker's fair share.
 
-Called by workers.worker. Reads /proc and /sys only; every reader takes its root directory, for tests.
+Called by workers.cpu.worker. Reads /proc and /sys only; every reader takes its root directory, for tests.
 """
 
 from __future__ import annotations

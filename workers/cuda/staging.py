@@ -1,6 +1,6 @@
 """Pinned host memory through which a step's numbers go to the device and its tokens come back, without anybody waiting.
 
-Owned by workers.gpu_runner. Buffers are used in turn; one is filled again only when the device has read it. On the CPU (tests)
+Owned by workers.cuda.runner. Buffers are used in turn; one is filled again only when the device has read it. On the CPU (tests)
 the same copies happen at once.
 """
 

@@ -1,4 +1,5 @@
-"""The sizes of steps that are captured as CUDA graphs: at the start, and those that may be added. Pure; used by workers.gpu.
+"""The sizes of steps that are captured as CUDA graphs: at the start, and those that may be added. Pure; used by
+workers.cuda.worker.
 
 Few are captured at the start. Steps of one token per row may be padded to nearly twice their rows then, which costs little: their
 time is that of the weights. Prompts are computed for what they are padded to, so their list is whole from the start.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from trireme.graph_sizes import GraphSizes
-from trireme.workers.graph_policy import GraphPolicy, Size
+from trireme.workers.cuda.graph_policy import GraphPolicy, Size
 
 MOST_ROWS = 512  # beyond it a step is long enough to be launched kernel by kernel
 DECODES = (0, 8, 32, 64, 128, 256)  # rows beside prompts

@@ -1,9 +1,10 @@
-"""Turns logits into tokens, row by row as each row's parameters ask. Called by workers.runner on the reporting worker.
+"""Turns logits into tokens, row by row as each row's parameters ask. Called by workers.cpu.runner on the reporting worker.
 
-The compiled sampler (workers.native_sampler) answers a whole batch in one call; the numpy path here defines its decisions,
+The compiled sampler (workers.sampling.native_sampler) answers a whole batch in one call; the numpy path here defines its decisions,
 takes a row that it leaves open, and is used where it is not built. Every row is worked alone, so its token cannot depend on
-its batch-mates and an error in it ends in a RowFault for it alone. Order per row: penalties, bias, bars (workers.rules),
-temperature, top-k, top-p, min-p (workers.truncation), noise (workers.noise). Greedy takes the lowest id among equals.
+its batch-mates and an error in it ends in a RowFault for it alone. Order per row: penalties, bias, bars
+(workers.sampling.logits_processors), temperature, top-k, top-p, min-p (workers.sampling.top_k_top_p), noise
+(workers.sampling.gumbel). Greedy takes the lowest id among equals.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from trireme.models.cpu.kernels import find_native
 from trireme.params import RowParams
 from trireme.transport.messages import LogprobRow, RowFault
 from trireme.workers.batch import ROW_ERRORS, Batch
-from trireme.workers.logprobs import logprob_row, logprob_row_reference
-from trireme.workers.native_sampler import NOT_FINITE, NOTHING_LEFT, Answers, NativeSampler
-from trireme.workers.noise import Floats, NoiseField, noise_key, race_among
-from trireme.workers.truncation import survivors
+from trireme.workers.sampling.gumbel import Floats, NoiseField, noise_key, race_among
+from trireme.workers.sampling.logprobs import logprob_row, logprob_row_reference
+from trireme.workers.sampling.native_sampler import NOT_FINITE, NOTHING_LEFT, Answers, NativeSampler
+from trireme.workers.sampling.top_k_top_p import survivors
 
 
 @dataclass(slots=True)

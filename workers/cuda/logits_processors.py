@@ -1,6 +1,6 @@
 """Rows whose logit rules the device applies by itself (csrc/cuda/rules.cuh), and the record of rules that each has there.
 
-Owned by workers.gpu_runner. Which rows they are follows from plans alone, so all ranks agree; a row that finds no room stays with
+Owned by workers.cuda.runner. Which rows they are follows from plans alone, so all ranks agree; a row that finds no room stays with
 the host. A record is made when its row is placed, takes memory while the row is there, and counts the row's outputs on the device.
 """
 
@@ -26,12 +26,12 @@ from trireme.models.cuda.ops import (
     touched_words,
 )
 from trireme.params import RowParams
-from trireme.workers.noise import Ids
-from trireme.workers.rules import LogitRules, RuleParts, Tokens
+from trireme.workers.sampling.gumbel import Ids
+from trireme.workers.sampling.logits_processors import LogitRules, RuleParts, Tokens
 
 Ints = NDArray[np.int32]
 Send = Callable[[Ids, Ints], tuple[Tensor, Tensor]]
-"""workers.gpu_steps.Steps.send."""
+"""workers.cuda.steps.Steps.send."""
 POOL_BYTES = 160 << 20  # of all records
 MOST_POSITION = 2**31 - 1
 PAST = MOST_WORD - 1  # tokens of a row that its record remembers

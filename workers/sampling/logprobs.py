@@ -1,6 +1,6 @@
 """Log-probabilities of tokens: the log-softmax of the model's own logits, before penalties, bias, bars and temperature.
 
-Called by workers.sampler (sampled tokens) and workers.runner (prompt tokens). One position at a time, so that a value
+Called by workers.sampling.sampler (sampled tokens) and workers.cpu.runner (prompt tokens). One position at a time, so that a value
 depends on nothing else in the step. Rank 1 is the likeliest token; equal logits share the better rank. The compiled kernel
 (csrc/cpu/sampling.h) answers where it is built; numpy's answer may differ from it in a value's last digits only.
 """
@@ -13,9 +13,9 @@ import numpy as np
 
 from trireme.models.cpu.kernels import find_native
 from trireme.transport.messages import LogprobRow
-from trireme.workers.noise import Floats
-from trireme.workers.rules import Tokens
-from trireme.workers.truncation import top_ids
+from trireme.workers.sampling.gumbel import Floats
+from trireme.workers.sampling.logits_processors import Tokens
+from trireme.workers.sampling.top_k_top_p import top_ids
 
 _NOT_FINITE = -2  # a rank of the kernel
 

@@ -1,8 +1,9 @@
 """Which sizes of steps are worth a CUDA graph, by the shapes of the steps seen. Pure: no torch, no clock, no randomness, so that
 ranks which see the same plans decide the same.
 
-Asked by workers.gpu_runner for every step, and by workers.gpu_adapt when there is time for a change. A shape is one or two counts
-((rows,), or (decoding rows, prompt tokens)); a size holds the shapes that exceed it nowhere, and costs the rows it computes.
+Asked by workers.cuda.runner for every step, and by workers.cuda.graph_adapt when there is time for a change. A shape is one or
+two counts ((rows,), or (decoding rows, prompt tokens)); a size holds the shapes that exceed it nowhere, and costs the rows it
+computes.
 """
 
 from __future__ import annotations

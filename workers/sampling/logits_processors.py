@@ -1,5 +1,5 @@
 """What a row's parameters do to its logits before the draw: penalties, then bias, then bars (allowed ids, bad words,
-min_tokens). Built when a row is placed in the batch, for rows that need it only; applied by workers.sampler to a copy.
+min_tokens). Built when a row is placed in the batch, for rows that need it only; applied by workers.sampling.sampler to a copy.
 
 Order and meaning: a bias is the caller's last word, so penalties never scale it; a barred token is -inf whatever its bias.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.params import RowParams
-from trireme.workers.noise import Floats, Ids
+from trireme.workers.sampling.gumbel import Floats, Ids
 
 Tokens = NDArray[np.int32]
 
@@ -109,7 +109,7 @@ class LogitRules:
         return RuleParts(*seen, self._bias_ids, self._bias, self._allowed, self._bad.singles, ends, self._bad.longer)
 
     def describe(self, tokens: Tokens) -> tuple[tuple[int, ...], tuple[int, ...], Ids]:
-        """The rules as workers.native_sampler.JOB has them: counts, addresses, and an array that must live meanwhile."""
+        """The rules as workers.sampling.native_sampler.JOB has them: counts, addresses, and an array that must live meanwhile."""
         ids, counts, num_seen = (0, 0, 0) if self._seen is None else self._seen.addresses()
         barred = self._bad.barred(tokens)
         if tokens.size < self.ends_from:

@@ -1,9 +1,9 @@
 """CUDA graphs of steps: decode steps, one for each padded number of rows (and for how finely contexts are cut), and small steps
 with prompts, one for each padded number of decoding rows and of prompt tokens.
 
-Used by workers.gpu_runner, and by workers.gpu_adapt, which changes what is captured. A step is padded up to the least captured size
-that holds it; all graphs share one memory pool, and those of a kind one place for their inputs. On the CPU (tests) the same steps
-run as they are.
+Used by workers.cuda.runner, and by workers.cuda.graph_adapt, which changes what is captured. A step is padded up to the least
+captured size that holds it; all graphs share one memory pool, and those of a kind one place for their inputs. On the CPU
+(tests) the same steps run as they are.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from trireme.budget import GPU_GRAPHS
 from trireme.models.cuda.attention.prefill_plan import PIECES, plan_prompts
 from trireme.workers.batch import Batch
-from trireme.workers.gpu_rows import DeviceRows, Indices, Ints
-from trireme.workers.gpu_steps import COLUMNS, MIXED, SHORT, Mixed, Steps, drawn_tensors, fill_decode
-from trireme.workers.graph_policy import GraphPolicy, Size
+from trireme.workers.cuda.device_state import DeviceRows, Indices, Ints
+from trireme.workers.cuda.graph_policy import GraphPolicy, Size
+from trireme.workers.cuda.staging import Upload
+from trireme.workers.cuda.steps import COLUMNS, MIXED, SHORT, Mixed, Steps, drawn_tensors, fill_decode
 from trireme.workers.inputs import StepRows
-from trireme.workers.staging import Upload
 
 Progress = Callable[[str, int, int], None]
 Launch = Callable[[], Any]

@@ -1,8 +1,8 @@
-"""Carries out StepPlans on a GPU: launches a step, and gives a Ticket that waits for its tokens. Owned by workers.gpu.
+"""Carries out StepPlans on a GPU: launches a step, and gives a Ticket that waits for its tokens. Owned by workers.cuda.worker.
 
 While a step runs the next one may be launched: the tokens in between stay on the device. A step with rows that the host must
 sample (rules that the device cannot apply) is waited for, and their logits alone come over; one that scores a
-prompt takes the way of workers.runner. One thread launches; any thread may wait.
+prompt takes the way of workers.cpu.runner. One thread launches; any thread may wait.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from trireme.models.cuda.ops import JOB, MOST_LOGPROBS, NOTHING_LEFT
 from trireme.transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
 from trireme.transport.packed import pack, unpack, unpack_flags
 from trireme.workers.batch import Batch
-from trireme.workers.gpu_graphs import MOST_PIECES, DecodeGraphs, GraphSet, MixedGraphs
-from trireme.workers.gpu_rows import Ints, block_changes, job_of
-from trireme.workers.gpu_rules import DeviceRules, is_for_device
-from trireme.workers.gpu_steps import Mixed, Steps
-from trireme.workers.graph_policy import Size
+from trireme.workers.cpu.runner import Runner
+from trireme.workers.cuda.device_state import Ints, block_changes, job_of
+from trireme.workers.cuda.graph_policy import Size
+from trireme.workers.cuda.graphs import MOST_PIECES, DecodeGraphs, GraphSet, MixedGraphs
+from trireme.workers.cuda.logits_processors import DeviceRules, is_for_device
+from trireme.workers.cuda.staging import Answer
+from trireme.workers.cuda.steps import Mixed, Steps
 from trireme.workers.inputs import StepRows
-from trireme.workers.rules import LogitRules
-from trireme.workers.runner import Runner
-from trireme.workers.sampler import Sampler
-from trireme.workers.staging import Answer
+from trireme.workers.sampling.logits_processors import LogitRules
+from trireme.workers.sampling.sampler import Sampler
 
 NOT_FINITE = "sampling failed: the model gave logits that are not finite"
 ALL_BARRED = "sampling failed: no token is left to sample: the parameters bar every one"

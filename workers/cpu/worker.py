@@ -29,14 +29,14 @@ from trireme.runtime import TORCH, choose_runtime
 from trireme.transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.workers.batch import Batch
 from trireme.workers.collectives import make_group
+from trireme.workers.cpu.kv_pages import ResidentKv
+from trireme.workers.cpu.memory import activation_bytes, kv_share, read_memory, usable_cores
+from trireme.workers.cpu.runner import Runner
 from trireme.workers.inputs import InputBuilder
-from trireme.workers.kv_pages import ResidentKv
-from trireme.workers.kv_tensors import KvDtype, allocate_kv, block_bytes, choose_kv_dtype, poison_blocks
-from trireme.workers.memory import activation_bytes, kv_share, read_memory, usable_cores
-from trireme.workers.runner import Runner
+from trireme.workers.kv.tensors import KvDtype, allocate_kv, block_bytes, choose_kv_dtype, poison_blocks
 
 if TYPE_CHECKING:
-    from trireme.workers.company import EngineCompany
+    from trireme.workers.collectives.expert_parallel import EngineCompany
 
 
 class Worker:
@@ -72,7 +72,7 @@ class Worker:
         asked = self.config.model
         experts = None
         if self._peers_arena:
-            from trireme.workers.company import EngineCompany
+            from trireme.workers.collectives.expert_parallel import EngineCompany
 
             limit_s = self.config.launch.step_timeout
             self._company = EngineCompany(self._peers_arena, self.mesh, timeout_s=limit_s)

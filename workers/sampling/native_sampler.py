@@ -1,4 +1,4 @@
-"""The compiled sampler (csrc/cpu/sampling.h): one call per step for a whole batch. Called by workers.sampler.
+"""The compiled sampler (csrc/cpu/sampling.h): one call per step for a whole batch. Called by workers.sampling.sampler.
 
 Keeps a job per batch slot, written once when a row arrives; a step fills in positions and, for rows with rules, addresses.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trireme.params import RowParams
 from trireme.transport.messages import LogprobRow
 from trireme.workers.batch import Batch
-from trireme.workers.noise import Floats
+from trireme.workers.sampling.gumbel import Floats
 
 JOB = np.dtype(
     [

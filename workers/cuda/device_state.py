@@ -1,6 +1,6 @@
 """What a GPU remembers of the batch between steps: block tables, the newest token and the sampling job of every row.
 
-Owned by workers.gpu_runner. The host's batch (workers.batch) is the truth; the device gets the differences. One row more than
+Owned by workers.cuda.runner. The host's batch (workers.batch) is the truth; the device gets the differences. One row more than
 the batch has is padding: it holds no request, and whatever steps of a fixed size write for nobody goes there.
 """
 
@@ -81,7 +81,7 @@ def _span(batch: Batch, row: int, start: int) -> tuple[Indices, Ints]:
 
 
 def job_of(params: RowParams, vocab_size: int) -> NDArray[Any]:
-    """A row's parameters as the device's sampler takes them; it has no rules yet (workers.gpu_rules)."""
+    """A row's parameters as the device's sampler takes them; it has no rules yet (workers.cuda.logits_processors)."""
     job = np.zeros((), JOB)
     job["seed"] = params.seed & (2**64 - 1)
     job["choice"] = params.choice
