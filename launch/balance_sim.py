@@ -22,7 +22,7 @@ from trireme.engine_core.scheduler import Limits
 from trireme.fleet import Fleet
 from trireme.hashing import block_hashes, prompt_keys
 from trireme.params import RowParams
-from trireme.serving.choose import Chooser
+from trireme.serving.engines.fallback_router import Chooser
 from trireme.transport.messages import Route, StepOutputs, Submit
 from trireme.transport.packed import unpack, unpack_ids
 

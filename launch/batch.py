@@ -20,16 +20,16 @@ from trireme.errors import RequestError
 from trireme.outputs import CompletionOutput, OutputDelta, RequestOutput, TokenLogprob
 from trireme.packaged import files_of
 from trireme.params import SamplingParams
-from trireme.serving.chat import ChatRenderer
-from trireme.serving.client import EngineClient
-from trireme.serving.detokenizer import TokenText
-from trireme.serving.generation import Generation, TextDelta
-from trireme.serving.generation import TokenLogprob as Scored
-from trireme.serving.processor import Processor
-from trireme.serving.replay import Replay
-from trireme.serving.templates import find_template
-from trireme.serving.tokens import Tokenizer, load_tokenizer
-from trireme.serving.wire_openai import ChatRequest
+from trireme.serving.api.openai.chat import ChatRenderer
+from trireme.serving.api.openai.wire import ChatRequest
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.replay import Replay
+from trireme.serving.text.detokenizer import TokenText
+from trireme.serving.text.generation import Generation, TextDelta
+from trireme.serving.text.generation import TokenLogprob as Scored
+from trireme.serving.text.processor import Processor
+from trireme.serving.text.templates import find_template
+from trireme.serving.text.tokens import Tokenizer, load_tokenizer
 from trireme.transport.messages import EngineFacts
 
 

@@ -24,9 +24,9 @@ from trireme.launch.bench import Row, publish
 from trireme.launch.options import Invocation
 from trireme.metrics import percentile
 from trireme.params import RowParams
-from trireme.serving.client import EngineClient
-from trireme.serving.replay import Replay
-from trireme.serving.stream import Stream
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.replay import Replay
+from trireme.serving.engines.stream import Stream
 from trireme.transport.aio import AsyncConnection
 from trireme.transport.boot import spawn
 from trireme.transport.codec import encode

@@ -19,8 +19,8 @@ from trireme.errors import ConfigError, EngineError, ModelError, TriremeError
 from trireme.launch.startup import Life, lives_of
 from trireme.launch.supervise import AllReady, Died, Event, Supervisor
 from trireme.phases import Phases
-from trireme.serving.client import EngineClient
-from trireme.serving.connect import client_over_sockets
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.connect import client_over_sockets
 from trireme.transport.local import LocalServer
 from trireme.transport.messages import Failed, LoadProgress, Progress
 from trireme.transport.poller import Poller, Waker

@@ -19,8 +19,8 @@ from trireme.launch.passes import PASS_NAME
 from trireme.launch.session import AsyncSession, Session
 from trireme.launch.startup import Life
 from trireme.launch.view import ProgressView
-from trireme.serving.client import EngineClient
-from trireme.serving.connect import client_over_sockets
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.connect import client_over_sockets
 from trireme.transport.messages import Boot
 from trireme.transport.rundir import LOCK_NAME, PREFIX
 

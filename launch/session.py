@@ -25,8 +25,8 @@ from trireme.lockstep import pause_mode
 from trireme.outputs import OutputDelta, RequestOutput
 from trireme.params import SamplingParams
 from trireme.rest import RESTING
-from trireme.serving.client import EngineClient
-from trireme.serving.engine import EngineState
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.engine import EngineState
 from trireme.transport.messages import Progress
 
 Prompt: TypeAlias = "str | Sequence[int] | np.ndarray"

@@ -45,7 +45,7 @@ def codec(times: int) -> None:
 
 def detokenize(times: int) -> None:
     """Tokens into text, with a stop string to look for."""
-    from trireme.serving.detokenizer import Detokenizer, TokenText
+    from trireme.serving.text.detokenizer import Detokenizer, TokenText
 
     text = TokenText(_Bytes())
     state = Detokenizer(text, stops=["nowhere"])

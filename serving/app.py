@@ -1,7 +1,7 @@
 """The HTTP application: routes, from the bytes of a request to the bytes of its answer.
 
-An ASGI application on starlette's router, wrapped by serving/gate.py. Every handler raises ours or RequestErrors and lets
-the gate answer. No state: everything shared is in serving/front.py.
+An ASGI application on starlette's router, wrapped by serving/http/middleware.py. Every handler raises ours or RequestErrors
+and lets the gate answer. No state: everything shared is in serving/front.py.
 """
 
 from __future__ import annotations
@@ -20,17 +20,11 @@ from trireme import __version__
 from trireme.errors import NotFoundError, RequestError, TooLargeError, TriremeError
 from trireme.fleet import MAX_LABEL
 from trireme.params import SamplingParams
-from trireme.serving import control
-from trireme.serving.chat import ChatFormat, content_chars
-from trireme.serving.completions import CompletionFormat
-from trireme.serving.door import Caller
-from trireme.serving.front import Front
-from trireme.serving.gate import Admin, Gate, Keys, send_body
-from trireme.serving.generation import Generation
-from trireme.serving.replay import Replay
-from trireme.serving.sse import FIRST_EVENT_S, EventStream, Format, Outcome
-from trireme.serving.telemetry import CONTENT_TYPE, merged, page
-from trireme.serving.wire_openai import (
+from trireme.serving.admission.admission import Caller
+from trireme.serving.api import control
+from trireme.serving.api.openai.chat import ChatFormat, content_chars
+from trireme.serving.api.openai.completions import CompletionFormat
+from trireme.serving.api.openai.wire import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -39,6 +33,12 @@ from trireme.serving.wire_openai import (
     sampling_params,
     split_prompts,
 )
+from trireme.serving.engines.replay import Replay
+from trireme.serving.front import Front
+from trireme.serving.http.middleware import Admin, Gate, Keys, send_body
+from trireme.serving.http.sse import FIRST_EVENT_S, EventStream, Format, Outcome
+from trireme.serving.metrics.telemetry import CONTENT_TYPE, merged, page
+from trireme.serving.text.generation import Generation
 
 BODY_TIMEOUT_S = 30.0
 STATISTICS_TIMEOUT_S = 0.5

@@ -15,16 +15,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, NotFoundError, OverloadedError, RequestError
 from trireme.lockstep import is_pause
-from trireme.serving.chat import ChatRenderer
-from trireme.serving.client import EngineClient
-from trireme.serving.detokenizer import TokenText
-from trireme.serving.door import Caller, Door
-from trireme.serving.engine import EngineState
-from trireme.serving.processor import Processor
-from trireme.serving.sse import Look, Ticker
-from trireme.serving.telemetry import Snapshot, Telemetry
-from trireme.serving.templates import find_template
-from trireme.serving.tokens import Tokenizer
+from trireme.serving.admission.admission import Caller, Door
+from trireme.serving.api.openai.chat import ChatRenderer
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.engine import EngineState
+from trireme.serving.http.sse import Look, Ticker
+from trireme.serving.metrics.telemetry import Snapshot, Telemetry
+from trireme.serving.text.detokenizer import TokenText
+from trireme.serving.text.processor import Processor
+from trireme.serving.text.templates import find_template
+from trireme.serving.text.tokens import Tokenizer
 
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
 MIN_BODY_BUDGET = 64 << 20  # bytes of bodies being read at one time, all requests together

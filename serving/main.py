@@ -21,11 +21,11 @@ from trireme.config import EngineConfig
 from trireme.log import configure, facts
 from trireme.packaged import files_of
 from trireme.serving.app import make_app
-from trireme.serving.connect import client_over_sockets
+from trireme.serving.engines.connect import client_over_sockets
 from trireme.serving.front import Front
-from trireme.serving.listener import Listener, allow_connections
-from trireme.serving.siblings import Siblings
-from trireme.serving.tokens import load_tokenizer
+from trireme.serving.http.listener import Listener, allow_connections
+from trireme.serving.metrics.aggregation import Siblings
+from trireme.serving.text.tokens import load_tokenizer
 from trireme.transport.boot import BootChannel
 from trireme.transport.messages import Drain
 

@@ -1,4 +1,4 @@
-"""The one metric table: name, kind, labels, help. Front ends export it (serving/telemetry.py), docs/metrics.md lists it.
+"""The one metric table: name, kind, labels, help. Front ends export it (serving/metrics/telemetry.py), docs/metrics.md lists it.
 
 Nothing else names a metric. Times are seconds, sizes bytes; a counter's exported name ends in `_total`. Percentiles for
 benchmarks and reports are computed here as well, so that every number in the project means the same.

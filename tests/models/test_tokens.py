@@ -23,7 +23,7 @@ from tests.models.tiny_gguf import (
 from trireme.errors import ModelError
 from trireme.gguf import read_gguf
 from trireme.packaged import ModelFiles, find_model
-from trireme.serving.tokens import Tokenizer, load_tokenizer
+from trireme.serving.text.tokens import Tokenizer, load_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",

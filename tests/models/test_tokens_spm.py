@@ -25,14 +25,14 @@ from tests.models.tiny_gguf import (
 )
 from trireme.errors import ModelError
 from trireme.packaged import find_model
-from trireme.serving.encoders import ADDED, PLAIN, SPECIAL, SpmEncoder
-from trireme.serving.tokens import Tokenizer
-from trireme.serving.tokens_gguf import tokenizer_from_gguf
+from trireme.serving.text.encoders import ADDED, PLAIN, SPECIAL, SpmEncoder
+from trireme.serving.text.tokens import Tokenizer
+from trireme.serving.text.tokens_gguf import tokenizer_from_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS_TO_CUT = [
     "README.md",
-    "serving/tokens.py",
+    "serving/text/tokens.py",
     "csrc/cpu/threads.cpp",
     "docs/architecture.md",
     "tests/models/test_tokens.py",

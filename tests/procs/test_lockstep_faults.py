@@ -20,8 +20,8 @@ from tests.procs.deployment import Supervised, wait_for
 from tests.procs.fake_llm import expected, fake_model, prompt_of, until
 from trireme.launch.supervise import Supervisor, Timing
 from trireme.resolve import prepare
-from trireme.serving.client import EngineClient
-from trireme.serving.connect import client_over_sockets
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.connect import client_over_sockets
 from trireme.settings import load
 
 pytestmark = pytest.mark.timeout(180)

@@ -21,10 +21,10 @@ from trireme.launch.deployment import InProcess
 from trireme.packaged import find_model
 from trireme.resolve import prepare
 from trireme.serving.app import make_app
-from trireme.serving.client import EngineClient
+from trireme.serving.engines.client import EngineClient
 from trireme.serving.front import Front
-from trireme.serving.listener import WANTED_CONNECTIONS, Listener
-from trireme.serving.tokens import load_tokenizer
+from trireme.serving.http.listener import WANTED_CONNECTIONS, Listener
+from trireme.serving.text.tokens import load_tokenizer
 from trireme.settings import load
 
 

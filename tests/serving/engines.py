@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.models.tiny import EOS
 from trireme.engine_core.outputs import FrontOutputs
-from trireme.serving.client import EngineClient
+from trireme.serving.engines.client import EngineClient
 from trireme.transport.messages import (
     Abort,
     Call,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from trireme.serving.accept import RESERVE, RETRY_S, Acceptor
+from trireme.serving.http.accept import RESERVE, RETRY_S, Acceptor
 
 
 class Echo(asyncio.Protocol):

@@ -14,10 +14,10 @@ import pytest
 from tests.serving.engines import FakeEngine, client_of, words
 from trireme.errors import EngineDeadError, EngineError, NotFoundError
 from trireme.params import RowParams
-from trireme.serving.choose import Chooser
-from trireme.serving.client import EngineClient
-from trireme.serving.replay import Replay
-from trireme.serving.stream import Event, Stream
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.fallback_router import Chooser
+from trireme.serving.engines.replay import Replay
+from trireme.serving.engines.stream import Event, Stream
 from trireme.transport.messages import Abort, End, Load, Member, Released, Route, Routed, Submit, View
 from trireme.transport.sockets import Left
 

@@ -11,7 +11,7 @@ from tests.serving.engines import FakeEngine, client_of, words
 from tests.serving.test_client import drain, ends, replay
 from tests.serving.test_migration import continuing, gained, submits_of, tokens_of
 from trireme.errors import EngineDeadError
-from trireme.serving.client import EngineClient
+from trireme.serving.engines.client import EngineClient
 from trireme.transport.messages import Welcome
 
 TEXT = "abcdefghijklmnop"

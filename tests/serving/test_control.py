@@ -13,7 +13,7 @@ import pytest
 
 from tests.models.tiny import make_stub
 from tests.serving.deployment import Served, serve_model
-from trireme.serving.control import ADMIN
+from trireme.serving.api.control import ADMIN
 
 BOSS = {"authorization": "Bearer boss"}
 TEXT = {"model": "stub", "prompt": "hello", "max_tokens": 8, "temperature": 0}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trireme.serving.detokenizer import Detokenizer, StopStrings, TokenText
+from trireme.serving.text.detokenizer import Detokenizer, StopStrings, TokenText
 
 EXTRA = ["DEF", "G", "HI", "J", "K", "X", "ab", "cx"]
 SPECIAL = frozenset({256, 257, 258})

@@ -15,7 +15,7 @@ from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
 from trireme.errors import ConfigError
-from trireme.serving.door import read_grants
+from trireme.serving.admission.admission import read_grants
 from trireme.transport.messages import Submit
 
 TEXT = {"model": "stub", "prompt": "hello", "max_tokens": 4}
@@ -205,7 +205,7 @@ async def test_refusals_come_at_once(tmp_path: Path) -> None:
 
 
 async def test_a_slow_reader_of_a_whole_answer_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trireme.serving.sse.STALL_S", 0.5)
+    monkeypatch.setattr("trireme.serving.http.sse.STALL_S", 0.5)
     engine = FakeEngine([259] * 20_000, max_len=40_000)
     async with serve(tmp_path, engine, extra=["long text " * 100]) as served:
         body = json.dumps({**TEXT, "max_tokens": 20_000}).encode()

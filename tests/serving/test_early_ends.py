@@ -11,18 +11,18 @@ from typing import Any
 import openai
 import pytest
 
-import trireme.serving.client
+import trireme.serving.engines.client
 from tests.models.tiny import EOS, make_stub
 from tests.serving.deployment import Served, serve, serve_model
 from tests.serving.engines import FakeEngine, words
-from trireme.serving.completions import CompletionFormat
+from trireme.serving.api.openai.completions import CompletionFormat
 
 TEXT = {"model": "stub", "prompt": "hello"}
 
 
 async def test_a_reader_that_stops_is_reset_and_frees_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trireme.serving.sse.STALL_S", 0.5)
-    monkeypatch.setattr("trireme.serving.sse.TAKE_S", 1.0)
+    monkeypatch.setattr("trireme.serving.http.sse.STALL_S", 0.5)
+    monkeypatch.setattr("trireme.serving.http.sse.TAKE_S", 1.0)
     engine = FakeEngine([259] * 100_000, step_s=0.0005, max_len=200_000)
     async with serve(tmp_path, engine, extra=["long text " * 100], stream_buffer=4096) as served:
         body = json.dumps({**TEXT, "stream": True, "max_tokens": 100_000}).encode()
@@ -100,7 +100,7 @@ async def test_what_the_official_client_says_to_a_slow_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
     """Its user meets the reason while the connection takes it, and after a reset an error without one."""
-    monkeypatch.setattr("trireme.serving.sse.TAKE_S", 1.0)
+    monkeypatch.setattr("trireme.serving.http.sse.TAKE_S", 1.0)
     engine = FakeEngine([259] * 200_000, step_s=0.0002, max_len=400_000)
     async with serve(tmp_path, engine, extra=["long text " * 1000], stream_buffer=16384) as served:
         with pytest.raises(openai.APIConnectionError if stops else openai.APIError) as raised:
@@ -144,7 +144,7 @@ async def test_what_an_engine_said_and_nobody_took_in_ends_its_rows(
     """Else they would go on without those tokens, as if nothing had happened."""
     model = make_stub(tmp_path / "m", scripts=[["a" * 200]], delay_ms=3)
     async with serve_model(model, worker="fake") as served:
-        calls, unpack = 0, trireme.serving.client.unpack
+        calls, unpack = 0, trireme.serving.engines.client.unpack
 
         def failing(column: Any) -> Any:
             nonlocal calls
@@ -153,7 +153,7 @@ async def test_what_an_engine_said_and_nobody_took_in_ends_its_rows(
                 raise MemoryError
             return unpack(column)
 
-        monkeypatch.setattr(trireme.serving.client, "unpack", failing)
+        monkeypatch.setattr(trireme.serving.engines.client, "unpack", failing)
         streams = [served.events("/v1/completions", {**TEXT, "max_tokens": 100}) for _ in range(3)]
         for events in await asyncio.gather(*streams):
             assert events[-1]["error"]["code"] == "engine_error"

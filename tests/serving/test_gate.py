@@ -13,7 +13,7 @@ import pytest
 from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
-from trireme.serving.gate import PUBLIC, Keys
+from trireme.serving.http.middleware import PUBLIC, Keys
 from trireme.serving.main import drain
 
 TEXT = {"model": "stub", "prompt": "hello"}
@@ -165,7 +165,7 @@ async def test_broken_http_is_a_400(tmp_path: Path, data: bytes) -> None:
 
 
 async def test_late_heads_and_bodies_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trireme.serving.listener.HEADER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("trireme.serving.http.listener.HEADER_TIMEOUT_S", 0.1)
     monkeypatch.setattr("trireme.serving.app.BODY_TIMEOUT_S", 0.1)
     async with serve(tmp_path, FakeEngine()) as served:
         assert (await served.send(b"GET /health HTTP/1.1\r\nhost: "))[0] == 408
@@ -198,7 +198,7 @@ async def test_answers_that_nobody_reads_hold_no_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connection: bytes
 ) -> None:
     """Of any route: here of one that has no stream to watch."""
-    monkeypatch.setattr("trireme.serving.listener.UNREAD_S", 0.2)
+    monkeypatch.setattr("trireme.serving.http.listener.UNREAD_S", 0.2)
     async with serve(tmp_path, FakeEngine()) as served:
         body = json.dumps({"prompt": "x" * 1_000_000}).encode()
         head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: %s\r\ncontent-length: %d\r\n\r\n"
@@ -218,8 +218,8 @@ async def test_answers_that_nobody_reads_hold_no_connection(
 
 
 async def test_silent_streams_get_pings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trireme.serving.sse.PING_S", 0.5)
-    monkeypatch.setattr("trireme.serving.sse.FIRST_EVENT_S", 0.2)
+    monkeypatch.setattr("trireme.serving.http.sse.PING_S", 0.5)
+    monkeypatch.setattr("trireme.serving.http.sse.FIRST_EVENT_S", 0.2)
     engine = FakeEngine(words("x", EOS))
     async with serve(tmp_path, engine) as served:
         engine.hold.clear()

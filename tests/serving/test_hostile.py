@@ -12,7 +12,7 @@ import pytest
 from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
-from trireme.serving import wire_openai as wire
+from trireme.serving.api.openai import wire
 from trireme.serving.app import make_app
 
 ATOMS: list[Any] = [

@@ -15,10 +15,10 @@ from tests.serving.engines import FakeEngine, client_of, words
 from tests.serving.test_client import drain, ends, replay
 from trireme.errors import EngineDeadError
 from trireme.params import RowParams
-from trireme.serving.client import EngineClient
-from trireme.serving.migration import judge
-from trireme.serving.replay import Replay
-from trireme.serving.stream import Event, PromptLogprobs, Stream
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.migration import judge
+from trireme.serving.engines.replay import Replay
+from trireme.serving.engines.stream import Event, PromptLogprobs, Stream
 from trireme.transport.messages import First, StepOutputs, Submit
 
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from trireme.serving import placement
-from trireme.serving.placement import Placement
+from trireme.serving.engines import placement
+from trireme.serving.engines.placement import Placement
 from trireme.transport.messages import Released, Route, Routed
 
 

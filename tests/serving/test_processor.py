@@ -9,8 +9,8 @@ from tests.models.tiny import make_stub
 from trireme.errors import RequestError
 from trireme.packaged import find_model
 from trireme.params import SamplingParams
-from trireme.serving.processor import Processor
-from trireme.serving.tokens import load_tokenizer
+from trireme.serving.text.processor import Processor
+from trireme.serving.text.tokens import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trireme.engine_core.captures import Captures
 from trireme.metrics import BY_NAME
-from trireme.serving.engine import EngineState
-from trireme.serving.siblings import Siblings
-from trireme.serving.telemetry import Snapshot, Telemetry, merged, page
+from trireme.serving.engines.engine import EngineState
+from trireme.serving.metrics.aggregation import Siblings
+from trireme.serving.metrics.telemetry import Snapshot, Telemetry, merged, page
 
 
 def telemetry(num: int) -> Telemetry:

@@ -9,10 +9,10 @@ import jinja2
 import pytest
 
 from trireme.errors import ModelError, RequestError
-from trireme.serving import templates
-from trireme.serving.chat import ChatRenderer
-from trireme.serving.templates import REGISTRY, Template, find_template
-from trireme.serving.wire_openai import ChatRequest, Message
+from trireme.serving.api.openai.chat import ChatRenderer
+from trireme.serving.api.openai.wire import ChatRequest, Message
+from trireme.serving.text import templates
+from trireme.serving.text.templates import REGISTRY, Template, find_template
 
 TALK = [
     {"role": "system", "content": "be kind"},

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.errors import EngineDeadError, OverloadedError, RequestError
-from trireme.serving import wire_openai as wire
+from trireme.serving.api.openai import wire
 
 
 def completion(**fields: Any) -> wire.CompletionRequest:

@@ -22,8 +22,8 @@ from trireme.errors import (
     RequestError,
     TriremeError,
 )
-from trireme.serving.client import ENGINE_WAIT_S, MIGRATION_LIMIT
-from trireme.serving.stream import PromptLogprobs
+from trireme.serving.engines.client import ENGINE_WAIT_S, MIGRATION_LIMIT
+from trireme.serving.engines.stream import PromptLogprobs
 from trireme.transport.messages import Abort, End, First, Load, LogprobRow, Released, Routed, StepOutputs, Submit
 from trireme.transport.packed import unpack_ids
 from trireme.transport.server import Peer

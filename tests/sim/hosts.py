@@ -18,7 +18,7 @@ from trireme.engine_core.core import EngineCore
 from trireme.engine_core.executor.base import WorkerLost
 from trireme.engine_core.loop import EngineLoop
 from trireme.errors import EngineError
-from trireme.serving.client import EngineClient
+from trireme.serving.engines.client import EngineClient
 
 if TYPE_CHECKING:
     from tests.sim.world import World

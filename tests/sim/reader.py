@@ -6,7 +6,7 @@ import asyncio
 
 from tests.sim.books import Answer
 from trireme.errors import TriremeError
-from trireme.serving.client import EngineClient
+from trireme.serving.engines.client import EngineClient
 
 
 async def read(client: EngineClient, answer: Answer) -> None:

@@ -13,7 +13,7 @@ from trireme.coordinator.simulation.faults import Fault, draw_faults
 from trireme.engine_core.policy import POLICIES
 from trireme.engine_core.scheduler import Limits
 from trireme.params import RowParams
-from trireme.serving.replay import Replay
+from trireme.serving.engines.replay import Replay
 
 VOCAB = 64
 EOS = 20

@@ -14,10 +14,10 @@ from trireme.coordinator.ledger import Ledger
 from trireme.engine_core.core import EngineCore
 from trireme.engine_core.kv.cache import KVCache
 from trireme.engine_core.loop import EngineLoop
-from trireme.serving.choose import Chooser
-from trireme.serving.client import EngineClient
-from trireme.serving.replay import Replay
-from trireme.serving.stream import Stream
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.fallback_router import Chooser
+from trireme.serving.engines.replay import Replay
+from trireme.serving.engines.stream import Stream
 from trireme.transport.messages import Submit
 from trireme.transport.wired import Left
 

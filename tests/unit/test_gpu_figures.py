@@ -5,7 +5,7 @@ from __future__ import annotations
 from scripts.gpu_figures import SHAPES, main, write_shape
 from trireme.launch.bench import make_text
 from trireme.packaged import find_model
-from trireme.serving.tokens import load_tokenizer
+from trireme.serving.text.tokens import load_tokenizer
 
 
 def test_every_kind_of_figure_is_measured(capsys):

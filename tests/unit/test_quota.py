@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.serving.concurrency import AdaptiveLimit
-from trireme.serving.quota import MAX_CALLERS, WINDOW_S, Quota, Quotas, Rates, SlidingWindow, TokenBucket
+from trireme.serving.admission.concurrency import AdaptiveLimit
+from trireme.serving.admission.quota import MAX_CALLERS, WINDOW_S, Quota, Quotas, Rates, SlidingWindow, TokenBucket
 
 gaps = st.lists(st.floats(0, 20), max_size=200)
 

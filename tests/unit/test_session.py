@@ -14,7 +14,7 @@ from trireme.errors import EngineDeadError, RequestError
 from trireme.launch.session import AsyncSession, Session
 from trireme.launch.view import ProgressView
 from trireme.params import SamplingParams
-from trireme.serving.client import EngineClient
+from trireme.serving.engines.client import EngineClient
 from trireme.settings import load
 
 

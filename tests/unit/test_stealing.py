@@ -23,9 +23,9 @@ from trireme.coordinator.ledger import Outstanding
 from trireme.coordinator.stealing import COOLDOWN_S, MAX_ROWS, PATIENCE_S, Stealing
 from trireme.engine_core.core import EngineCore
 from trireme.params import RowParams
-from trireme.serving.client import EngineClient
-from trireme.serving.replay import Replay
-from trireme.serving.stream import Stream
+from trireme.serving.engines.client import EngineClient
+from trireme.serving.engines.replay import Replay
+from trireme.serving.engines.stream import Stream
 from trireme.transport.messages import (
     Abort,
     End,

@@ -1,0 +1,205 @@
+"""The door: who a request is from, what that caller may use, how urgent it is, and whether there is room for it.
+
+Used by serving/app.py before, while and after a request is served; made by serving/front.py. What it refuses for the caller's own
+sake is a 429, for the server's a 503, both with Retry-After.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Protocol
+
+import msgspec
+from msgspec import Meta
+from starlette.types import Scope
+
+from trireme.config import ServingConfig
+from trireme.errors import ConfigError, OverloadedError, RequestError
+from trireme.serving.admission.concurrency import AdaptiveLimit
+from trireme.serving.admission.quota import Quota, Quotas, Rates
+from trireme.serving.engines.replay import Terms
+
+CLIENT_BYTES = 16
+TIERS = {"priority": -1, "flex": 1}  # OpenAI's service_tier; the others are 0
+FLEX_SHARE = 0.5  # of the room is for requests that can wait (a priority above 0)
+MAX_TIMEOUT_S = 86400.0
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of the file behind --quotas. `priority` is the most urgent one that its requests may have."""
+
+    key: Annotated[str, Meta(min_length=1, max_length=1024)]
+    name: str = ""
+    requests_per_minute: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    tokens_per_minute: Annotated[int, Meta(ge=0, le=10**12)] = 0
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(self.requests_per_minute, self.tokens_per_minute)
+
+
+class QuotaFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    clients: Annotated[list[Grant], Meta(max_length=100_000)] = []
+
+
+def read_grants(path: str | None) -> list[Grant]:
+    """Raises ConfigError that names the place in the file."""
+    if path is None:
+        return []
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return msgspec.convert(data or {}, QuotaFile).clients
+    except OSError as error:
+        raise ConfigError(f"--quotas {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"--quotas {path}: {error}") from error
+
+
+class Caller(NamedTuple):
+    """Who sent a request. `key` is a digest; `least_priority` None: any is allowed."""
+
+    key: bytes
+    quota: Quota | None
+    least_priority: int | None
+
+
+class Asking(Protocol):
+    """The fields of a body that concern the door."""
+
+    @property
+    def user(self) -> str | None: ...
+
+    @property
+    def priority(self) -> int | None: ...
+
+    @property
+    def service_tier(self) -> str | None: ...
+
+    @property
+    def timeout(self) -> float | None: ...
+
+    @property
+    def queue_timeout(self) -> float | None: ...
+
+
+class Door:
+    """`num_fronts` HTTP processes share the rates evenly: each counts what comes to it."""
+
+    def __init__(
+        self,
+        config: ServingConfig,
+        *,
+        queue_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._queue_s = queue_s
+        self._total_s = config.request_timeout
+        self._num_fronts = config.api_servers
+        self._default = Rates(config.requests_per_minute, config.tokens_per_minute)
+        grants = read_grants(config.quotas)
+        self.keys = (*config.api_key, *(grant.key for grant in grants))
+        self._grants = {key_digest(grant.key.encode()): grant for grant in grants}
+        self._bounds_priority = bool(grants)
+        self.quotas = Quotas()
+        self.limit = AdaptiveLimit(config.target_wait)
+
+    # ------------------------------------------------------------ who
+
+    def caller(self, scope: Scope) -> Caller:
+        """By the digest of the key that the gate let in; without keys, by the address."""
+        key = scope.get("state", {}).get("key") or key_digest(str((scope.get("client") or ("",))[0]).encode())
+        grant = self._grants.get(key)
+        rates = grant.rates if grant is not None else self._default
+        share = Rates(*(-(-rate // self._num_fronts) for rate in rates))
+        least = grant.priority if grant is not None else 0 if self._bounds_priority else None
+        return Caller(key, self.quotas.of(key, share), least)
+
+    def admit(self, caller: Caller) -> None:
+        """Counts one request of a caller. Raises OverloadedError (429) over its quota."""
+        if caller.quota is None:
+            return
+        now = self._clock()
+        if (refusal := caller.quota.refusal(now)) is not None:
+            limit, wait_s = refusal
+            raise OverloadedError(f"your limit is reached: {limit}", retry_after_s=math.ceil(wait_s), own_quota=True)
+        caller.quota.take_request(now)
+
+    def charge(self, caller: Caller, num_tokens: int) -> None:
+        if caller.quota is not None:
+            caller.quota.take_tokens(self._clock(), num_tokens)
+
+    def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
+        return caller.quota.headers(self._clock()) if caller.quota is not None else []
+
+    # ------------------------------------------------------------ terms
+
+    def terms(self, request: Asking, caller: Caller, scope: Scope) -> Terms:
+        """Raises RequestError naming the field."""
+        priority = request.priority
+        if priority is None:
+            priority = TIERS.get(request.service_tier or "", 0)
+        if caller.least_priority is not None:
+            priority = max(priority, caller.least_priority)
+        timeouts = [request.timeout, _header_seconds(scope, b"x-request-timeout")]
+        return Terms(
+            _client_of(caller, request.user),
+            priority,
+            _shortest("queue_timeout", self._queue_s, request.queue_timeout),
+            _shortest("timeout", self._total_s, *timeouts),
+        )
+
+    # ------------------------------------------------------------ room
+
+    def room(self, priority: int, least: int, most: int) -> int:
+        """Choices that may be under way for a request of this priority to come in: urgent ones may use all there is, those that
+        can wait only a part."""
+        if priority < 0:
+            return most
+        limit = self.limit.limit(least, most)
+        return limit if priority == 0 else max(1, int(limit * FLEX_SHARE))
+
+    def waited(self, wait_s: float, num_rows: int) -> None:
+        """A choice has left the queue of its engine."""
+        self.limit.waited(wait_s, num_rows, self._clock())
+
+
+def key_digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _client_of(caller: Caller, user: str | None) -> bytes:
+    """Whom a request is for, as engines may know it: the key, and the user of that key."""
+    name = (user or "").encode(errors="surrogatepass")
+    return hashlib.blake2b(name, key=caller.key[:64], digest_size=CLIENT_BYTES).digest()
+
+
+def _header_seconds(scope: Scope, wanted: bytes) -> float | None:
+    for name, value in scope["headers"]:
+        if name == wanted:
+            try:
+                return float(value) if len(value) <= 32 else math.nan
+            except ValueError:
+                return math.nan
+    return None
+
+
+def _shortest(name: str, limit_s: float, *asked: Any) -> float:
+    """The server's limit, or what the caller asks for if that is shorter. 0: none."""
+    found = limit_s
+    for value in asked:
+        if value is None:
+            continue
+        if not math.isfinite(value) or not 0 < value <= MAX_TIMEOUT_S:
+            raise RequestError(
+                f"{name} must be a number of seconds above 0 and at most {MAX_TIMEOUT_S:.0f}", param=name
+            )
+        found = min(found or value, float(value))
+    return found

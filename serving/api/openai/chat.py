@@ -1,0 +1,291 @@
+"""Chat: messages to prompt segments, and the shape of chat completion answers.
+
+Called by serving/app.py. User text never yields special tokens: the names of special tokens inside message contents are kept
+apart from the template's own while rendering.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from trireme.errors import RequestError
+from trireme.serving.api.openai.wire import MAX_MESSAGES, ChatRequest, Message, TokenizeRequest
+from trireme.serving.http.sse import usage_object
+from trireme.serving.text.detokenizer import TokenText
+from trireme.serving.text.generation import Generation, TextDelta, TokenLogprob, Usage
+from trireme.serving.text.templates import Template
+
+ROLES: Mapping[str, str] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+TEMPLATE_SETTINGS = frozenset(("enable_thinking", "thinking", "reasoning_effort", "date_string"))
+
+Segments = list[tuple[str, bool]]
+_encode = msgspec.json.encode
+
+
+class ChatRenderer:
+    """Renders messages with one model's template. Thread-safe."""
+
+    def __init__(self, template: Template, special_texts: frozenset[str]) -> None:
+        self.template = template
+        names = sorted(special_texts, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, names))) if names else None
+
+    def segments(self, request: ChatRequest | TokenizeRequest) -> Segments:
+        """(text, trusted) parts of the prompt. Raises RequestError naming the message at fault."""
+        messages = request.messages or []
+        if not messages:
+            raise RequestError("messages is empty", param="messages")
+        if len(messages) > MAX_MESSAGES:
+            raise RequestError(f"messages holds {len(messages)}; the limit is {MAX_MESSAGES}", param="messages")
+        plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        settings = _settings(request)
+        prompt = request.add_generation_prompt is not False
+        if request.continue_final_message:
+            if request.add_generation_prompt or plain[-1]["role"] != "assistant":
+                raise RequestError(
+                    "continue_final_message needs an assistant message at the end and no add_generation_prompt",
+                    param="continue_final_message",
+                )
+            prompt = False
+        hidden = _Hidden(self._special)
+        guarded = [hidden.guard(message) for message in plain]
+        text = self.template.render(guarded, add_generation_prompt=prompt, **settings)
+        if request.continue_final_message:
+            text = _cut_after(text, guarded[-1]["content"].strip())
+        return hidden.split(text)
+
+
+class _Hidden:
+    """Keeps special-token names that users wrote apart: each becomes a marker while rendering, and an untrusted segment after."""
+
+    def __init__(self, special: re.Pattern[str] | None) -> None:
+        self._special = special
+        self._texts: list[str] = []
+        self._key = ""
+
+    def guard(self, value: Any) -> Any:
+        """`value` with markers in all its strings; the value itself when there is nothing to hide."""
+        if isinstance(value, str):
+            if self._special is None or not self._special.search(value):
+                return value
+            return self._special.sub(self._hide, value)
+        if isinstance(value, dict):
+            return {key: self.guard(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.guard(inner) for inner in value]
+        return value
+
+    def _hide(self, match: re.Match[str]) -> str:
+        self._key = self._key or secrets.token_hex(8)
+        self._texts.append(match[0])
+        return f"\ue000{self._key}-{len(self._texts) - 1}\ue001"
+
+    def split(self, text: str) -> Segments:
+        if not self._texts:
+            return [(text, True)]
+        parts = re.split(f"\ue000{self._key}-(\\d+)\ue001", text)
+        found: Segments = []
+        for i, part in enumerate(parts):
+            if i % 2:
+                found.append((self._texts[int(part)], False))
+            elif part:
+                found.append((part, True))
+        return found
+
+
+def _plain_message(message: Message, at: str) -> dict[str, Any]:
+    """A message as templates expect it: role, content as one text, and the optional parts that are present."""
+    role = ROLES.get(message.role)
+    if role is None:
+        raise RequestError(
+            f"{at}.role is {message.role[:40]!r}; it must be one of {', '.join(ROLES)}", param=f"{at}.role"
+        )
+    content = _content_text(message.content, f"{at}.content")
+    if content is None and not (role == "assistant" and message.tool_calls):
+        raise RequestError(f"{at}.content is required", param=f"{at}.content")
+    plain: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.tool_calls:
+        plain["tool_calls"] = [msgspec.to_builtins(call) for call in message.tool_calls]
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    return plain
+
+
+def _content_text(content: str | list[dict[str, Any]] | None, at: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type")
+        text = part.get("text") if kind in ("text", "input_text", "output_text") else None
+        if kind == "refusal":
+            text = part.get("refusal")
+        if not isinstance(text, str):
+            shown = repr(kind)[:40]
+            raise RequestError(
+                f"{at}[{i}] has the type {shown}; only text parts are supported by this model", param=f"{at}[{i}].type"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def content_chars(message: Message) -> int:
+    """About how much text a message holds."""
+    content = message.content
+    return len(content) if isinstance(content, str) else sum(len(str(part.get("text", ""))) for part in content or ())
+
+
+def _settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Template settings that a request may give: a closed list of scalars."""
+    settings: dict[str, Any] = {}
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if name not in TEMPLATE_SETTINGS:
+            known = ", ".join(sorted(TEMPLATE_SETTINGS))
+            raise RequestError(
+                f"chat_template_kwargs holds {name[:40]!r}; it may hold {known}", param="chat_template_kwargs"
+            )
+        if not isinstance(value, bool | int | float | str) or (isinstance(value, str) and len(value) > 128):
+            raise RequestError(
+                f"chat_template_kwargs.{name} must be a short scalar", param=f"chat_template_kwargs.{name}"
+            )
+        settings[name] = value
+    effort = getattr(request, "reasoning_effort", None)
+    if effort is not None:
+        settings.setdefault("reasoning_effort", effort[:128])
+    return settings
+
+
+def _cut_after(text: str, content: str) -> str:
+    """The prompt up to the end of the final message's content, so that the model continues it."""
+    at = text.rfind(content)
+    if at < 0:
+        raise RequestError("the chat template changes the final message, so it cannot be continued", param="messages")
+    return text[: at + len(content)]
+
+
+# ---------------------------------------------------------------- answers
+
+
+class _ChoiceText:
+    __slots__ = ("finish", "logprobs", "started", "stop", "text", "tokens")
+
+    def __init__(self) -> None:
+        self.started = False
+        self.text: list[str] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish: str | None = None
+        self.stop: str | int | None = None
+
+
+class ChatFormat:
+    """Bytes of one chat answer: streamed chunks or the whole body. Chunks are put together from prepared pieces."""
+
+    kind = "chat"
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        *,
+        answer_id: str,
+        created: int,
+        model: str,
+        table: TokenText,
+        num_choices: int,
+        request_usage: bool,
+    ) -> None:
+        self._head = {"id": answer_id, "created": created, "model": model}
+        self._table = table
+        self._wants_logprobs = bool(request.logprobs)
+        self._with_ids = bool(request.return_token_ids)
+        self._choices = [_ChoiceText() for _ in range(num_choices)]
+        lead = {"id": answer_id, "object": "chat.completion.chunk", "created": created, "model": model}
+        self._lead = b"data: " + _encode(lead)[:-1] + b',"choices":['
+        self._open = [self._lead + b'{"index":%d,"delta":{"content":' % i for i in range(num_choices)]
+        self._close = b'}],"usage":null}\n\n' if request_usage else b"}]}\n\n"
+        self._plain_end = b'},"logprobs":null,"finish_reason":null' + self._close
+
+    def event(self, delta: TextDelta, usage: Usage | None) -> bytes:
+        """The chunk(s) of one delta; b"" when it shows nothing. `usage` is put into each chunk when given."""
+        choice = self._choices[delta.choice]
+        out = b""
+        if not choice.started:
+            choice.started = True
+            out = self._lead + (
+                b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+                % delta.choice
+            )
+            out += self._end(usage)
+        shows_logprobs = self._wants_logprobs and bool(delta.logprobs)
+        if delta.text or shows_logprobs or (self._with_ids and delta.tokens):
+            text = _encode(delta.text)
+            if not shows_logprobs and not self._with_ids and usage is None:
+                out += self._open[delta.choice] + text + self._plain_end
+            else:
+                logprobs = self._logprobs(delta.logprobs or []) if shows_logprobs else b"null"
+                ids = b',"token_ids":' + _encode(delta.tokens) if self._with_ids else b""
+                out += self._open[delta.choice] + text + b'},"logprobs":' + logprobs + b',"finish_reason":null' + ids
+                out += self._end(usage)
+        if delta.finish is not None:
+            out += self._lead + b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":' % delta.choice
+            out += _encode(delta.finish) + b',"stop_reason":' + _encode(delta.stop) + self._end(usage)
+        return out
+
+    def _end(self, usage: Usage | None) -> bytes:
+        return self._close if usage is None else b'}],"usage":' + _encode(usage_object(usage)) + b"}\n\n"
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return self._lead + b'],"usage":' + _encode(usage_object(usage)) + b"}\n\n"
+
+    def add(self, delta: TextDelta) -> None:
+        """Collects a delta for `whole`."""
+        choice = self._choices[delta.choice]
+        choice.text.append(delta.text)
+        choice.tokens += delta.tokens
+        if delta.logprobs:
+            choice.logprobs += delta.logprobs
+        if delta.finish is not None:
+            choice.finish, choice.stop = delta.finish, delta.stop
+
+    def whole(self, generation: Generation) -> bytes:
+        choices: list[dict[str, Any]] = []
+        for index, choice in enumerate(self._choices):
+            shown: dict[str, Any] = {
+                "index": index,
+                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                "logprobs": msgspec.Raw(self._logprobs(choice.logprobs)) if self._wants_logprobs else None,
+                "finish_reason": choice.finish,
+                "stop_reason": choice.stop,
+            }
+            if self._with_ids:
+                shown["token_ids"] = choice.tokens
+            choices.append(shown)
+        usage = usage_object(generation.usage())
+        return _encode({**self._head, "object": "chat.completion", "choices": choices, "usage": usage})
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> bytes:
+        content = [
+            {
+                **self._one(entry.token, entry.logprob),
+                "top_logprobs": [self._one(token, logprob) for token, logprob in entry.top],
+            }
+            for entry in entries
+        ]
+        return _encode({"content": content, "refusal": None})
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._table.raw(token)
+        return {"token": self._table.shown(token), "logprob": max(logprob, -9999.0), "bytes": list(raw)}

@@ -1,0 +1,206 @@
+"""The shape of text completion answers: chunks, bodies, echo, and the columnar log-probabilities of the older API.
+
+Called by serving/app.py. Pure.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from trireme.serving.api.openai.wire import CompletionRequest
+from trireme.serving.http.sse import usage_object
+from trireme.serving.text.detokenizer import TokenText
+from trireme.serving.text.generation import Generation, TextDelta, TokenLogprob, Usage
+
+_encode = msgspec.json.encode
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class _Columns:
+    """Log-probabilities of one choice as the columns of the completions API; offsets count characters of the answer."""
+
+    def __init__(self, table: TokenText, *, hidden: frozenset[int]) -> None:
+        self._table = table
+        self._hidden = hidden
+        self._decoder = _new_decoder("replace")
+        self.offset = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self.tokens: list[str] = []
+        self.logprobs: list[float | None] = []
+        self.top: list[dict[str, float] | None] = []
+        self.offsets: list[int] = []
+
+    def add(self, token: int, entry: TokenLogprob | None) -> None:
+        """One token; `entry` is None for the first of a prompt, which nothing predicted."""
+        self.tokens.append(self._name(token))
+        self.offsets.append(self.offset)
+        if token not in self._hidden:
+            self.offset += len(self._decoder.decode(self._table.raw(token)))
+        if entry is None:
+            self.logprobs.append(None)
+            self.top.append(None)
+            return
+        logprob = max(entry.logprob, -9999.0)
+        self.logprobs.append(logprob)
+        top = {self._name(other): max(value, -9999.0) for other, value in entry.top}
+        top.setdefault(self.tokens[-1], logprob)
+        self.top.append(top)
+
+    def _name(self, token: int) -> str:
+        text = self._table[token]
+        return text if isinstance(text, str) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
+
+    def as_object(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.logprobs,
+            "top_logprobs": self.top,
+            "text_offset": self.offsets,
+        }
+
+
+class _ChoiceText:
+    __slots__ = ("columns", "finish", "started", "stop", "text", "tokens")
+
+    def __init__(self, columns: _Columns | None) -> None:
+        self.columns = columns
+        self.started = False
+        self.text: list[str] = []
+        self.tokens: list[int] = []
+        self.finish: str | None = None
+        self.stop: str | int | None = None
+
+
+class CompletionFormat:
+    """Bytes of one completions answer: streamed chunks or the whole body. `echoes` are the prompts' texts with echo=true."""
+
+    kind = "completion"
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        generation: Generation,
+        *,
+        answer_id: str,
+        created: int,
+        model: str,
+        table: TokenText,
+        echoes: Sequence[str] | None,
+        request_usage: bool,
+    ) -> None:
+        self._generation = generation
+        self._echoes = echoes
+        self._head = {"id": answer_id, "created": created, "model": model}
+        self._with_ids = bool(request.return_token_ids)
+        self._with_prompt = request.prompt_logprobs is not None
+        self._table = table
+        wants = request.logprobs is not None
+        hidden = table.special_ids if generation.params.skip_special_tokens else frozenset[int]()
+        num_choices = len(generation.replays)
+        self._choices = [_ChoiceText(_Columns(table, hidden=hidden) if wants else None) for _ in range(num_choices)]
+        lead = {"id": answer_id, "object": "text_completion", "created": created, "model": model}
+        self._lead = b"data: " + _encode(lead)[:-1] + b',"choices":['
+        self._open = [self._lead + b'{"index":%d,"text":' % i for i in range(num_choices)]
+        self._close = b'}],"usage":null}\n\n' if request_usage else b"}]}\n\n"
+        self._plain_end = b',"logprobs":null,"finish_reason":null' + self._close
+        self._is_plain = not wants and not self._with_ids and echoes is None
+
+    def event(self, delta: TextDelta, usage: Usage | None) -> bytes:
+        """The chunk of one delta; b"" when it shows nothing. `usage` is put into the chunk when given."""
+        index = delta.choice
+        if self._is_plain and usage is None and delta.finish is None:
+            return self._open[index] + _encode(delta.text) + self._plain_end if delta.text else b""
+        choice = self._choices[index]
+        text = self._start(index, choice) + delta.text
+        self._count(choice, delta)
+        columns = choice.columns
+        shows_logprobs = columns is not None and bool(columns.tokens)
+        if not (text or shows_logprobs or delta.finish or (self._with_ids and delta.tokens)):
+            return b""
+        logprobs = b"null"
+        if columns is not None and shows_logprobs:
+            logprobs = _encode(columns.as_object())
+            columns.clear()
+        out = self._open[index] + _encode(text) + b',"logprobs":' + logprobs
+        out += b',"finish_reason":' + _encode(delta.finish)
+        if delta.finish is not None:
+            out += b',"stop_reason":' + _encode(delta.stop)
+        if self._with_ids:
+            out += b',"token_ids":' + _encode(delta.tokens)
+        return out + (self._close if usage is None else b'}],"usage":' + _encode(usage_object(usage)) + b"}\n\n")
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return self._lead + b'],"usage":' + _encode(usage_object(usage)) + b"}\n\n"
+
+    def add(self, delta: TextDelta) -> None:
+        """Collects a delta for `whole`."""
+        choice = self._choices[delta.choice]
+        choice.text.append(self._start(delta.choice, choice) + delta.text)
+        choice.tokens += delta.tokens
+        self._count(choice, delta)
+        if delta.finish is not None:
+            choice.finish, choice.stop = delta.finish, delta.stop
+
+    def whole(self, generation: Generation) -> bytes:
+        choices: list[dict[str, Any]] = []
+        for index, choice in enumerate(self._choices):
+            shown: dict[str, Any] = {
+                "index": index,
+                "text": "".join(choice.text),
+                "logprobs": choice.columns.as_object() if choice.columns is not None else None,
+                "finish_reason": choice.finish,
+                "stop_reason": choice.stop,
+            }
+            if self._with_ids:
+                shown["token_ids"] = choice.tokens
+            if self._with_prompt:
+                shown["prompt_logprobs"] = self._prompt_logprobs(index)
+            choices.append(shown)
+        usage = usage_object(generation.usage())
+        return _encode({**self._head, "object": "text_completion", "choices": choices, "usage": usage})
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        """One entry per prompt token: null for the first, then token id -> what is known of it."""
+        known = self._generation.prompt_logprobs.get(index, [])
+        found: list[dict[str, Any] | None] = [None] * (len(self._generation.replays[index].prompt) - len(known))
+        for entry in known:
+            scored = {entry.token: (entry.logprob, entry.rank)}
+            for rank, (token, logprob) in enumerate(entry.top, 1):
+                scored.setdefault(token, (logprob, rank))
+            found.append(
+                {
+                    str(token): {
+                        "logprob": max(logprob, -9999.0),
+                        "rank": rank,
+                        "decoded_token": self._table.shown(token),
+                    }
+                    for token, (logprob, rank) in scored.items()
+                }
+            )
+        return found
+
+    def _start(self, index: int, choice: _ChoiceText) -> str:
+        """Once per choice: the echoed prompt, with its log-probabilities."""
+        if choice.started or self._echoes is None:
+            return ""
+        choice.started = True
+        replay = self._generation.replays[index]
+        echo = self._echoes[replay.prompt_index]
+        if choice.columns is not None:
+            known = self._generation.prompt_logprobs.get(index, [])
+            missing = len(replay.prompt) - len(known)
+            for at, token in enumerate(replay.prompt.tolist()):
+                choice.columns.add(token, known[at - missing] if at >= max(1, missing) else None)
+            choice.columns.offset = len(echo)
+        return echo
+
+    def _count(self, choice: _ChoiceText, delta: TextDelta) -> None:
+        if choice.columns is not None:
+            for token, entry in zip(delta.tokens, delta.logprobs or [], strict=False):
+                choice.columns.add(token, entry)

@@ -1,0 +1,377 @@
+"""The OpenAI wire: request Structs, their total validation, and the one formatter of errors.
+
+Called by the routes. Every refusal is a RequestError whose `param` is the path of the field. Nothing here knows the model
+(vocabulary, context length): serving/text/processor.py checks that. Never raises anything but RequestError.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from trireme.errors import EngineDeadError, OverloadedError, RequestError, TriremeError
+from trireme.params import SamplingParams
+
+MAX_JSON_DEPTH = 64
+MAX_PROMPTS = 256
+MAX_CHOICES = 16
+MAX_ROWS = 512  # prompts x n
+MAX_NAME_BYTES = 128  # user, salt, request id
+MAX_MESSAGES = 4096
+
+# Accepted from every client and without effect here: not worth a warning.
+SILENT_FIELDS = frozenset(
+    (
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "verbosity",
+    )
+)
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that completions and chat share; null always means "not given". The last group refuses what we cannot honour."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    user: str | None = None
+    service_tier: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+    response_format: dict[str, Any] | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/completions. `prompt` is a text, texts, token ids, or lists of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class ToolCallFunction(msgspec.Struct, frozen=True):
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    id: str | None = None
+    type: str | None = None
+    function: ToolCallFunction | None = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    chat_template: str | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /tokenize: a prompt, or messages as the chat template would render them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+}
+_known: dict[type, frozenset[str]] = {
+    kind: SILENT_FIELDS.union(field.name for field in msgspec.structs.fields(kind)) for kind in _decoders
+}
+_keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def parse(body: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
+    """The request and the names of top-level fields that were ignored. Raises RequestError naming the field."""
+    check_depth(body)
+    try:
+        request: Body = _decoders[kind].decode(body)
+        unknown = [name for name in _keys.decode(body) if name not in _known[kind]]
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(f"the body is nested deeper than {MAX_JSON_DEPTH} levels") from None
+    return request, unknown
+
+
+def check_depth(body: bytes) -> None:
+    """Refuses JSON nested deeper than the limit, in linear time and without building it."""
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+        return
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = b"".join(bare.split(b'"')[::2])  # between strings
+    brackets = np.frombuffer(outside.translate(None, _NOT_BRACKETS), dtype=np.uint8)
+    depth = np.cumsum(np.where((brackets == 0x5B) | (brackets == 0x7B), 1, -1), dtype=np.int64)
+    if depth.size and int(depth.max()) > MAX_JSON_DEPTH:
+        raise RequestError(f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
+
+
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def _named(text: str) -> RequestError:
+    """msgspec's validation error as ours: `$.messages[0].role` becomes `param`."""
+    match = _PATH.match(text)
+    what, path = (match["what"], match["path"] or "") if match else (text, "")
+    path = path.replace("[...]", "")
+    if missing := _MISSING.search(what):
+        path = f"{path}.{missing[1]}".lstrip(".")
+        what = f"{path} is required"
+    elif path:
+        what = f"{path}: {what[0].lower()}{what[1:]}"
+    return RequestError(what, param=path or None)
+
+
+# ---------------------------------------------------------------- checks that need no model
+
+
+def sampling_params(
+    request: CompletionRequest | ChatRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """The caller's wishes as SamplingParams, with bounds checked. Raises RequestError."""
+    check_supported(request)
+    if request.n is not None and request.n > MAX_CHOICES:
+        raise RequestError(f"n is {request.n}; the limit is {MAX_CHOICES}", param="n")
+    given: dict[str, Any] = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
+    for name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
+        if (value := getattr(request, name)) is not None:
+            given[name] = tuple(value)
+    if request.stop is not None:
+        given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    if request.logit_bias is not None:
+        given["logit_bias"] = {_token_key(key): bias for key, bias in request.logit_bias.items()} or None
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
+
+
+_COPIED = (
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "seed",
+)
+
+
+def _token_key(key: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 10:
+        raise RequestError(f"logit_bias has the key {key[:40]!r}; keys are token ids", param="logit_bias")
+    return int(key)
+
+
+_UNSUPPORTED = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "grammar",
+    "json_schema",
+    "tools",
+    "functions",
+    "function_call",
+    "chat_template",
+    "audio",
+    "suffix",
+)
+
+
+def check_supported(request: CompletionRequest | ChatRequest) -> None:
+    """Refuses, by name, what would change the answer and cannot be honoured; and strings over their caps."""
+    for name in _UNSUPPORTED:
+        if getattr(request, name, None) and not (name == "tools" and getattr(request, "tool_choice", None) == "none"):
+            raise RequestError(f"{name} is not supported by this server", param=name)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise RequestError("best_of other than n is not supported by this server", param="best_of")
+    if request.use_beam_search:
+        raise RequestError("use_beam_search is not supported by this server", param="use_beam_search")
+    for modality in getattr(request, "modalities", None) or ():
+        if modality != "text":
+            raise RequestError(f"modality {modality[:40]!r} is not supported; only text is", param="modalities")
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
+    for name in ("user", "cache_salt", "request_id"):
+        value = getattr(request, name)
+        if value is not None and len(value.encode(errors="replace")) > MAX_NAME_BYTES:
+            raise RequestError(f"{name} has more than {MAX_NAME_BYTES} bytes", param=name)
+    if request.priority is not None and not -(2**31) <= request.priority < 2**31:
+        raise RequestError(f"priority is {request.priority}; it must fit 32 bits", param="priority")
+    check_response_format(request.response_format)
+
+
+def check_response_format(wanted: dict[str, Any] | None) -> None:
+    """Only text can be promised: JSON needs a grammar engine, and a promise that is not kept is worse than a refusal."""
+    if wanted is None:
+        return
+    kind = wanted.get("type")
+    if kind == "text":
+        return
+    if kind == "json_schema":
+        inner = wanted.get("json_schema")
+        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+            raise RequestError(
+                "response_format.json_schema must be an object that holds a schema", param="response_format.json_schema"
+            )
+        raise RequestError("response_format json_schema is not supported by this server", param="response_format")
+    if kind == "json_object":
+        raise RequestError("response_format json_object is not supported by this server", param="response_format")
+    shown = repr(kind)[:40] if kind is not None else "missing"
+    raise RequestError(
+        f"response_format.type is {shown}; it must be text, json_object or json_schema", param="response_format.type"
+    )
+
+
+def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of a completion request, one by one. Raises RequestError on a mixture, on none and on too many."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt is empty", param="prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"prompt holds {len(prompt)} prompts; the limit is {MAX_PROMPTS}", param="prompt")
+    kind = type(prompt[0])
+    for i, item in enumerate(prompt):
+        if type(item) is not kind:
+            raise RequestError(
+                f"prompt mixes {kind.__name__} and {type(item).__name__}; give texts, or token ids, or lists of token ids",
+                param=f"prompt[{i}]",
+            )
+    return prompt  # type: ignore[return-value]
+
+
+# ---------------------------------------------------------------- errors
+
+
+def error_object(error: BaseException, request_id: str = "") -> dict[str, Any]:
+    """The inside of OpenAI's error envelope. Errors that are not ours get a fixed text: details go to the log only."""
+    if isinstance(error, TriremeError):
+        message = error.message + (f" ({error.hint})" if error.hint else "")
+        return {
+            "message": message,
+            "type": error.kind,
+            "param": getattr(error, "param", None),
+            "code": error.code,
+        }
+    where = f"; the log has details under {request_id}" if request_id else ""
+    return {"message": f"internal error{where}", "type": "server_error", "param": None, "code": "internal_error"}
+
+
+def error_body(error: BaseException, request_id: str = "") -> bytes:
+    return msgspec.json.encode({"error": error_object(error, request_id)})
+
+
+def error_status(error: BaseException) -> int:
+    return error.status if isinstance(error, TriremeError) else 500
+
+
+def retry_after(error: BaseException) -> float | None:
+    """Seconds for Retry-After, or None."""
+    if isinstance(error, OverloadedError | EngineDeadError):
+        return error.retry_after_s
+    return None

@@ -1,0 +1,294 @@
+"""The HTTP listener: uvicorn on an inherited socket, with limits on headers and on how long a client may take to send them.
+
+Called by serving/main.py. Refusals here come before any application code, in the same error envelope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from trireme.errors import OverloadedError, RequestError
+from trireme.serving.api.openai.wire import error_body
+from trireme.serving.http.accept import Acceptor
+
+log = logging.getLogger(__name__)
+
+HEADER_BYTES = 16 << 10
+NUM_HEADERS = 100
+HEADER_TIMEOUT_S = 10.0
+IDLE_TIMEOUT_S = 75
+# After a refusal: what the client still sends is read and dropped for so long, so that it can read the answer.
+LINGER_S = 2.0
+LINGER_BYTES = 4 << 20
+UNSENT_BYTES = 64 << 10  # of an answer in the kernel, which would else take megabytes for a client that does not read
+# A client that reads nothing of what waits for it for so long is cut off, whatever the application does.
+UNREAD_S = 45.0
+REFUSALS = 64  # connections over the limit that are told so at one time; more are closed without a word
+SPARE_HANDLES = 256  # file handles for everything but connections
+WANTED_CONNECTIONS = 10_000
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol that counts header bytes and connections, gives a request's head HEADER_TIMEOUT_S, cuts off clients that
+    do not read, and shows its transport to the app."""
+
+    def __init__(self, *args: Any, max_connections: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._max_connections = max_connections
+        self._head_bytes = 0
+        self._in_head = False
+        self._is_refused = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._dropped_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+        over = len(self.connections) - self._max_connections
+        if over > REFUSALS:
+            transport.abort()
+        elif over > 0:
+            self._refuse(503, f"{self._max_connections} connections are open, the limit")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        for timer in (self._linger_timer, self._unread_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._expect_reading()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._expect_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._drop(len(data))
+            return
+        super().data_received(data)
+        if self._in_head and not self._is_refused:
+            # bytes the parser has not handed out yet count as well
+            self._pending_bytes += len(data)
+            if self._pending_bytes > 2 * HEADER_BYTES:
+                self._refuse(431, "the request line and headers are too large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._linger_timer is not None:  # the refused body ended, and the connection goes on
+            self._linger_timer.cancel()
+            self._linger_timer = None
+        self._dropped_bytes = 0
+        self._head_bytes = 0
+        self._pending_bytes = 0
+        self._in_head = True
+        if self._head_timer is None:
+            self._arm()
+        self.scope["extensions"] = {"trireme.transport": {"transport": self.transport}}
+
+    _pending_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + 4)
+        if len(self.headers) > NUM_HEADERS:
+            self._refuse(431, f"more than {NUM_HEADERS} headers")
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._disarm()
+        if not self._is_refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self._is_refused:
+            return
+        if self.cycle.response_complete:  # refused by the application before all of it was read
+            self._drop(len(body))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is not a valid HTTP request")
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > HEADER_BYTES:
+            self._refuse(431, f"the request line and headers have more than {HEADER_BYTES} bytes")
+
+    def _arm(self) -> None:
+        self._head_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_late_head)
+
+    def _disarm(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_late_head(self) -> None:
+        self._head_timer = None
+        if self._in_head:
+            self._refuse(408, f"the headers did not arrive within {HEADER_TIMEOUT_S:.0f} s")
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def _expect_reading(self) -> None:
+        """Looks again after UNREAD_S, as long as something waits to be read."""
+        if self._unread_timer is None:
+            size = self.transport.get_write_buffer_size()
+            self._unread_timer = self.loop.call_later(UNREAD_S, self._on_unread, size)
+
+    def _on_unread(self, size_before: int) -> None:
+        self._unread_timer = None
+        if (size := self.transport.get_write_buffer_size()) >= size_before and size:
+            self.transport.abort()
+        elif size:
+            self._expect_reading()
+
+    def _refuse(self, status: int, why: str) -> None:
+        if self._is_refused:
+            return
+        self._is_refused = True
+        self._disarm()
+        body = error_body(OverloadedError(why) if status == 503 else RequestError(why))
+        head = f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: application/json\r\n"
+        head += "retry-after: 1\r\n" if status == 503 else ""
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        if not self.transport.is_closing():
+            self.transport.write(head.encode() + body)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self._drop(0)
+
+    def _drop(self, num_bytes: int) -> None:
+        """Reads on for a moment without keeping anything: closing at once would reset the connection under the answer."""
+        self._dropped_bytes += num_bytes
+        if self._linger_timer is None:
+            self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+        if self._dropped_bytes > LINGER_BYTES and not self.transport.is_closing():
+            self.transport.close()
+
+
+_PHRASES = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process that owns it, and takes connections in its own way."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self.servers += [Acceptor(listening, self._make_protocol) for listening in sockets or []]  # type: ignore[misc]
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class  # the partial of Listener
+        return make(self.config, self.server_state, self.lifespan.state)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def allow_connections() -> int:
+    """How many connections this process may have open: as many as its file handles allow, once it has asked for all that it may
+    have. Says what to do when these are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    most = max(SPARE_HANDLES, soft - SPARE_HANDLES)
+    if most < WANTED_CONNECTIONS:
+        log.warning(
+            "at most %d connections per HTTP process: it may have %d open files. Raise the limit with `ulimit -Hn %d` before the "
+            "start, LimitNOFILE= in a systemd unit, or --ulimit nofile= of the container",
+            most,
+            soft,
+            WANTED_CONNECTIONS + SPARE_HANDLES,
+        )
+    return most
+
+
+class Listener:
+    """Serves `app` on a listening socket until `stop`, to at most `max_connections` at a time."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket, *, max_connections: int = WANTED_CONNECTIONS) -> None:
+        config = uvicorn.Config(
+            app,
+            http=functools.partial(LimitedProtocol, max_connections=max_connections),  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            loop="none",
+            access_log=False,
+            log_config=None,
+            log_level="error",  # a line for each request that is none would let strangers fill the log
+            server_header=False,
+            date_header=True,
+            proxy_headers=False,
+            timeout_keep_alive=IDLE_TIMEOUT_S,
+            backlog=2048,
+        )
+        self._server = _Server(config)
+        self._socket = listening
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # connections inherit it
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def has_started(self) -> bool:
+        return bool(self._server.started)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    async def start(self) -> None:
+        """Returns when connections are being accepted."""
+        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise RuntimeError("the HTTP server ended while starting")
+            await asyncio.sleep(0.005)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Closes the listening socket and idle connections, waits for answers under way, then drops the rest."""
+        if self._task is None:
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait((self._task,), timeout=timeout_s)
+        if not done:
+            self._server.force_exit = True
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+            await asyncio.wait((self._task,), timeout=1.0)

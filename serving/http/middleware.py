@@ -1,0 +1,168 @@
+"""The layers around the routes: who may come in, under which name a request is known, and how every failure is answered.
+
+Outermost is the key: deny by default, public routes are listed one by one and compared with the path as it is routed. The
+application inside may raise; whatever it raises becomes one error envelope here (or closes an answer that has begun).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trireme.errors import AuthError, DeadlineError, RequestError, TriremeError
+from trireme.serving.api.openai.wire import error_body, error_status, retry_after
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 64 << 10  # of an answer, handed over at a time
+PUBLIC = frozenset(("/health", "/live", "/ready", "/startup", "/version"))
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_LOOPBACK = frozenset(("127.0.0.1", "::1", "localhost"))
+_IP_HOST = re.compile(r"^(\[[0-9a-fA-F:.]+\]|\d{1,3}(\.\d{1,3}){3}|localhost|[a-z0-9.-]+\.localhost)$")
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ForbiddenError(RequestError):
+    status = 403
+    code = "forbidden"
+
+
+class Keys:
+    """API keys, kept as digests. Comparison takes the same time whatever is presented."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys if key]  # (everybody has the empty one)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def find(self, headers: Headers) -> bytes | None:
+        """The digest of the known key that `Authorization: Bearer KEY` or `x-api-key: KEY` names, if it is one."""
+        presented = b""
+        for name, value in headers:
+            if name == b"authorization" and value[:7].lower() == b"bearer ":
+                presented = value[7:].strip()
+            elif name == b"x-api-key" and not presented:
+                presented = value.strip()
+        digest = _digest(presented)
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(known, digest)
+        return digest if found else None
+
+
+class Admin(NamedTuple):
+    """Paths that change what the server does, and the keys that open these and all others; without keys they stay closed."""
+
+    paths: Container[str]
+    keys: Keys
+
+
+class Gate:
+    """The outermost ASGI application. Puts `request_id` into scope["state"] and on every answer."""
+
+    def __init__(
+        self, app: ASGIApp, *, keys: Sequence[str] = (), host: str = "127.0.0.1", admin: Admin | None = None
+    ) -> None:
+        self._app = app
+        self._keys = Keys(keys)
+        self._admin = admin or Admin((), Keys(()))
+        # A web page may point its own name at 127.0.0.1: without a key, a loopback server answers only to loopback names.
+        self._checks_host = host in _LOOPBACK and not keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request_id = _request_id(scope["headers"])
+        scope.setdefault("state", {})["request_id"] = request_id
+        echo = (b"x-request-id", request_id.encode())
+        has_started = False
+
+        async def send_marked(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                message["headers"] = [*message.get("headers", ()), echo]
+            await send(message)
+
+        try:
+            if scope["path"] not in PUBLIC:
+                self._check(scope)
+            await self._app(scope, receive, send_marked)
+        except Exception as error:  # the one place that answers for all routes
+            if not isinstance(error, TriremeError):
+                log.exception("a request failed. request_id=%s path=%s", request_id, scope["path"])
+            if has_started:
+                raise
+            await send_error(send_marked, error, request_id)
+
+    def _check(self, scope: Scope) -> None:
+        if scope["path"] in self._admin.paths:
+            self._check_admin(scope)
+        elif self._keys:
+            by_admin = self._admin.keys.find(scope["headers"])
+            scope["state"]["key"] = digest = self._keys.find(scope["headers"]) or by_admin
+            if digest is None:
+                raise AuthError("no valid API key: send it as 'Authorization: Bearer KEY'")
+        if self._checks_host:
+            host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+            if host and not _IP_HOST.match(re.sub(r":\d+$", "", host.lower())):
+                raise ForbiddenError(
+                    "this server listens on loopback without a key and answers only to loopback names",
+                    hint="start it with --api-key or another --host",
+                )
+
+    def _check_admin(self, scope: Scope) -> None:
+        if not self._admin.keys:
+            raise ForbiddenError(
+                f"{scope['path']} changes what this server does, and needs a key that it was started without",
+                hint="start it with --admin-key",
+            )
+        if self._admin.keys.find(scope["headers"]) is None:
+            raise AuthError("no valid admin key: send it as 'Authorization: Bearer KEY'")
+
+
+async def send_error(send: Send, error: BaseException, request_id: str) -> None:
+    """One error envelope with its status, Retry-After where it helps."""
+    headers: Headers = []
+    if (wait := retry_after(error)) is not None:
+        headers.append((b"retry-after", str(max(1, round(wait))).encode()))
+    if isinstance(error, AuthError):
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, DeadlineError):
+        headers.append((b"x-should-retry", b"false"))
+    await send_body(send, error_status(error), error_body(error, request_id), headers)
+
+
+async def send_body(
+    send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
+) -> None:
+    """A whole answer, in pieces: what the client does not read is not handed to its connection."""
+    fixed = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+    for start in range(0, max(1, len(body)), PIECE_BYTES):
+        end = start + PIECE_BYTES
+        await send({"type": "http.response.body", "body": body[start:end], "more_body": end < len(body)})
+        if end < len(body):
+            await asyncio.sleep(0)  # so that others get their turn, and a lost connection is noticed
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _request_id(headers: Headers) -> str:
+    """The caller's X-Request-Id if it is short and plain, else a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value.decode()
+    return uuid.uuid4().hex

@@ -1,0 +1,312 @@
+"""Server-sent events: writes a generation to one HTTP client, with pings, and notices clients that left or do not read.
+
+Called by serving/app.py. One task per stream; one write per wake-up, however many tokens it brings. A reader
+that is too slow hears so in a last event, as long as its connection takes anything; one that takes nothing is reset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol
+
+from starlette.types import Message, Receive, Scope, Send
+
+from trireme.errors import SlowReaderError, TriremeError
+from trireme.log import facts
+from trireme.serving.api.openai.wire import error_body
+from trireme.serving.http.middleware import PIECE_BYTES, send_body
+from trireme.serving.text.generation import Generation, TextDelta, Usage
+
+log = logging.getLogger(__name__)
+
+PING_S = 15.0
+FIRST_EVENT_S = 10.0  # after this the answer starts with a ping instead of waiting to learn its status
+STALL_S = 30.0
+# A stream that ends since its reader is slow waits for room for its last event: while the connection takes bytes, and no longer
+# than LAST_S.
+TAKE_S = 10.0
+LAST_S = 30.0
+BYTES_PER_EVENT = 192  # of a pending event once it is written, roughly
+
+Outcome = Literal["complete", "error", "cancelled"]
+Look = Literal["fine", "ended", "reset"]
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class Format(Protocol):
+    """How deltas look on the wire."""
+
+    def event(self, delta: TextDelta, usage: Usage | None) -> bytes: ...
+
+    def usage_event(self, usage: Usage) -> bytes: ...
+
+    def add(self, delta: TextDelta) -> None: ...
+
+    def whole(self, generation: Generation) -> bytes: ...
+
+
+class EventStream:
+    """One streamed answer. `sending_since` is set while a write waits for a slow reader."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, generation: Generation) -> None:
+        self.generation = generation
+        self.sending_since: float | None = None
+        self.last_sent = time.monotonic()
+        self.wants_ping = False
+        self._is_gone = False
+        self.failure: BaseException | None = None
+        self._is_streamed = False  # an event may follow
+        self._ended_at: float | None = None  # for its slow reader
+        self._unsent = 0  # bytes that the connection had not taken when last looked at, while a write waits
+        self._taken_at = 0.0  # when it last took some
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._submitting: asyncio.Task[Any] | None = None
+        self._watch = asyncio.ensure_future(self._watch_client())
+
+    async def _watch_client(self) -> None:
+        """Ends the generation as soon as the client closes its connection."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        self.generation.close()
+        if self._submitting is not None:
+            self._submitting.cancel()
+
+    async def submit(self, *, pin: int, label: str) -> None:
+        """Submits the request, which may wait for an engine: no longer than the client does."""
+        task = self._submitting = asyncio.current_task()
+        try:
+            await self.generation.submit(pin=pin, label=label)
+        except asyncio.CancelledError:
+            if task is None or not self._is_gone or task.uncancel():
+                raise
+        finally:
+            self._submitting = None
+
+    def has_left(self) -> bool:
+        """True when the client closed its connection, or was cut off."""
+        return self._is_gone
+
+    async def first(self) -> list[TextDelta] | None:
+        """The first batch that holds anything; [] after FIRST_EVENT_S without one; None when all ended. Raises the request's
+        error."""
+        waiting = asyncio.ensure_future(self._first_deltas())
+        try:
+            await asyncio.wait((waiting,), timeout=FIRST_EVENT_S)
+            if waiting.done():
+                return waiting.result()
+            return []
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+
+    async def _first_deltas(self) -> list[TextDelta] | None:
+        while (batch := await self.generation.next()) is not None:
+            if batch[0]:
+                return batch[0]
+        return None
+
+    async def run(
+        self,
+        form: Format,
+        first: list[TextDelta] | None,
+        headers: Iterable[tuple[bytes, bytes]],
+        *,
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> Outcome:
+        """Writes the whole answer. An error after the start becomes an error event, and no end marker follows it."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *headers]})
+        self._is_streamed = True
+        try:
+            await self._write_events(form, first, continuous_usage=continuous_usage)
+        except TriremeError as error:
+            self.failure = error
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                await self._finish(_error_event(error))
+            raise
+        if self.has_left():
+            return "cancelled" if self.failure is None else "error"
+        if self.failure is not None:
+            await self._finish(_error_event(self.failure))
+            return "error"
+        end = form.usage_event(self.generation.usage()) if include_usage else b""
+        await self._finish(end + b"data: [DONE]\n\n")
+        return "complete"
+
+    async def _write_events(self, form: Format, first: list[TextDelta] | None, *, continuous_usage: bool) -> None:
+        """All deltas, or those until the stream is ended for its reader."""
+        if not first:
+            await self._write(b": waiting\n\n")
+        deltas = first if first is not None else []
+        generation = self.generation
+        while self.failure is None:
+            if deltas:
+                usage = generation.usage() if continuous_usage else None
+                chunk = b"".join([form.event(delta, usage) for delta in deltas])
+                if len(chunk) > PIECE_BYTES:
+                    await self._write_pieces(chunk)
+                elif chunk:
+                    await self._write(chunk)
+            elif self.wants_ping:
+                self.wants_ping = False
+                await self._write(b": ping\n\n")
+            batch = await generation.next()
+            if batch is None:
+                break
+            deltas = batch[0]
+
+    async def _write_pieces(self, chunk: bytes) -> None:
+        """Whole events at a time, so that little is before the last one should the stream be ended."""
+        start = 0
+        while start < len(chunk) and self.failure is None:
+            end = _end_of_piece(chunk, start)
+            await self._write(chunk[start:end])
+            start = end
+
+    async def write_whole(self, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Outcome:
+        """A whole answer, under the same eyes."""
+        await send_body(self._send_watched, 200, body, headers)
+        if self.failure is not None:
+            return "error"
+        return "cancelled" if self.has_left() else "complete"
+
+    async def _write(self, data: bytes) -> None:
+        await self._send_watched({"type": "http.response.body", "body": data, "more_body": True})
+        self.last_sent = time.monotonic()
+
+    async def _finish(self, data: bytes) -> None:
+        self._watch.cancel()
+        await self._send_watched({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _send_watched(self, message: Message) -> None:
+        self.sending_since = time.monotonic()
+        await self._send(message)
+        self.sending_since = None
+
+    def close(self) -> None:
+        self._watch.cancel()
+        self.generation.close()
+
+    # ------------------------------------------------------------ called by the ticker
+
+    def look(self, now: float, *, buffer_bytes: int) -> Look:
+        """Asks for a ping on a silent stream; ends that of a reader that lags too far or too long, and resets its connection if
+        not even the last event can be sent."""
+        if self.sending_since is None:
+            if now - self.last_sent > PING_S:
+                self.wants_ping = True
+                self.last_sent = now
+                self.generation.nudge()
+            return "fine"
+        self._see_taken(now)
+        if self._ended_at is not None:
+            if self._is_streamed and now - self._taken_at <= TAKE_S and now - self._ended_at <= LAST_S:
+                return "fine"
+            self._reset()
+            return "reset"
+        lag = self.generation.num_pending * BYTES_PER_EVENT
+        stalled_s = now - self.sending_since
+        if lag <= buffer_bytes and stalled_s <= STALL_S:
+            return "fine"
+        self._ended_at = now
+        self.failure = SlowReaderError(
+            f"this answer was read too slowly: about {lag} bytes of it waited (the limit is {buffer_bytes}), the oldest for "
+            f"{stalled_s:.0f} s (the limit is {STALL_S:.0f} s)",
+            hint="read faster, or start the server with a larger --stream-buffer",
+        )
+        self.generation.close()
+        return "ended"
+
+    def _see_taken(self, now: float) -> None:
+        """While a write waits nothing is added to what is unsent, so that less of it means that some was taken."""
+        assert self.sending_since is not None
+        transport = self._transport()
+        unsent = transport.get_write_buffer_size() if transport is not None else 0
+        if self._taken_at < self.sending_since:
+            self._taken_at = self.sending_since
+        elif unsent < self._unsent:
+            self._taken_at = now
+        self._unsent = unsent
+
+    def _reset(self) -> None:
+        self._is_gone = True
+        if (transport := self._transport()) is not None:
+            transport.abort()
+
+    def _transport(self) -> asyncio.Transport | None:
+        extension = self._scope.get("extensions", {}).get("trireme.transport")
+        return extension["transport"] if extension is not None else None
+
+
+def _error_event(error: BaseException) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def _end_of_piece(chunk: bytes, start: int) -> int:
+    """Of as many whole events as fit PIECE_BYTES, and at least one."""
+    end = start + PIECE_BYTES
+    if end >= len(chunk):
+        return len(chunk)
+    found = chunk.rfind(b"\n\n", start, end)
+    if found < 0:
+        found = chunk.find(b"\n\n", end - 1)
+    return found + 2
+
+
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class Ticker:
+    """Looks after all streams of a process once a second, so that streams need no timers of their own. `on_look` is told what was
+    done about a slow reader."""
+
+    def __init__(self, *, buffer_bytes: int, on_look: Callable[[Look], None]) -> None:
+        self._on_look = on_look
+        self.streams: set[EventStream] = set()
+        self._buffer_bytes = buffer_bytes
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            now = time.monotonic()
+            found: Counter[Look] = Counter()
+            for stream in list(self.streams):
+                while (look := stream.look(now, buffer_bytes=self._buffer_bytes)) != "fine":
+                    found[look] += 1
+                    self._on_look(look)
+                    if look == "reset":
+                        self.streams.discard(stream)
+                        break
+            if found:
+                log.warning(
+                    "streams of slow readers. %s", facts(ended=found["ended"], connections_reset=found["reset"])
+                )
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()

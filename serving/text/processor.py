@@ -1,0 +1,221 @@
+"""From prompts and SamplingParams to rows that can be submitted: tokens, definite limits, seeds, checks against the model.
+
+Used by the HTTP routes and by the Python API; free of HTTP. Pure but for the seed source; every refusal is a RequestError
+that names the field and the number that would have worked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from trireme.errors import RequestError
+from trireme.params import RowParams, SamplingParams
+from trireme.serving.engines.replay import Replay, Terms
+
+MAX_ROWS = 512  # prompts x n
+MAX_PROMPT_CHARS_PER_TOKEN = 256  # a longer text cannot fit the context whatever the tokenizer
+MAX_BAD_WORD_TOKENS = 4096  # over all bad words
+
+
+class TextTokenizer(Protocol):
+    """What the processor needs of serving.text.tokens.Tokenizer."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def encode(self, text: str, *, add_special: bool = True, allow_special: bool = True) -> np.ndarray: ...
+
+    def encode_segments(self, segments: Sequence[tuple[str, bool]], *, add_special: bool = False) -> np.ndarray: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+class Processor:
+    """Checks and completes requests for one model. `max_len` and `vocab_size` come from the engine's facts."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        max_len: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        default_max_tokens: int | None = None,
+        queue_timeout_s: float = 0.0,
+        new_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_len = max_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.default_max_tokens = default_max_tokens
+        self.queue_timeout_s = queue_timeout_s
+        self._new_seed = new_seed
+
+    # ------------------------------------------------------------ prompts
+
+    def prompt_from_text(self, text: str, *, param: str = "prompt", add_special: bool = True) -> np.ndarray:
+        """Ids of a raw prompt. The caller writes the whole prompt, so special tokens may be named in it."""
+        self.check_text(text, param)
+        return self.checked_prompt(self.tokenizer.encode(text, add_special=add_special, allow_special=True), param)
+
+    def prompt_from_ids(self, ids: Sequence[int], *, param: str = "prompt") -> np.ndarray:
+        """The caller's own ids, each checked against the vocabulary."""
+        if len(ids) > self.max_len:
+            raise self._too_long(len(ids), param)
+        try:
+            array = np.asarray(ids, dtype=np.int64)
+        except OverflowError:
+            array = np.array([-1], dtype=np.int64)
+        wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
+        if len(wrong):
+            at = int(wrong[0])
+            raise RequestError(
+                f"{param} holds a token id outside this model's vocabulary, 0..{self.vocab_size - 1}",
+                param=f"{param}[{at}]",
+            )
+        return self.checked_prompt(array.astype(np.int32), param)
+
+    def prompt_from_segments(self, segments: Sequence[tuple[str, bool]], *, param: str = "messages") -> np.ndarray:
+        """Ids of a rendered chat: (text, trusted) parts, where only trusted parts may name special tokens."""
+        self.check_text("".join(text for text, _ in segments), param)
+        return self.checked_prompt(self.tokenizer.encode_segments(segments), param)
+
+    def checked_prompt(self, ids: np.ndarray, param: str) -> np.ndarray:
+        if len(ids) == 0:
+            raise RequestError(f"{param} is empty: there is no token to continue", param=param)
+        if len(ids) > self.max_len:
+            raise self._too_long(len(ids), param)
+        return ids
+
+    def check_text(self, text: str, param: str) -> None:
+        """Refuses hopelessly long texts before any work is spent on them, and strings that are no Unicode text."""
+        most = self.max_len * MAX_PROMPT_CHARS_PER_TOKEN
+        if len(text) > most:
+            raise RequestError(
+                f"{param} has {len(text)} characters; at most {most} can fit {self.max_len} tokens of context",
+                param=param,
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{param} holds characters that are no Unicode text", param=param) from None
+
+    def _too_long(self, num_tokens: int, param: str) -> RequestError:
+        return RequestError(
+            f"{param} has {num_tokens} tokens; this model's context is {self.max_len} tokens", param=param
+        )
+
+    # ------------------------------------------------------------ rows
+
+    def rows(
+        self,
+        prompts: Sequence[np.ndarray],
+        params: SamplingParams,
+        *,
+        salt: str | None = None,
+        terms: Terms = Terms(),
+        param: str = "prompt",
+    ) -> list[Replay]:
+        """One Replay per choice, prompt by prompt. The choices of all prompts share the request's seed."""
+        if len(prompts) * params.n > MAX_ROWS:
+            raise RequestError(
+                f"{len(prompts)} prompts x n={params.n} are {len(prompts) * params.n} choices; the limit is {MAX_ROWS}",
+                param="n",
+            )
+        params.check_vocabulary(self.vocab_size)
+        bad = self.bad_token_ids(params.bad_words)
+        seed = params.seed if params.seed is not None else self._new_seed()
+        digest = hashlib.sha256(salt.encode(errors="surrogatepass")).digest() if salt else b""
+        return [
+            Replay(
+                prompt,
+                self._row_params(params, len(prompt), seed, choice, bad, param),
+                prompt_index=i,
+                salt=digest,
+                priority=terms.priority,
+                deadline_s=terms.queue_s or self.queue_timeout_s,
+                total_s=terms.total_s,
+                client=terms.client,
+            )
+            for i, prompt in enumerate(prompts)
+            for choice in range(params.n)
+        ]
+
+    def _row_params(
+        self,
+        params: SamplingParams,
+        num_prompt: int,
+        seed: int,
+        choice: int,
+        bad: tuple[tuple[int, ...], ...],
+        param: str,
+    ) -> RowParams:
+        return RowParams(
+            max_tokens=self._max_tokens(params, num_prompt, param),
+            min_tokens=params.min_tokens,
+            temperature=float(params.temperature),
+            top_k=max(0, params.top_k),
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            repetition_penalty=float(params.repetition_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            presence_penalty=float(params.presence_penalty),
+            seed=seed,
+            choice=choice,
+            eos_token_ids=() if params.ignore_eos else self.eos_token_ids,
+            stop_token_ids=params.stop_token_ids,
+            logit_bias=tuple((params.logit_bias or {}).items()),
+            bad_token_ids=bad,
+            allowed_token_ids=params.allowed_token_ids or (),
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        )
+
+    def _max_tokens(self, params: SamplingParams, num_prompt: int, param: str) -> int:
+        """The definite completion length, within the context."""
+        room = self.max_len - num_prompt
+        wanted = params.max_tokens
+        if wanted is None:
+            if room < 1:
+                raise RequestError(
+                    f"{param} has {num_prompt} tokens, which fills the context of {self.max_len}: no room for an answer",
+                    param=param,
+                )
+            wanted = room if self.default_max_tokens is None else min(room, self.default_max_tokens)
+            wanted = max(wanted, min(room, params.min_tokens))
+        if wanted > room:
+            raise RequestError(
+                f"max_tokens is {wanted}, but {param} has {num_prompt} tokens and the context is {self.max_len}: "
+                f"at most {room} fit",
+                param="max_tokens",
+            )
+        if params.min_tokens > wanted:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}; at most {wanted} tokens can come", param="min_tokens"
+            )
+        return wanted
+
+    def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that spell a bad word, alone and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for i, word in enumerate(words):
+            if not word.strip():
+                raise RequestError("bad_words must not hold an empty word", param=f"bad_words[{i}]")
+            if len(word) > 256:
+                raise RequestError(
+                    f"bad_words[{i}] has {len(word)} characters; the limit is 256", param=f"bad_words[{i}]"
+                )
+            self.check_text(word, f"bad_words[{i}]")
+            for form in (word, " " + word.lstrip()):
+                ids = self.tokenizer.encode(form, add_special=False, allow_special=False)
+                if len(ids):
+                    found[tuple(ids.tolist())] = None
+        if sum(map(len, found)) > MAX_BAD_WORD_TOKENS:
+            raise RequestError(f"bad_words make more than {MAX_BAD_WORD_TOKENS} tokens", param="bad_words")
+        return tuple(found)

@@ -1,0 +1,190 @@
+"""The tokenizer of a served model: text to ids and back, built from tokenizer.json or from GGUF metadata.
+
+Used by front ends and the offline Python API, one per process. It never runs code that comes with a model, and never
+lets user text turn into special tokens unless the caller says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as FastTokenizer
+
+from trireme.errors import ModelError
+from trireme.packaged import ModelFiles, read_json
+from trireme.serving.text.encoders import Encoder, LibraryEncoder
+from trireme.serving.text.tokens_gguf import tokenizer_from_gguf
+
+_HEAD = 3  # characters of a name that are looked for first
+SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """Text <-> token ids. Safe to use from several threads; ids are int32 arrays.
+
+    `decode` is exactly the join of `token_bytes`, read as UTF-8 with U+FFFD for what is broken, less the one leading
+    space that SentencePiece-style tokenizers put before a text and after each added token (`adds_space`).
+    """
+
+    def __init__(self, encoder: Encoder, *, special: dict[str, str], chat_template: str | None) -> None:
+        """`special` maps bos_token, eos_token, ... to their strings."""
+        self._encoder = encoder
+        self.adds_space = encoder.adds_space
+        self.special_tokens = special
+        self.chat_template = chat_template
+        self.vocab_size = encoder.vocab_size
+        added = encoder.added
+        self._added: dict[int, bytes] = {token: entry.text.encode() for token, entry in added.items()}
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self.bos_token_id = self.token_id(special.get("bos_token"))
+        self.eos_token_id = self.token_id(special.get("eos_token"))
+        self.pad_token_id = self.token_id(special.get("pad_token"))
+        self._named = _SpecialNames({entry.text: token for token, entry in added.items() if entry.special})
+        self._piece: Callable[[int], bytes] = functools.lru_cache(maxsize=1 << 16)(encoder.piece_bytes)
+
+    def encode(self, text: str, *, add_special: bool = True, allow_special: bool = True) -> np.ndarray:
+        """Ids of `text`. `add_special` adds BOS/EOS as the model's tokenizer does; with `allow_special=False` the names
+        of special tokens inside the text are encoded as ordinary characters (use it for text written by users)."""
+        if not allow_special and not self._named.spans(text):
+            allow_special = True  # the same ids, without the library's second copy
+        return self._encoder.encode(text, add_special=add_special, allow_special=allow_special)
+
+    def encode_segments(self, segments: Sequence[tuple[str, bool]], *, add_special: bool = False) -> np.ndarray:
+        """Ids of segments put together as one text; only segments flagged True (trusted, from a template) may name
+        special tokens. Equal to encoding the joined text unless an untrusted segment holds a special token's name."""
+        text = "".join(part for part, _ in segments)
+        trusted = self._trusted_names(segments)
+        if trusted == self._named.spans(text):
+            return self._encoder.encode(text, add_special=add_special, allow_special=True)
+        ids: list[int] = []
+        if add_special and self.bos_token_id in self._encoder.encode("", add_special=True, allow_special=True):
+            ids.append(int(self.bos_token_id or 0))
+        start = 0
+        for begin, end in [*trusted, (len(text), len(text))]:
+            if begin > start:
+                ids += self._encoder.encode(text[start:begin], add_special=False, allow_special=False).tolist()
+            if end > begin:
+                ids.append(self._named.ids[text[begin:end]])
+            start = end
+        return np.array(ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`; special tokens are left out unless `skip_special=False`. Unknown ids give nothing."""
+        parts: list[bytes] = []
+        at_start = self.adds_space
+        for token in ids:
+            token = int(token)
+            if token in self._added:
+                if not (skip_special and token in self.special_ids):
+                    parts.append(self._added[token])
+                at_start = self.adds_space
+                continue
+            piece = self._piece(token)
+            parts.append(piece[1:] if at_start and piece.startswith(b" ") else piece)
+            at_start = False
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes that this token adds to the text, whatever stands before it; b"" for unknown ids."""
+        return self._added[token] if token in self._added else self._piece(token)
+
+    def token_text(self, token: int) -> str:
+        """The token as shown in logprobs: its bytes as text, U+FFFD for broken UTF-8."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def token_id(self, text: str | None) -> int | None:
+        """Id of the token spelled exactly so in the vocabulary, else None."""
+        return None if text is None else self._encoder.token_id(text)
+
+    def is_special(self, token: int) -> bool:
+        return token in self.special_ids
+
+    def _trusted_names(self, segments: Sequence[tuple[str, bool]]) -> list[tuple[int, int]]:
+        """Spans of special-token names that lie inside a run of trusted segments, as offsets into the joined text."""
+        spans: list[tuple[int, int]] = []
+        base = 0
+        for trusted, run in itertools.groupby(segments, key=lambda segment: segment[1]):
+            text = "".join(part for part, _ in run)
+            if trusted:
+                spans += [(base + begin, base + end) for begin, end in self._named.spans(text)]
+            base += len(text)
+        return spans
+
+
+class _SpecialNames:
+    """Finds names of special tokens in text. A vocabulary may have thousands, so a pattern of their first characters finds
+    where one may begin, and a table tells whether one does."""
+
+    def __init__(self, ids: dict[str, int]) -> None:
+        self.ids = ids = {name: token for name, token in ids.items() if name}
+        self._lengths = sorted(set(map(len, ids)), reverse=True)
+        heads = sorted({name[:_HEAD] for name in ids}, key=len, reverse=True)
+        self._head = re.compile("|".join(map(re.escape, heads))) if heads else None
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Begin and end of each name, the leftmost first and the longest there, none overlapping."""
+        if self._head is None:
+            return []
+        found, at = [], 0
+        while match := self._head.search(text, at):
+            begin = match.start()
+            name = next((text[begin : begin + n] for n in self._lengths if text[begin : begin + n] in self.ids), "")
+            at = begin + (len(name) or 1)
+            if name:
+                found.append((begin, at))
+        return found
+
+
+def load_tokenizer(
+    files: ModelFiles, *, tokenizer: str | Path | None = None, chat_template: str | Path | None = None
+) -> Tokenizer:
+    """The tokenizer of a model; `tokenizer` (a directory with tokenizer.json, or a .gguf) and `chat_template` (a file)
+    override the model's own. Raises ModelError when there is none or it does not parse."""
+    source = Path(tokenizer).expanduser() if tokenizer is not None else files.path
+    if source.suffix == ".gguf":
+        encoder, special, template = tokenizer_from_gguf(source)
+    else:
+        encoder, special, template = _read_directory(source)
+    if chat_template is not None:
+        try:
+            template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"cannot read the chat template {chat_template}: {error}") from error
+    return Tokenizer(encoder, special=special, chat_template=template)
+
+
+def _read_directory(path: Path) -> tuple[Encoder, dict[str, str], str | None]:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(f"no tokenizer.json in {path}", hint="--tokenizer DIR names a directory that has one")
+    try:
+        fast = FastTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for anything it cannot parse
+        raise ModelError(f"{file} is not a tokenizer this version can read: {error}") from error
+    config = read_json(file.parent / "tokenizer_config.json")
+    mapped = read_json(file.parent / "special_tokens_map.json")
+    special = {}
+    for name in SPECIAL_NAMES:
+        value = config.get(name) or mapped.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            special[name] = value
+    return LibraryEncoder(fast), special, _read_template(file.parent, config.get("chat_template"))
+
+
+def _read_template(directory: Path, stored: Any) -> str | None:
+    """chat_template.jinja, else the template of tokenizer_config.json (of several named ones, `default`)."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    if isinstance(stored, list):
+        stored = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}
+    if isinstance(stored, dict):
+        stored = stored.get("default")
+    return stored if isinstance(stored, str) else None
