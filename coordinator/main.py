@@ -1,6 +1,6 @@
 """The coordinator's process: one socket, one loop; shell.Shell does the rest.
 
-Started by launch/supervise.py when there are several engines. Engines send Load, front ends Route and Released; every
+Started by launch/processes/supervisor.py when there are several engines. Engines send Load, front ends Route and Released; every
 front end gets a View when something has changed. May be killed at any moment: nothing depends on its memory.
 """
 

@@ -1,6 +1,6 @@
 """The engine's process: boots, starts its workers, sizes the KV memory, binds the socket of the front ends, runs the loop.
 
-Started by launch/supervise.py as `spawn("engine_core.main", boot)`. On any failure front ends hear the root cause
+Started by launch/processes/supervisor.py as `spawn("engine_core.main", boot)`. On any failure front ends hear the root cause
 (EngineDown), the workers end, and the supervisor gets it as Failed and starts the next life.
 """
 

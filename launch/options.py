@@ -67,7 +67,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "serve",
         "serve a model over HTTP with the OpenAI API",
-        "trireme.launch.parts",
+        "trireme.launch.processes.parts",
         (_MODEL,),
         (
             CONFIG,
@@ -83,7 +83,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "chat",
         "talk to a model in the terminal",
-        "trireme.launch.chat",
+        "trireme.launch.commands.chat",
         (_MODEL,),
         (SYSTEM, TEMPERATURE, MAX_TOKENS, SEED, URL, CONFIG),
         ("trireme chat smollm2", "trireme chat FILE.gguf --temperature 0", "trireme chat --url http://127.0.0.1:8000"),
@@ -92,7 +92,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "complete",
         "continue a text and print what comes",
-        "trireme.launch.complete",
+        "trireme.launch.commands.complete",
         (
             _MODEL,
             Setting("", "prompt", "text", "-", "text to continue; - reads standard input"),
@@ -108,7 +108,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "control",
         "put a running server to sleep, wake it, pause it or let it go on",
-        "trireme.launch.control",
+        "trireme.launch.commands.control",
         (Setting("", "action", "text", "state", "sleep, wake, pause, resume, or state, which changes nothing"),),
         (
             Setting("", "level", "whole", 1, "of a sleep: 1 keeps the weights in the host's memory, 2 drops them"),
@@ -126,7 +126,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "plan",
         "say whether a model fits here, where the memory goes, and which flags to use; loads nothing",
-        "trireme.launch.plan",
+        "trireme.launch.commands.plan",
         (_MODEL,),
         (JSON, CONFIG),
         ("trireme plan smollm2", "trireme plan DIR --tp 2 --max-len 32768", "trireme plan FILE.gguf --json"),
@@ -135,7 +135,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "models inspect",
         "show what is in a model's files: shape, tensor types, tokenizer, template",
-        "trireme.launch.inspection",
+        "trireme.launch.commands.inspect_model",
         (_MODEL,),
         (JSON,),
         ("trireme models inspect smollm2", "trireme models inspect DIR", "trireme models inspect FILE.gguf --json"),
@@ -143,7 +143,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "bench latency",
         "time one request at a time: first token, each next token",
-        "trireme.launch.bench_offline",
+        "trireme.launch.bench.offline",
         (_MODEL,),
         (INPUT_LEN, OUTPUT_LEN, REPEATS, JSON, CONFIG),
         (
@@ -156,7 +156,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "bench throughput",
         "time many requests in flight at once, without HTTP",
-        "trireme.launch.bench_offline",
+        "trireme.launch.bench.offline",
         (_MODEL,),
         (
             Setting("", "num_requests", "whole", 64, "requests, all in flight", low=1),
@@ -176,7 +176,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "bench serve",
         "load an HTTP server with closed loops and measure what clients see",
-        "trireme.launch.bench_serve",
+        "trireme.launch.bench.serve",
         (_MODEL,),
         (
             Setting("", "concurrency", "list", ("1", "8", "32"), "clients at once; several values give several rows"),
@@ -199,7 +199,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "bench sweep",
         "raise the load on an HTTP server step by step: clients at once, or requests a second",
-        "trireme.launch.bench_serve",
+        "trireme.launch.bench.serve",
         (_MODEL,),
         (
             Setting("", "concurrency", "list", ("1", "2", "4", "8", "16", "32"), "the steps, as clients at once"),
@@ -223,7 +223,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "bench ipc",
         "time the way between a front end and a worker, without a model",
-        "trireme.launch.bench_ipc",
+        "trireme.launch.bench.ipc",
         (),
         (
             Setting("", "running", "list", ("1", "64", "256", "1024", "4096"), "requests at once; a row for each"),
@@ -239,7 +239,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "bench balance",
         "show how each policy spreads a burst and keeps talks where they are cached, in virtual time",
-        "trireme.launch.bench_balance",
+        "trireme.launch.bench.balance",
         (),
         (
             Setting("", "fronts", "list", ("1", "4", "16"), "HTTP processes; a row for each"),
@@ -255,7 +255,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "bench startup",
         "time a start from process launch to the first served token, and weigh the running processes",
-        "trireme.launch.bench_startup",
+        "trireme.launch.bench.startup",
         (_MODEL,),
         (REPEATS, JSON, CONFIG),
         (
@@ -268,7 +268,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "report",
         "draw the JSON results of benchmarks as one HTML page, alone or two compared",
-        "trireme.launch.report",
+        "trireme.launch.commands.report",
         (
             Setting("", "a", "text", "", "file that a benchmark wrote with --json"),
             Setting("", "b", "text", None, "a second one, to compare with", optional=True),
@@ -283,7 +283,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "doctor",
         "say what this machine and this installation are fit for",
-        "trireme.launch.doctor",
+        "trireme.launch.commands.doctor",
         (),
         (JSON,),
         ("trireme doctor", "trireme doctor --json"),
@@ -291,7 +291,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "version",
         "print the version",
-        "trireme.launch.version",
+        "trireme.launch.commands.version",
         (),
         (JSON,),
         ("trireme version", "trireme version --json"),

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from trireme.launch.parts import Modules
-from trireme.launch.restarts import RestartLimits
-from trireme.launch.supervise import Died, Event, Supervisor, Timing
+from trireme.launch.processes.parts import Modules
+from trireme.launch.processes.restarts import RestartLimits
+from trireme.launch.processes.supervisor import Died, Event, Supervisor, Timing
 from trireme.resolve import prepare
 from trireme.settings import load
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme import LLM, SamplingParams
-from trireme.launch.bench import WORDS
+from trireme.launch.bench.samples import WORDS
 
 COMMON = {"hidden_act": "silu", "head_dim": 128, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 0}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """One request, several targets that could answer it: chooses, retries elsewhere, keeps away from what fails, hedges if told to.
 
-Used by clients of several servers (launch/hosts.py). The rules are in transport/resilience.py; here is what waits. Free of any
-protocol: an attempt is a coroutine of the caller, and says by the exception it raises whether another one may help.
+Used by clients of several servers (launch/api/multi_server.py). The rules are in transport/resilience.py; here is what waits.
+Free of any protocol: an attempt is a coroutine of the caller, and says by the exception it raises whether another one may help.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from trireme.params import SamplingParams
 
 _PLACES = {
-    "LLM": "trireme.launch.llm",
-    "AsyncLLM": "trireme.launch.llm",
-    "Client": "trireme.launch.rpc",
-    "AsyncClient": "trireme.launch.rpc",
-    "Hosts": "trireme.launch.hosts",
-    "AsyncHosts": "trireme.launch.hosts",
+    "LLM": "trireme.launch.api.llm",
+    "AsyncLLM": "trireme.launch.api.llm",
+    "Client": "trireme.launch.api.client",
+    "AsyncClient": "trireme.launch.api.client",
+    "Hosts": "trireme.launch.api.multi_server",
+    "AsyncHosts": "trireme.launch.api.multi_server",
     "Patience": "trireme.transport.targets",
     "RequestOutput": "trireme.outputs",
     "OutputDelta": "trireme.outputs",

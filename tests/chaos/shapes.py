@@ -13,7 +13,7 @@ from tests.chaos.poison import NAN_TOKEN, write_nan
 from tests.chaos.resources import small_places
 from tests.chaos.site import Site
 from tests.models.tiny import make_tiny_llama
-from trireme.launch.parts import Modules
+from trireme.launch.processes.parts import Modules
 
 NUM_STREAMS = 64
 LENGTH = 160  # tokens of a stream

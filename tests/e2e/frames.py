@@ -25,7 +25,7 @@ import zmq
 from tests.e2e.deployment import Deployment, wait_for
 from tests.models.tiny import make_tiny_llama
 from trireme.errors import ProtocolError, TriremeError
-from trireme.launch.rpc import read_pass
+from trireme.launch.api.client import read_pass
 from trireme.params import RowParams
 from trireme.transport import messages
 from trireme.transport.codec import encode

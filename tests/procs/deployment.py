@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from trireme.launch.supervise import Part, Supervisor
+from trireme.launch.processes.supervisor import Part, Supervisor
 from trireme.transport.boot import Child, spawn
 from trireme.transport.messages import Boot, Ready, Role
 from trireme.transport.rundir import RunDir

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from trireme.config import EngineConfig, LaunchConfig, ModelConfig, ParallelConfig, ServingConfig
-from trireme.launch.restarts import RestartLimits
-from trireme.launch.supervise import AllReady, Event, Modules, Stopped, Supervisor, Timing
+from trireme.launch.processes.restarts import RestartLimits
+from trireme.launch.processes.supervisor import AllReady, Event, Modules, Stopped, Supervisor, Timing
 
 MODULES = Modules(engine="tests.procs.fake_engine", front="tests.procs.fake_front")
 TIMING = Timing(

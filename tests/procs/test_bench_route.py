@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from trireme.launch import bench_route
+from trireme.launch.bench import route as bench_route
 
 
 @pytest.mark.parametrize("policy", bench_route.POLICIES)

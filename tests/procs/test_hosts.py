@@ -17,7 +17,7 @@ import pytest
 
 from trireme import AsyncHosts, Hosts
 from trireme.errors import OverloadedError
-from trireme.launch.http import ServerError
+from trireme.launch.api.http import ServerError
 from trireme.transport.resilience import Backoff
 from trireme.transport.targets import Patience, TargetBusy, TargetFailed
 
@@ -197,8 +197,8 @@ async def test_a_stream_moves_before_its_first_event_and_not_after(peer: Callabl
 async def test_a_server_that_sends_without_end_is_given_up(
     peer: Callable[[str], Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trireme.launch.hosts.MAX_ANSWER", 1 << 20)
-    monkeypatch.setattr("trireme.launch.hosts.MAX_EVENT", 1 << 20)
+    monkeypatch.setattr("trireme.launch.api.multi_server.MAX_ANSWER", 1 << 20)
+    monkeypatch.setattr("trireme.launch.api.multi_server.MAX_EVENT", 1 << 20)
     mad = peer("endless")
     async with AsyncHosts([mad.url], patience=Patience(attempts=1)) as hosts:
         with pytest.raises(TargetFailed, match="more than 1048576 bytes"):

@@ -18,7 +18,7 @@ import pytest
 
 from tests.procs.deployment import Supervised, wait_for
 from tests.procs.fake_llm import expected, fake_model, prompt_of, until
-from trireme.launch.supervise import Supervisor, Timing
+from trireme.launch.processes.supervisor import Supervisor, Timing
 from trireme.resolve import prepare
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.connect import client_over_sockets
@@ -80,7 +80,7 @@ class Node(Supervised):
 
 @contextlib.asynccontextmanager
 async def client_of(node: Node) -> AsyncIterator[EngineClient]:
-    """As a program on the same machine joins (launch/rpc.py)."""
+    """As a program on the same machine joins (launch/api/client.py)."""
     client = client_over_sockets(node.supervisor.boot_for("front", "client-1"), node.config)
     client.start()
     try:

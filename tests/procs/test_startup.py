@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.deployment import ROOT, Deployment
 from tests.models.tiny import make_tiny_llama
 from trireme import LLM
-from trireme.launch.startup import line_of
+from trireme.launch.api.startup import line_of
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -17,7 +17,7 @@ from tests.models.tiny import make_stub
 from tests.serving.engines import FakeEngine, client_of
 from trireme.arch import read_arch
 from trireme.config import EngineConfig, ModelConfig, ServingConfig
-from trireme.launch.deployment import InProcess
+from trireme.launch.api.deployment import InProcess
 from trireme.packaged import find_model
 from trireme.resolve import prepare
 from trireme.serving.app import make_app

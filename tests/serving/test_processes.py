@@ -20,7 +20,7 @@ import pytest
 from tests.models.tiny import make_stub
 from tests.procs.deployment import Supervised, wait_for
 from trireme.config import EngineConfig, ModelConfig, ParallelConfig, ServingConfig
-from trireme.launch.supervise import Event, Modules, Supervisor
+from trireme.launch.processes.supervisor import Event, Modules, Supervisor
 
 BODY = {"model": "model", "prompt": "hello", "stream": True}
 

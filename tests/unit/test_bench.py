@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from trireme.errors import ConfigError
-from trireme.launch.batch import InFlight
-from trireme.launch.bench import WORDS, Sample, make_ids, make_text, summarize
-from trireme.launch.http import ServerError, endpoint, get_json, stream
+from trireme.launch.api.batch import InFlight
+from trireme.launch.api.http import ServerError, endpoint, get_json, stream
+from trireme.launch.bench.samples import WORDS, Sample, make_ids, make_text, summarize
 
 
 def test_summary_of_known_samples():

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from trireme.launch.balance_sim import World, burst, talk
-from trireme.launch.bench_balance import measure
+from trireme.launch.bench.balance import measure
+from trireme.launch.simulation.balance_sim import World, burst, talk
 
 FRONTS = [1, 4, 16]
 

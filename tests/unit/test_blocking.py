@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from trireme.launch.blocking import LoopThread
+from trireme.launch.api.blocking import LoopThread
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,13 @@ import pytest
 from trireme.config import Decision
 from trireme.device import DeviceFacts
 from trireme.launch import console as console_module
+from trireme.launch.api.client import read_pass
+from trireme.launch.api.view import ProgressView
 from trireme.launch.cli import print_error
+from trireme.launch.commands.serve import ServeView, curl_line, merge_decisions, print_failed, url_of
 from trireme.launch.console import Console
-from trireme.launch.passes import PASS_NAME
-from trireme.launch.rpc import read_pass
-from trireme.launch.serve import ServeView, curl_line, merge_decisions, print_failed, url_of
-from trireme.launch.supervise import AllReady, Died, Restarted, Stopped, Stopping
-from trireme.launch.view import ProgressView
+from trireme.launch.processes.connection_file import PASS_NAME
+from trireme.launch.processes.supervisor import AllReady, Died, Restarted, Stopped, Stopping
 from trireme.resolve import ModelFacts, Prepared
 from trireme.settings import load
 from trireme.transport.messages import Boot, Failed, Progress, Ready

@@ -11,8 +11,8 @@ from trireme.arch_spec import RopeSpec
 from trireme.device import DeviceFacts, GpuFacts, gpu_from_text
 from trireme.errors import ConfigError
 from trireme.gpu import lacks_on_gpu
-from trireme.launch.doctor import examine
-from trireme.launch.plan import make_plan
+from trireme.launch.commands.doctor import examine
+from trireme.launch.commands.plan import make_plan
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
 from trireme.sizes import GIB

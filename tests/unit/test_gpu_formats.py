@@ -14,7 +14,7 @@ from trireme.device import GpuFacts
 from trireme.errors import ConfigError
 from trireme.gguf import GgufTensor
 from trireme.gpu_formats import check_card, format_of, gpu_weight_bytes, stored_in
-from trireme.launch.plan import make_plan
+from trireme.launch.commands.plan import make_plan
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
 from trireme.sizes import GIB

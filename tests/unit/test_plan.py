@@ -17,8 +17,8 @@ from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfi
 from trireme.device import DeviceFacts
 from trireme.errors import ModelError
 from trireme.launch.cli import main
-from trireme.launch.inspection import inspect_files, read_safetensors
-from trireme.launch.plan import make_plan, suggested_flags
+from trireme.launch.commands.inspect_model import inspect_files, read_safetensors
+from trireme.launch.commands.plan import make_plan, suggested_flags
 from trireme.packaged import ModelFiles
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
@@ -148,6 +148,7 @@ def test_commands_answer_in_json_with_the_exit_status_of_the_answer(capsys):
 
 
 def test_neither_command_imports_tensors():
-    code = "import sys, trireme.launch.plan, trireme.launch.inspection; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    modules = "trireme.launch.commands.plan, trireme.launch.commands.inspect_model"
+    code = f"import sys, {modules}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 import pytest
 
 from trireme.errors import ConfigError
-from trireme.launch.bench import ratio_row
-from trireme.launch.bench_serve import steps_of
-from trireme.launch.bench_startup import phases_of, tree_memory
+from trireme.launch.api.startup import breakdown, lives_of
+from trireme.launch.bench.plot import Line, _ceiling, bars, lines
+from trireme.launch.bench.samples import ratio_row
+from trireme.launch.bench.serve import steps_of
+from trireme.launch.bench.startup import phases_of, tree_memory
 from trireme.launch.cli import main
-from trireme.launch.plot import Line, _ceiling, bars, lines
-from trireme.launch.serve import timeline
-from trireme.launch.startup import breakdown, lives_of
-from trireme.launch.supervise import AllReady
+from trireme.launch.commands.serve import timeline
+from trireme.launch.processes.supervisor import AllReady
 from trireme.transport.messages import Ready
 
 

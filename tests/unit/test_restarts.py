@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trireme.launch.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
+from trireme.launch.processes.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 
 
 def test_back_off_doubles_then_the_part_stays_down() -> None:

@@ -11,8 +11,8 @@ from tests.models.tiny import EOS, make_stub
 from tests.serving.engines import FakeEngine
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, RequestError
-from trireme.launch.session import AsyncSession, Session
-from trireme.launch.view import ProgressView
+from trireme.launch.api.session import AsyncSession, Session
+from trireme.launch.api.view import ProgressView
 from trireme.params import SamplingParams
 from trireme.serving.engines.client import EngineClient
 from trireme.settings import load

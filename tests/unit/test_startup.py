@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trireme.launch.startup import SHOWN_S, Life, breakdown, line_of, process_began
+from trireme.launch.api.startup import SHOWN_S, Life, breakdown, line_of, process_began
 from trireme.phases import Phases, slowest
 
 SPAN = st.floats(0, 1e3)

@@ -12,8 +12,8 @@ from typing import Any, Self
 import httpx2
 import msgspec
 
-from trireme.launch.blocking import LoopThread
-from trireme.launch.http import MAX_EVENT, endpoint, from_envelope, parsed
+from trireme.launch.api.blocking import LoopThread
+from trireme.launch.api.http import MAX_EVENT, endpoint, from_envelope, parsed
 from trireme.transport.resilience import State
 from trireme.transport.targets import Patience, TargetBusy, TargetFailed, Targets
 

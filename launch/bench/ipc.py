@@ -20,7 +20,7 @@ import numpy as np
 
 from trireme.config import CacheConfig, EngineConfig, LaunchConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from trireme.errors import ConfigError, EngineError
-from trireme.launch.bench import Row, publish
+from trireme.launch.bench.samples import Row, publish
 from trireme.launch.options import Invocation
 from trireme.metrics import percentile
 from trireme.params import RowParams

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from trireme.launch.startup import line_of
+from trireme.launch.api.startup import line_of
 from trireme.transport.messages import Progress
 
 

@@ -10,9 +10,9 @@ import json
 from typing import Any
 
 from trireme.errors import ConfigError
-from trireme.launch.http import Endpoint, endpoint, get_json, post_json
+from trireme.launch.api.client import AsyncClient
+from trireme.launch.api.http import Endpoint, endpoint, get_json, post_json
 from trireme.launch.options import Invocation
-from trireme.launch.rpc import AsyncClient
 from trireme.lockstep import PAUSES, pause_mode
 from trireme.rest import LEVELS
 

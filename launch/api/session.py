@@ -16,11 +16,11 @@ import numpy as np
 
 from trireme.config import Decision, EngineConfig
 from trireme.errors import EngineDeadError
-from trireme.launch.batch import InFlight, PromptSource, Request, TextSide, run_request, stream_request
-from trireme.launch.blocking import LoopThread
-from trireme.launch.deployment import Deployment
-from trireme.launch.startup import breakdown
-from trireme.launch.view import ProgressView
+from trireme.launch.api.batch import InFlight, PromptSource, Request, TextSide, run_request, stream_request
+from trireme.launch.api.blocking import LoopThread
+from trireme.launch.api.deployment import Deployment
+from trireme.launch.api.startup import breakdown
+from trireme.launch.api.view import ProgressView
 from trireme.lockstep import pause_mode
 from trireme.outputs import OutputDelta, RequestOutput
 from trireme.params import SamplingParams

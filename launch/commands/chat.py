@@ -9,8 +9,8 @@ import sys
 import time
 
 from trireme.errors import RequestError
+from trireme.launch.commands.chat_backend import Talker, make_talker
 from trireme.launch.options import Invocation
-from trireme.launch.talk import Talker, make_talker
 
 HELP = "/exit ends   /new forgets the talk   /help   Ctrl-C stops an answer"
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
-from trireme.launch.deployment import make_deployment
-from trireme.launch.session import AsyncSession, Session
-from trireme.launch.view import ProgressView
+from trireme.launch.api.deployment import make_deployment
+from trireme.launch.api.session import AsyncSession, Session
+from trireme.launch.api.view import ProgressView
 from trireme.resolve import prepare
 from trireme.settings import load
 

@@ -21,11 +21,11 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
-from trireme.launch.bench import Row, Sample, make_text, publish, ratio_row, summarize
-from trireme.launch.deployment import UnderSupervisor
-from trireme.launch.http import Endpoint, ServerError, endpoint, get_json, stream
+from trireme.launch.api.deployment import UnderSupervisor
+from trireme.launch.api.http import Endpoint, ServerError, endpoint, get_json, stream
+from trireme.launch.api.view import ProgressView
+from trireme.launch.bench.samples import Row, Sample, make_text, publish, ratio_row, summarize
 from trireme.launch.options import Invocation
-from trireme.launch.view import ProgressView
 from trireme.resolve import prepare
 
 WARM_UP_TOKENS = 8

@@ -12,8 +12,8 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
-from trireme.launch.bench import Row, Sample, make_ids, publish, summarize
-from trireme.launch.llm import AsyncLLM
+from trireme.launch.api.llm import AsyncLLM
+from trireme.launch.bench.samples import Row, Sample, make_ids, publish, summarize
 from trireme.launch.options import Invocation
 from trireme.params import SamplingParams
 

@@ -1,7 +1,7 @@
 """`trireme bench balance`: how the policies spread a burst and keep talks where their prefix is cached, both at once.
 
-The coordinator and the engine cores are the real ones, their time is virtual (launch/balance_sim.py). No model. What a decision
-costs is measured on the coordinator's process beside it (launch/bench_route.py).
+The coordinator and the engine cores are the real ones, their time is virtual (launch/simulation/balance_sim.py). No model.
+What a decision costs is measured on the coordinator's process beside it (launch/bench/route.py).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 
 from trireme.errors import ConfigError
-from trireme.launch import bench_route
-from trireme.launch.balance_sim import ALONE, Asked, World, burst, talk
-from trireme.launch.bench import Row, publish
+from trireme.launch.bench import route as bench_route
+from trireme.launch.bench.samples import Row, publish
 from trireme.launch.options import Invocation
+from trireme.launch.simulation.balance_sim import ALONE, Asked, World, burst, talk
 from trireme.metrics import percentile
 
 POLICIES = ("random", "round_robin", "p2c", "least", "prefix", "prefix_least", ALONE)

@@ -1,5 +1,5 @@
 """`trireme serve`: resolves the settings, hands them to the supervisor, and shows what happens on the console. Called by
-launch/parts.py, which has started the processes already.
+launch/processes/parts.py, which has started the processes already.
 
 Prints each failure once, last. No request passes through this process.
 """
@@ -17,11 +17,11 @@ import msgspec
 from trireme import __version__, log
 from trireme.config import Decision, EngineConfig
 from trireme.fleet import engines_of_front
+from trireme.launch.api.startup import breakdown, line_of, lives_of, process_began
 from trireme.launch.cli import print_error
 from trireme.launch.options import Invocation
-from trireme.launch.passes import write_pass
-from trireme.launch.startup import breakdown, line_of, lives_of, process_began
-from trireme.launch.supervise import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
+from trireme.launch.processes.connection_file import write_pass
+from trireme.launch.processes.supervisor import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
 from trireme.resolve import Prepared, describe, prepare
 from trireme.settings import to_yaml
 from trireme.sizes import format_bytes

@@ -1,6 +1,6 @@
 """Requests of the Python API: from prompts and SamplingParams to checked rows, from engine events to RequestOutputs.
 
-Used by launch/session.py alone. The work is done by serving's processor, client and generation; this file only joins them.
+Used by launch/api/session.py alone. The work is done by serving's processor, client and generation; this file only joins them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pass that a server leaves in its private directory, so that programs of the same user may join (launch/rpc.py).
+"""The pass that a server leaves in its private directory, so that programs of the same user may join (launch/api/client.py).
 
 Apart from rpc because a server must not import what its clients need before it starts its own parts.
 """

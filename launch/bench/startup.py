@@ -1,7 +1,7 @@
 """`trireme bench startup`: from the launch of the process to the first served token, and what the processes then hold.
 
-Each run is `trireme serve` in a process of its own, as a user starts it. Its parts are those that it tells (launch/startup.py), and
-then the first token.
+Each run is `trireme serve` in a process of its own, as a user starts it. Its parts are those that it tells
+(launch/api/startup.py), and then the first token.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
-from trireme.launch.bench import Row, publish
-from trireme.launch.http import Endpoint, ServerError, get_json, stream
+from trireme.launch.api.http import Endpoint, ServerError, get_json, stream
+from trireme.launch.bench.samples import Row, publish
+from trireme.launch.commands.serve import PART
 from trireme.launch.options import Invocation
-from trireme.launch.serve import PART
 from trireme.resolve import Prepared, prepare
 from trireme.settings import to_yaml
 from trireme.sizes import MIB

@@ -18,9 +18,9 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
-from trireme.launch.parts import Modules, parts_of
-from trireme.launch.peers import PeerMemory
-from trireme.launch.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
+from trireme.launch.processes.lockstep_memory import PeerMemory
+from trireme.launch.processes.parts import Modules, parts_of
+from trireme.launch.processes.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 from trireme.lockstep import Mode
 from trireme.transport.address import make_secret_keys
 from trireme.transport.boot import Child, spawn

@@ -1,4 +1,4 @@
-"""Small SVG plots as text: lines over steps, and bars. Used by launch/report.py; knows nothing of benchmarks."""
+"""Small SVG plots as text: lines over steps, and bars. Used by launch/commands/report.py; knows nothing of benchmarks."""
 
 from __future__ import annotations
 

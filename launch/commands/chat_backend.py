@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from trireme.config import EngineConfig
-from trireme.launch.blocking import LoopThread
-from trireme.launch.http import Endpoint, endpoint, get_json, stream
+from trireme.launch.api.blocking import LoopThread
+from trireme.launch.api.http import Endpoint, endpoint, get_json, stream
 from trireme.launch.options import Invocation
 from trireme.params import SamplingParams
 
@@ -49,7 +49,7 @@ class LocalTalker:
     """An engine of our own."""
 
     def __init__(self, config: EngineConfig, params: SamplingParams, *, quiet: bool) -> None:
-        from trireme.launch.llm import LLM  # the engine's imports, which a remote talk does not need
+        from trireme.launch.api.llm import LLM  # the engine's imports, which a remote talk does not need
 
         if quiet:
             launch = msgspec.structs.replace(config.launch, log_level="warning")

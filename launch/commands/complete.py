@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
+from trireme.launch.commands.chat_backend import make_talker
 from trireme.launch.options import Invocation
-from trireme.launch.talk import make_talker
 
 
 def run(invocation: Invocation) -> int:

@@ -15,10 +15,10 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
-from trireme.launch.passes import PASS_NAME
-from trireme.launch.session import AsyncSession, Session
-from trireme.launch.startup import Life
-from trireme.launch.view import ProgressView
+from trireme.launch.api.session import AsyncSession, Session
+from trireme.launch.api.startup import Life
+from trireme.launch.api.view import ProgressView
+from trireme.launch.processes.connection_file import PASS_NAME
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.connect import client_over_sockets
 from trireme.transport.messages import Boot

@@ -1,6 +1,6 @@
 """A deployment without processes and without a model, under a virtual clock: the real Coordinator and the real engine cores.
 
-Used by launch/bench_balance.py and tests. Messages take time and overtake each other; a step takes time by its tokens and rows. One
+Used by launch/bench/balance.py and tests. Messages take time and overtake each other; a step takes time by its tokens and rows. One
 seed is one run.
 """
 

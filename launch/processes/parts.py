@@ -64,5 +64,5 @@ def early_imports(parallel: Any) -> tuple[str, ...]:
 
 
 def _serve(invocation: Any, eggs: dict[str, Egg], pipe: tuple[int, int] | None) -> int:
-    status: int = import_module("trireme.launch.serve").run(invocation, eggs, pipe)
+    status: int = import_module("trireme.launch.commands.serve").run(invocation, eggs, pipe)
     return status
