@@ -14,9 +14,9 @@ from trireme.coordinator.prefix import Match, PrefixIndex
 from trireme.coordinator.router import CACHE_WORTH, POLICIES, Ask, cost_of, near_ones
 from trireme.coordinator.stealing import Stealing
 from trireme.coordinator.waves import Waves
-from trireme.fleet import Fleet
 from trireme.hashing import unpacked_keys
-from trireme.transport.messages import GiveBack, KVEvents, Load, Member, Released, Route, Routed, View, WaveReport
+from trireme.topology.zones import Fleet
+from trireme.transport.wire.messages import GiveBack, KVEvents, Load, Member, Released, Route, Routed, View, WaveReport
 
 
 class Coordinator:

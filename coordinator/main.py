@@ -13,11 +13,11 @@ import msgspec
 from trireme.config import EngineConfig
 from trireme.coordinator.core import Coordinator
 from trireme.coordinator.shell import Shell
-from trireme.fleet import fleet_of
 from trireme.log import configure
-from trireme.transport.boot import BootChannel
-from trireme.transport.messages import ToCoordinator
-from trireme.transport.sockets import Poller, Server
+from trireme.topology.zones import fleet_of
+from trireme.transport.process.boot import BootChannel
+from trireme.transport.sockets.names import Poller, Server
+from trireme.transport.wire.messages import ToCoordinator
 
 
 def main(channel: BootChannel) -> None:

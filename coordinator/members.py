@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from trireme.transport.messages import Load
+from trireme.transport.wire.messages import Load
 
 State = Literal["starting", "ready", "draining", "down"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.hashing import unpacked_keys
-from trireme.transport.messages import KVEvents
+from trireme.transport.wire.messages import KVEvents
 
 MAX_FILL = 0.6  # of the table
 LEAST_SLOTS = 1024

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from trireme.coordinator.ledger import Outstanding
-from trireme.transport.messages import Load
+from trireme.transport.wire.messages import Load
 
 ROW_TOKENS = 64  # a row costs about this many tokens of prefill beyond its prompt: its share of steps to come
 CONTEXT_WEIGHT = 0.05  # a token that is already cached costs attention only

@@ -14,8 +14,10 @@ import msgspec
 
 from trireme.coordinator.core import Coordinator
 from trireme.errors import EngineError
-from trireme.lockstep import pause_mode
-from trireme.transport.messages import (
+from trireme.topology.lockstep import pause_mode
+from trireme.transport.sockets.framing import Left
+from trireme.transport.sockets.server import Peer
+from trireme.transport.wire.messages import (
     Call,
     CallReply,
     GiveBack,
@@ -28,8 +30,6 @@ from trireme.transport.messages import (
     WaveReport,
     Wire,
 )
-from trireme.transport.server import Peer
-from trireme.transport.wired import Left
 
 log = logging.getLogger("trireme.coordinator")
 

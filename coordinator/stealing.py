@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from trireme.coordinator.ledger import Outstanding
 from trireme.coordinator.router import KV_COMFORT
-from trireme.transport.messages import GiveBack, Load
+from trireme.transport.wire.messages import GiveBack, Load
 
 PATIENCE_S = 0.1  # a row that has waited no longer may be about to start
 COOLDOWN_S = 0.25  # for both engines: until what was stolen has arrived and is in their reports

@@ -6,8 +6,8 @@ ordered is ordered again. A new coordinator orders nothing new until every rank 
 
 from __future__ import annotations
 
-from trireme.lockstep import Mode
-from trireme.transport.messages import WaveOrder, WaveReport
+from trireme.topology.lockstep import Mode
+from trireme.transport.wire.messages import WaveOrder, WaveReport
 
 
 class Waves:

@@ -15,8 +15,8 @@ import numpy as np
 from trireme.engine_core.core import EngineCore
 from trireme.engine_core.scheduler import Limits
 from trireme.params import RowParams
-from trireme.transport.messages import StepPlan, StepResult, Submit
-from trireme.transport.packed import pack, unpack, unpack_flags
+from trireme.transport.wire.columns import pack, unpack, unpack_flags
+from trireme.transport.wire.messages import StepPlan, StepResult, Submit
 
 STEPS = 200
 BLOCK_SIZE = 16

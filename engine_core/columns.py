@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.transport.packed import Column, Ids, pack, pack_ids
+from trireme.transport.wire.columns import Column, Ids, pack, pack_ids
 
 if TYPE_CHECKING:
     from trireme.engine_core.request import Request

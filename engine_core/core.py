@@ -24,7 +24,8 @@ from trireme.engine_core.request import Request, State
 from trireme.engine_core.scheduler import Limits, Scheduler
 from trireme.engine_core.watch import StepTimes
 from trireme.errors import DeadlineError, EngineError, OverloadedError, TriremeError
-from trireme.transport.messages import (
+from trireme.transport.wire.columns import unpack
+from trireme.transport.wire.messages import (
     End,
     EndReason,
     EngineFacts,
@@ -37,7 +38,6 @@ from trireme.transport.messages import (
     StepResult,
     Submit,
 )
-from trireme.transport.packed import unpack
 
 
 class Counters(msgspec.Struct):

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from trireme.engine_core.core import EngineCore
 from trireme.engine_core.scheduler import Limits
-from trireme.transport.codec import decode, encode
-from trireme.transport.messages import StepPlan, StepResult, Submit, Wire
+from trireme.transport.wire.codec import decode, encode
+from trireme.transport.wire.messages import StepPlan, StepResult, Submit, Wire
 
 
 class Began(Wire, frozen=True):

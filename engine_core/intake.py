@@ -12,7 +12,7 @@ import numpy as np
 from trireme.engine_core.scheduler import Limits
 from trireme.errors import RequestError
 from trireme.params import MAX_LOGPROBS, SEED_MAX, SEED_MIN, RowParams
-from trireme.transport.messages import Submit
+from trireme.transport.wire.messages import Submit
 
 MAX_SALT_BYTES = 128
 MAX_CLIENT_BYTES = 32

@@ -21,9 +21,12 @@ from trireme.engine_core.pace import Alone, Pace
 from trireme.engine_core.rest import Rest
 from trireme.engine_core.watch import Watch
 from trireme.errors import EngineError
-from trireme.lockstep import is_pause, pause_mode
 from trireme.log import facts
-from trireme.transport.messages import (
+from trireme.topology.lockstep import is_pause, pause_mode
+from trireme.transport.sockets.framing import Left
+from trireme.transport.sockets.poller import Poller, Source
+from trireme.transport.sockets.server import Peer
+from trireme.transport.wire.messages import (
     Abort,
     Call,
     CallReply,
@@ -37,9 +40,6 @@ from trireme.transport.messages import (
     Submit,
     Wire,
 )
-from trireme.transport.poller import Poller, Source
-from trireme.transport.server import Peer
-from trireme.transport.wired import Left
 
 log = logging.getLogger("trireme.engine")
 

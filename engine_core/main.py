@@ -18,8 +18,9 @@ from trireme.engine_core.start import start_core
 from trireme.engine_core.wave import Wave
 from trireme.errors import TriremeError
 from trireme.log import configure, facts
-from trireme.transport.boot import BootChannel
-from trireme.transport.messages import (
+from trireme.transport.process.boot import BootChannel
+from trireme.transport.sockets.names import Connection, Poller, Server
+from trireme.transport.wire.messages import (
     Failed,
     FromCoordinator,
     FrontToEngine,
@@ -30,7 +31,6 @@ from trireme.transport.messages import (
     WaveOrder,
     Welcome,
 )
-from trireme.transport.sockets import Connection, Poller, Server
 
 log = logging.getLogger("trireme.engine")
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from trireme.engine_core.columns import Cohort, Ints
 from trireme.engine_core.request import Request
-from trireme.transport.messages import End, EndReason, First, LogprobRow, StepOutputs
-from trireme.transport.packed import Column, Ids, pack, pack_ids
+from trireme.transport.wire.columns import Column, Ids, pack, pack_ids
+from trireme.transport.wire.messages import End, EndReason, First, LogprobRow, StepOutputs
 
 
 def end_reason(request: Request, token: int) -> EndReason | None:

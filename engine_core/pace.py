@@ -15,8 +15,8 @@ from trireme.engine_core.core import EngineCore
 from trireme.engine_core.watch import LATE_S
 from trireme.engine_core.wave import Wave
 from trireme.errors import EngineError
-from trireme.lockstep import Mode, paused
-from trireme.transport.messages import StepPlan, StepResult, WaveOrder, WaveReport
+from trireme.topology.lockstep import Mode, paused
+from trireme.transport.wire.messages import StepPlan, StepResult, WaveOrder, WaveReport
 
 Answer: TypeAlias = Callable[[str], object]
 """Takes the error, "" for success."""

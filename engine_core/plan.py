@@ -12,8 +12,8 @@ import numpy as np
 
 from trireme.engine_core.columns import Cohort, Ints
 from trireme.engine_core.request import Request
-from trireme.transport.messages import NewRow, StepPlan
-from trireme.transport.packed import Column, pack, pack_flags, repeated
+from trireme.transport.wire.columns import Column, pack, pack_flags, repeated
+from trireme.transport.wire.messages import NewRow, StepPlan
 
 
 class Chunk(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 
 from trireme.engine_core.columns import Columns
 from trireme.errors import EngineError
-from trireme.transport.messages import Submit
+from trireme.transport.wire.messages import Submit
 
 
 class State(Enum):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from trireme.errors import EngineError
-from trireme.rest import LEVELS
+from trireme.sleep import LEVELS
 
 Answer = Callable[[str], object]
 """Takes the error, "" for success."""

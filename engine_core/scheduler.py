@@ -23,7 +23,7 @@ from trireme.engine_core.plan import Draft
 from trireme.engine_core.policy import Policy
 from trireme.engine_core.request import Request, State
 from trireme.engine_core.waiting import WaitingQueue
-from trireme.transport.packed import repeated
+from trireme.transport.wire.columns import repeated
 
 _key = attrgetter("key")
 

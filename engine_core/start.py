@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trireme.budget import num_kv_blocks
 from trireme.config import Decision, EngineConfig
 from trireme.engine_core.core import EngineCore
 from trireme.engine_core.executor.base import Executor
 from trireme.engine_core.policy import POLICIES, PolicySettings
 from trireme.engine_core.scheduler import Limits
+from trireme.machine.memory_budget import num_kv_blocks
 from trireme.phases import Phases, slowest
-from trireme.transport.messages import LoadProgress, WorkerLoaded
+from trireme.transport.wire.messages import LoadProgress, WorkerLoaded
 
 
 def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int) -> Limits:

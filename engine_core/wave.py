@@ -8,8 +8,8 @@ gathered in one step, agree to end it: when nobody has work, or when everybody i
 
 from __future__ import annotations
 
-from trireme.lockstep import Agreed, Ballot, Mode
-from trireme.transport.messages import WaveOrder, WaveReport
+from trireme.topology.lockstep import Agreed, Ballot, Mode
+from trireme.transport.wire.messages import WaveOrder, WaveReport
 
 
 class Wave:

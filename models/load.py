@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trireme.arch import ArchSpec
 from trireme.errors import ModelError
-from trireme.mesh import Mesh
+from trireme.machine.runtime import TORCH, choose_runtime
+from trireme.model.files import ModelFiles
+from trireme.model.reader import ArchSpec
 from trireme.models.cpu import native_stage as native
 from trireme.models.forward import ExpertGroup, Group, Model
 from trireme.models.registry import family_named
 from trireme.models.weights.dummy import DummySource
 from trireme.models.weights.grouped_source import GroupedSource
 from trireme.models.weights.sources import GgufSource, SafetensorsSource, WeightSource, check_names, dense_kind
-from trireme.packaged import ModelFiles
-from trireme.runtime import TORCH, choose_runtime
+from trireme.topology.mesh import Mesh
 
 _DUMMIES = (
     "trireme.models.cpu.stage_weights",

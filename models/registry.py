@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
-from trireme.arch import ArchSpec
 from trireme.errors import ModelError
-from trireme.mesh import Mesh
+from trireme.model.reader import ArchSpec
 from trireme.models.forward import Group, TensorModel
 from trireme.models.weights import layouts
 from trireme.models.weights.sources import WeightSource
+from trireme.topology.mesh import Mesh
 
 
 class Body(Protocol):

@@ -31,9 +31,9 @@ def schedule(times: int) -> None:
 
 def codec(times: int) -> None:
     """One step's plan, result and outputs of 64 rows, written and read."""
-    from trireme.transport.codec import decode, encode
-    from trireme.transport.messages import StepOutputs, StepPlan, StepResult
-    from trireme.transport.packed import pack, pack_ids
+    from trireme.transport.wire.codec import decode, encode
+    from trireme.transport.wire.columns import pack, pack_ids
+    from trireme.transport.wire.messages import StepOutputs, StepPlan, StepResult
 
     rows, ids = pack(range(64)), pack_ids(range(64))
     plan = StepPlan(1, [], [], b"", b"", [], rows, pack([1] * 64), pack([500] * 64), pack([77] * 64), b"\1" * 64)

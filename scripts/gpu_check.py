@@ -443,7 +443,7 @@ def make_model() -> Any:
     """The GPU body in Llama-3.1-8B's shape, its weights noise made on the card."""
     import torch
 
-    from trireme.arch import arch_from_config
+    from trireme.model.reader import arch_from_config
     from trireme.models.cuda.decoder import CudaModel
     from trireme.models.cuda.weights.sources import NoiseWeights
     from trireme.models.weights.dummy import DummySource

@@ -120,7 +120,7 @@ def make_model(shape: str, quantize: str | None = None) -> Any:
     import torch
     from gpu_figures import SHAPES
 
-    from trireme.arch import arch_from_config
+    from trireme.model.reader import arch_from_config
     from trireme.models.cuda.decoder import CudaModel
     from trireme.models.cuda.weights.sources import NoiseWeights
     from trireme.models.weights.dummy import DummySource

@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from scripts.deployment import Deployment, until
 from scripts.streams import ask, ask_all, difference, requests, undisturbed, with_stops
-from trireme.transport.messages import Call, CallReply, FromCoordinator
-from trireme.transport.sockets import Connection, Poller
+from trireme.transport.sockets.names import Connection, Poller
+from trireme.transport.wire.messages import Call, CallReply, FromCoordinator
 
 BACK_S = 2.0
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.models.rows import new_row, plan_of
-from trireme.arch_spec import ArchSpec
-from trireme.mesh import Mesh
+from trireme.model.spec import ArchSpec
 from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.native_stage import NativeDecoder
 from trireme.models.forward import HostBatch, SoloGroup
@@ -19,6 +18,7 @@ from trireme.models.load import no_progress
 from trireme.models.weights.packed import Floats, quantize_rows
 from trireme.models.weights.sources import RawMatrix
 from trireme.params import RowParams
+from trireme.topology.mesh import Mesh
 from trireme.workers.batch import Batch
 from trireme.workers.kv.tensors import KV_DTYPES, allocate_kv
 from trireme.workers.sampling.sampler import Sampler

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from trireme.arch import read_arch
-from trireme.arch_spec import ArchSpec
-from trireme.device import read_device
-from trireme.gguf import GgufFile, GgufTensor, read_gguf
-from trireme.packaged import find_model
+from trireme.machine.device import read_device
+from trireme.model.files import find_model
+from trireme.model.gguf_header import GgufFile, GgufTensor, read_gguf
+from trireme.model.reader import read_arch
+from trireme.model.spec import ArchSpec
 
 MODELS = ("smollm2", "gemma3-270m")
 KV_BYTES, SCALE_BYTES = 2, 4  # int16 and a scale per token and head, the default beside block types

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trireme import __version__
 from trireme.errors import NotFoundError, RequestError, TooLargeError, TriremeError
-from trireme.fleet import MAX_LABEL
 from trireme.params import SamplingParams
 from trireme.serving.admission.admission import Caller
 from trireme.serving.api import control
@@ -39,6 +38,7 @@ from trireme.serving.http.middleware import Admin, Gate, Keys, send_body
 from trireme.serving.http.sse import FIRST_EVENT_S, EventStream, Format, Outcome
 from trireme.serving.metrics.telemetry import CONTENT_TYPE, merged, page
 from trireme.serving.text.generation import Generation
+from trireme.topology.zones import MAX_LABEL
 
 BODY_TIMEOUT_S = 30.0
 STATISTICS_TIMEOUT_S = 0.5

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, NotFoundError, OverloadedError, RequestError
-from trireme.lockstep import is_pause
 from trireme.serving.admission.admission import Caller, Door
 from trireme.serving.api.openai.chat import ChatRenderer
 from trireme.serving.engines.client import EngineClient
@@ -25,6 +24,7 @@ from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.templates import find_template
 from trireme.serving.text.tokens import Tokenizer
+from trireme.topology.lockstep import is_pause
 
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
 MIN_BODY_BUDGET = 64 << 20  # bytes of bodies being read at one time, all requests together

@@ -1,6 +1,6 @@
 """A front end process: takes its place at birth, loads the tokenizer, connects to the engines, serves HTTP until told to leave.
 
-Started by the supervisor as `serving.main` through transport/boot.py. Listens at once, so that /health and /ready answer
+Started by the supervisor as `serving.main` through transport/process/boot.py. Listens at once, so that /health and /ready answer
 while the engines load. The life of the process is here; requests are elsewhere.
 """
 
@@ -16,18 +16,18 @@ from typing import Any
 
 import msgspec
 
-from trireme.arch import read_arch
 from trireme.config import EngineConfig
 from trireme.log import configure, facts
-from trireme.packaged import files_of
+from trireme.model.files import files_of
+from trireme.model.reader import read_arch
 from trireme.serving.app import make_app
 from trireme.serving.engines.connect import client_over_sockets
 from trireme.serving.front import Front
 from trireme.serving.http.listener import Listener, allow_connections
 from trireme.serving.metrics.aggregation import Siblings
 from trireme.serving.text.tokens import load_tokenizer
-from trireme.transport.boot import BootChannel
-from trireme.transport.messages import Drain
+from trireme.transport.process.boot import BootChannel
+from trireme.transport.wire.messages import Drain
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,14 @@ import zmq
 import zmq.asyncio
 
 from trireme.params import RowParams
-from trireme.transport.aio import AsyncConnection
-from trireme.transport.boot import BootChannel, spawn
-from trireme.transport.codec import Decoder, Encoder
-from trireme.transport.messages import (
+from trireme.transport.process.boot import BootChannel, spawn
+from trireme.transport.process.rundir import RunDir
+from trireme.transport.sockets.aio import AsyncConnection
+from trireme.transport.sockets.framing import HEAD_BYTES, head_of
+from trireme.transport.sockets.names import Connection, Poller, Server
+from trireme.transport.wire.codec import Decoder, Encoder
+from trireme.transport.wire.columns import pack, pack_ids
+from trireme.transport.wire.messages import (
     Abort,
     Boot,
     CoreToWorker,
@@ -33,10 +37,6 @@ from trireme.transport.messages import (
     Submit,
     WorkerToCore,
 )
-from trireme.transport.packed import pack, pack_ids
-from trireme.transport.rundir import RunDir
-from trireme.transport.sockets import Connection, Poller, Server
-from trireme.transport.wired import HEAD_BYTES, head_of
 
 ROWS = 64
 NUM_TRIPS = 3000
@@ -173,8 +173,8 @@ async def bench_asyncio(boot: Boot, name: str) -> None:
 
 async def bench_zmq_asyncio(boot: Boot, name: str) -> None:
     """The same exchange over zmq.asyncio, as the alternative that was not taken."""
-    from trireme.transport.codec import encode
-    from trireme.transport.messages import PROTOCOL_VERSION, Hello
+    from trireme.transport.wire.codec import encode
+    from trireme.transport.wire.messages import PROTOCOL_VERSION, Hello
 
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.linger = 0

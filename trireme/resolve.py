@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trireme.arch import ArchSpec, read_arch
-from trireme.arch_bodies import MoeBody
-from trireme.budget import DTYPE_BYTES, kv_token_bytes, num_params, too_little_kv
 from trireme.config import CPU_ROWS, CPU_TOKENS, GPU_ROWS, GPU_TOKENS, Decision, EngineConfig
-from trireme.device import DeviceFacts, read_device
 from trireme.errors import ConfigError
-from trireme.fleet import fleet_of
-from trireme.gpu import choose_device, compute_dtype, refuse_on_cpu
-from trireme.gpu_formats import Stored, expansion_of
-from trireme.graph_sizes import graph_sizes
-from trireme.loaded import loaded_bytes, stored_bytes, stored_of
-from trireme.mesh import Mesh, split_evenly, split_heads
-from trireme.packaged import files_of
+from trireme.machine.device import DeviceFacts, read_device
+from trireme.machine.gpu_formats import Stored, expansion_of
+from trireme.machine.gpu_support import choose_device, compute_dtype, refuse_on_cpu
+from trireme.machine.graph_sizes import graph_sizes
+from trireme.machine.memory_budget import DTYPE_BYTES, kv_token_bytes, num_params, too_little_kv
+from trireme.machine.weight_bytes import loaded_bytes, stored_bytes, stored_of
+from trireme.model.bodies import MoeBody
+from trireme.model.files import files_of
+from trireme.model.reader import ArchSpec, read_arch
 from trireme.sizes import GIB, MIB, format_bytes, parse_bytes
+from trireme.topology.mesh import Mesh, split_evenly, split_heads
+from trireme.topology.zones import fleet_of
 
 KV_SHARE = 0.4  # of the memory left beside the weights, for KV blocks on a machine that others use too
 KV_LARGEST = 4 * GIB  # per engine, unless asked for

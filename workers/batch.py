@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from trireme.errors import EngineError
 from trireme.params import RowParams
-from trireme.transport.messages import NewRow, RowFault, StepPlan
-from trireme.transport.packed import Column, unpack
+from trireme.transport.wire.columns import Column, unpack
+from trireme.transport.wire.messages import NewRow, RowFault, StepPlan
 from trireme.workers.sampling.logits_processors import LogitRules, Tokens
 
 UNKNOWN = -1  # in `tokens`: sampled on a device, and not seen here yet

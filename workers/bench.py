@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from trireme.mesh import Mesh
 from trireme.models.forward import HostBatch, HostKV, Logits
 from trireme.params import RowParams
-from trireme.transport.messages import NewRow, StepPlan
-from trireme.transport.packed import pack
+from trireme.topology.mesh import Mesh
+from trireme.transport.wire.columns import pack
+from trireme.transport.wire.messages import NewRow, StepPlan
 from trireme.workers.batch import Batch
 from trireme.workers.cpu.runner import Runner
 from trireme.workers.inputs import InputBuilder

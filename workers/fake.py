@@ -20,11 +20,11 @@ import numpy as np
 
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
-from trireme.lockstep import Agreed
-from trireme.mesh import Mesh
 from trireme.params import RowParams
-from trireme.transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult, WorkerInit, WorkerLoaded
-from trireme.transport.packed import pack, unpack, unpack_flags
+from trireme.topology.lockstep import Agreed
+from trireme.topology.mesh import Mesh
+from trireme.transport.wire.columns import pack, unpack, unpack_flags
+from trireme.transport.wire.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult, WorkerInit, WorkerLoaded
 
 if TYPE_CHECKING:
     from trireme.workers.collectives.lockstep import Peers

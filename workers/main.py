@@ -19,8 +19,10 @@ import msgspec
 from trireme.config import EngineConfig
 from trireme.errors import EngineError, TriremeError
 from trireme.phases import Phases
-from trireme.transport.boot import BootChannel, settle_memory
-from trireme.transport.messages import (
+from trireme.transport.process.boot import BootChannel, settle_memory
+from trireme.transport.sockets.names import Connection, Left, Poller, Waker
+from trireme.transport.step_futures import Ticket, Waiter
+from trireme.transport.wire.messages import (
     Boot,
     Call,
     CallReply,
@@ -36,9 +38,7 @@ from trireme.transport.messages import (
     WorkerLoaded,
     WorkerReady,
 )
-from trireme.transport.repeats import next_plan
-from trireme.transport.sockets import Connection, Left, Poller, Waker
-from trireme.transport.tickets import Ticket, Waiter
+from trireme.transport.wire.plan_delta import next_plan
 
 ORDERS = WorkerInit | SetupKV | StepPlan | NextToken | Call
 MODULES = {"torch": "trireme.workers.cpu.worker", "cuda": "trireme.workers.cuda.worker", "fake": "trireme.workers.fake"}

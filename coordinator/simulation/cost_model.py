@@ -14,8 +14,8 @@ import numpy as np
 
 from trireme.coordinator.simulation.timeline import Process, Timeline
 from trireme.params import RowParams
-from trireme.transport.messages import LoadProgress, LogprobRow, RowFault, StepPlan, StepResult, WorkerLoaded
-from trireme.transport.packed import pack
+from trireme.transport.wire.columns import pack
+from trireme.transport.wire.messages import LoadProgress, LogprobRow, RowFault, StepPlan, StepResult, WorkerLoaded
 
 FAULT_TOKEN = 7  # a prompt with it fails in the model
 POISON_TOKEN = 8  # a prompt with it kills its worker

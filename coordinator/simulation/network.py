@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from trireme.coordinator.simulation.timeline import NEVER, Process, Timeline
-from trireme.transport.messages import (
+from trireme.transport.sockets.framing import QUEUE_LIMIT, SILENCE_S, Left
+from trireme.transport.sockets.server import Peer
+from trireme.transport.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     EngineDown,
@@ -27,8 +29,6 @@ from trireme.transport.messages import (
     Welcome,
     Wire,
 )
-from trireme.transport.server import Peer
-from trireme.transport.wired import QUEUE_LIMIT, SILENCE_S, Left
 
 TOLERATED_TWICE = (Hello, Load, View, Abort)
 Path: TypeAlias = tuple[str, str]
@@ -212,7 +212,7 @@ class Network:
 
 
 class ServerEnd:
-    """The bound side. Same methods as transport.sockets.Server, as far as loops use them."""
+    """The bound side. Same methods as transport.sockets.names.Server, as far as loops use them."""
 
     def __init__(self, network: Network, process: Process, role: Role, facts: EngineFacts | None) -> None:
         self.process = process
@@ -339,7 +339,7 @@ class ServerEnd:
 
 
 class ClientEnd:
-    """The connecting side. Same methods as transport.sockets.Connection; `on_message` makes it an AsyncConnection."""
+    """The connecting side. Same methods as transport.sockets.names.Connection; `on_message` makes it an AsyncConnection."""
 
     def __init__(self, network: Network, process: Process, role: Role, target: str) -> None:
         self.process = process

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trireme.transport.packed import unpack, unpack_ids
+from trireme.transport.wire.columns import unpack, unpack_ids
 
 MAX_TEXT = 160
 

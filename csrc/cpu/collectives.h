@@ -1,4 +1,4 @@
-// Collectives of the CPU ranks of one engine over a shared-memory arena (laid out by trireme/arena.py). One Comm per worker,
+// Collectives of the CPU ranks of one engine over a shared-memory arena (laid out by trireme/topology/arena.py). One Comm per worker,
 // used by one thread. Every rank must make the same calls in the same order. No call waits for ever: a time-out, the death
 // of a peer and the abort word all end it with CommError, after which this engine's arena is of no more use.
 #pragma once
@@ -16,7 +16,7 @@ struct CommError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// trireme/arena.py writes these fields.
+// trireme/topology/arena.py writes these fields.
 struct ArenaHeader {
   uint32_t magic;
   uint32_t version;

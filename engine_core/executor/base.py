@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
-from trireme.transport.messages import Boot, LoadProgress, StepPlan, StepResult, WorkerLoaded
-from trireme.transport.poller import Poller
+from trireme.transport.sockets.poller import Poller
+from trireme.transport.wire.messages import Boot, LoadProgress, StepPlan, StepResult, WorkerLoaded
 
 OnReply: TypeAlias = Callable[[list[Any], str], None]
 """Called once with the workers' results in rank order, or with an error text (and no results)."""

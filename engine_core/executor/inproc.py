@@ -21,9 +21,9 @@ from trireme.config import EngineConfig
 from trireme.engine_core.executor.base import MODULES, OnReply, WorkerPlace, depth_of
 from trireme.errors import ConfigError, TriremeError
 from trireme.phases import Phases
-from trireme.transport.messages import LoadProgress, StepPlan, StepResult, WorkerInit, WorkerLoaded
-from trireme.transport.poller import Poller, Waker
-from trireme.transport.tickets import Ticket, Waiter
+from trireme.transport.sockets.poller import Poller, Waker
+from trireme.transport.step_futures import Ticket, Waiter
+from trireme.transport.wire.messages import LoadProgress, StepPlan, StepResult, WorkerInit, WorkerLoaded
 
 
 class InprocExecutor:

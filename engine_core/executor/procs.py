@@ -13,16 +13,17 @@ from typing import Any
 
 import msgspec
 
-from trireme.arch import read_arch
-from trireme.arena import Arena, create_arena
 from trireme.config import EngineConfig
 from trireme.engine_core.executor.base import OnReply, WorkerLost, WorkerPlace, depth_of
 from trireme.errors import ConfigError, ModelError, TriremeError
-from trireme.mesh import Mesh
-from trireme.packaged import files_of
+from trireme.model.files import files_of
+from trireme.model.reader import read_arch
 from trireme.phases import slowest
-from trireme.transport.boot import Child, spawn
-from trireme.transport.messages import (
+from trireme.topology.arena import Arena, create_arena
+from trireme.topology.mesh import Mesh
+from trireme.transport.process.boot import Child, spawn
+from trireme.transport.sockets.names import Left, Peer, Poller, Server
+from trireme.transport.wire.messages import (
     Call,
     CallReply,
     Failed,
@@ -38,8 +39,7 @@ from trireme.transport.messages import (
     WorkerReady,
     WorkerToCore,
 )
-from trireme.transport.repeats import shortened
-from trireme.transport.sockets import Left, Peer, Poller, Server
+from trireme.transport.wire.plan_delta import shortened
 
 WORKER_MODULE = "trireme.workers.main"
 LAST_WORDS_S = 0.4  # after the first death: other workers may know the cause

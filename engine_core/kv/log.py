@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from trireme.hashing import packed_keys
-from trireme.transport.messages import KVEvents
+from trireme.transport.wire.messages import KVEvents
 
 MAX_KEYS = 8192  # in one report
 

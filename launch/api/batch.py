@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from trireme.arch import read_arch
 from trireme.config import EngineConfig
 from trireme.errors import RequestError
+from trireme.model.files import files_of
+from trireme.model.reader import read_arch
 from trireme.outputs import CompletionOutput, OutputDelta, RequestOutput, TokenLogprob
-from trireme.packaged import files_of
 from trireme.params import SamplingParams
 from trireme.serving.api.openai.chat import ChatRenderer
 from trireme.serving.api.openai.wire import ChatRequest
@@ -30,7 +30,7 @@ from trireme.serving.text.generation import TokenLogprob as Scored
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.templates import find_template
 from trireme.serving.text.tokens import Tokenizer, load_tokenizer
-from trireme.transport.messages import EngineFacts
+from trireme.transport.wire.messages import EngineFacts
 
 
 class PromptSource(NamedTuple):

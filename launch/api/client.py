@@ -21,8 +21,8 @@ from trireme.launch.api.view import ProgressView
 from trireme.launch.processes.connection_file import PASS_NAME
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.connect import client_over_sockets
-from trireme.transport.messages import Boot
-from trireme.transport.rundir import LOCK_NAME, PREFIX
+from trireme.transport.process.rundir import LOCK_NAME, PREFIX
+from trireme.transport.wire.messages import Boot
 
 
 class AsyncClient(AsyncSession):

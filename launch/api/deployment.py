@@ -21,9 +21,9 @@ from trireme.launch.processes.supervisor import AllReady, Died, Event, Superviso
 from trireme.phases import Phases
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.connect import client_over_sockets
-from trireme.transport.local import LocalServer
-from trireme.transport.messages import Failed, LoadProgress, Progress
-from trireme.transport.poller import Poller, Waker
+from trireme.transport.sockets.local import LocalServer
+from trireme.transport.sockets.poller import Poller, Waker
+from trireme.transport.wire.messages import Failed, LoadProgress, Progress
 
 log = logging.getLogger(__name__)
 

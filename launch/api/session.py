@@ -21,13 +21,13 @@ from trireme.launch.api.blocking import LoopThread
 from trireme.launch.api.deployment import Deployment
 from trireme.launch.api.startup import breakdown
 from trireme.launch.api.view import ProgressView
-from trireme.lockstep import pause_mode
 from trireme.outputs import OutputDelta, RequestOutput
 from trireme.params import SamplingParams
-from trireme.rest import RESTING
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.engine import EngineState
-from trireme.transport.messages import Progress
+from trireme.sleep import RESTING
+from trireme.topology.lockstep import pause_mode
+from trireme.transport.wire.messages import Progress
 
 Prompt: TypeAlias = "str | Sequence[int] | np.ndarray"
 """Text, or token ids."""

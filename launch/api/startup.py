@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from trireme.transport.messages import Ready
+from trireme.transport.wire.messages import Ready
 
 SHOWN_S = 0.005  # shorter parts are left out of the line, not of the sum
 LONGEST_S = 3600.0

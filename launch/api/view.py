@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trireme.launch.api.startup import line_of
-from trireme.transport.messages import Progress
+from trireme.transport.wire.messages import Progress
 
 
 class ProgressView:

@@ -27,12 +27,12 @@ from trireme.params import RowParams
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Stream
-from trireme.transport.aio import AsyncConnection
-from trireme.transport.boot import spawn
-from trireme.transport.codec import encode
-from trireme.transport.messages import Boot, EngineToFront, Failed, StepOutputs
-from trireme.transport.poller import Poller
-from trireme.transport.rundir import RunDir
+from trireme.transport.process.boot import spawn
+from trireme.transport.process.rundir import RunDir
+from trireme.transport.sockets.aio import AsyncConnection
+from trireme.transport.sockets.poller import Poller
+from trireme.transport.wire.codec import encode
+from trireme.transport.wire.messages import Boot, EngineToFront, Failed, StepOutputs
 
 PROMPT_LEN, BLOCK_SIZE = 32, 16
 START_S = 60.0

@@ -18,12 +18,12 @@ from trireme.config import CoordinatorConfig, EngineConfig, LaunchConfig, ModelC
 from trireme.errors import EngineError
 from trireme.hashing import KEY_BYTES
 from trireme.metrics import percentile
-from trireme.transport.boot import spawn
-from trireme.transport.messages import Boot, FromCoordinator, KVEvents, Load, Role, Routed
-from trireme.transport.messages import Route as RouteRequest
-from trireme.transport.poller import Poller
-from trireme.transport.rundir import RunDir
-from trireme.transport.sockets import Connection
+from trireme.transport.process.boot import spawn
+from trireme.transport.process.rundir import RunDir
+from trireme.transport.sockets.names import Connection
+from trireme.transport.sockets.poller import Poller
+from trireme.transport.wire.messages import Boot, FromCoordinator, KVEvents, Load, Role, Routed
+from trireme.transport.wire.messages import Route as RouteRequest
 
 POLICIES = ("p2c", "least", "prefix")
 START_S, ANSWER_S = 30.0, 10.0

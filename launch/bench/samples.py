@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from trireme import __version__
 from trireme.config import EngineConfig
-from trireme.device import read_device
 from trireme.launch.options import Invocation
+from trireme.machine.device import read_device
 from trireme.metrics import percentile
 from trireme.settings import SECRET, table
 

@@ -13,8 +13,8 @@ from trireme.errors import ConfigError
 from trireme.launch.api.client import AsyncClient
 from trireme.launch.api.http import Endpoint, endpoint, get_json, post_json
 from trireme.launch.options import Invocation
-from trireme.lockstep import PAUSES, pause_mode
-from trireme.rest import LEVELS
+from trireme.sleep import LEVELS
+from trireme.topology.lockstep import PAUSES, pause_mode
 
 ROUTES = {"sleep": "/sleep?level={level}", "wake": "/wake_up", "pause": "/pause?mode={mode}", "resume": "/resume"}
 ACTIONS = (*ROUTES, "state")

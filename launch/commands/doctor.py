@@ -16,10 +16,10 @@ from importlib import metadata
 from typing import Literal, NamedTuple
 
 from trireme import __version__
-from trireme.device import DeviceFacts, read_device
 from trireme.errors import ModelError
 from trireme.launch.options import Invocation
-from trireme.packaged import PACKAGED, find_model
+from trireme.machine.device import DeviceFacts, read_device
+from trireme.model.files import PACKAGED, find_model
 from trireme.sizes import GIB, MIB, format_bytes
 
 LIBRARIES = ("torch", "msgspec", "pyzmq", "numpy", "starlette", "uvicorn", "tokenizers", "jinja2", "safetensors")

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trireme.arch import read_arch
 from trireme.errors import ModelError
-from trireme.gguf import GgufFile, read_gguf
 from trireme.launch.options import Invocation
-from trireme.packaged import ModelFiles, find_model, read_json
+from trireme.model.files import ModelFiles, find_model, read_json
+from trireme.model.gguf_header import GgufFile, read_gguf
+from trireme.model.reader import read_arch
 from trireme.sizes import format_bytes
 
 MAX_HEADER = 100 << 20

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trireme.budget import DTYPE_BYTES, Share, gpu_shares, kv_token_bytes, memory_shares, too_little_kv
 from trireme.config import Decision, EngineConfig
-from trireme.device import DeviceFacts, GpuFacts, read_device, read_gpu
 from trireme.errors import ConfigError
-from trireme.gpu_formats import gpu_weight_bytes
 from trireme.launch.options import Invocation
-from trireme.loaded import loaded_bytes
-from trireme.mesh import Mesh
+from trireme.machine.device import DeviceFacts, GpuFacts, read_device, read_gpu
+from trireme.machine.gpu_formats import gpu_weight_bytes
+from trireme.machine.memory_budget import DTYPE_BYTES, Share, gpu_shares, kv_token_bytes, memory_shares, too_little_kv
+from trireme.machine.weight_bytes import loaded_bytes
 from trireme.resolve import ModelFacts, describe, read_model, resolve
 from trireme.settings import SECRET, table
 from trireme.sizes import MIB, format_bytes, parse_bytes
+from trireme.topology.mesh import Mesh
 
 LENGTHS = tuple(1 << power for power in range(10, 21))
 

@@ -16,7 +16,6 @@ import msgspec
 
 from trireme import __version__, log
 from trireme.config import Decision, EngineConfig
-from trireme.fleet import engines_of_front
 from trireme.launch.api.startup import breakdown, line_of, lives_of, process_began
 from trireme.launch.cli import print_error
 from trireme.launch.options import Invocation
@@ -25,9 +24,10 @@ from trireme.launch.processes.supervisor import AllReady, Died, Event, Restarted
 from trireme.resolve import Prepared, describe, prepare
 from trireme.settings import to_yaml
 from trireme.sizes import format_bytes
-from trireme.transport.boot import settle_memory
-from trireme.transport.hatch import Egg
-from trireme.transport.messages import Boot, Failed, Progress, Ready
+from trireme.topology.zones import engines_of_front
+from trireme.transport.process.boot import settle_memory
+from trireme.transport.process.prespawn import Egg
+from trireme.transport.wire.messages import Boot, Failed, Progress, Ready
 
 if TYPE_CHECKING:
     from trireme.launch.console import Console

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from trireme.transport.messages import Boot
+from trireme.transport.wire.messages import Boot
 
 PASS_NAME = "client.pass"
 

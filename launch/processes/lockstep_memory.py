@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trireme.arena import Arena, create_peers_arena
 from trireme.config import EngineConfig
+from trireme.topology.arena import Arena, create_peers_arena
 
 HIDDEN = 1024  # what engines exchange per token; more of it passes in pieces
 

@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from trireme.transport.hatch import Egg, hatch
+from trireme.transport.process.prespawn import Egg, hatch
 
 
 class Modules(NamedTuple):
@@ -40,7 +40,7 @@ def parts_of(dp: int, num_fronts: int, modules: Modules) -> list[Place]:
 
 def run(invocation: Any) -> int:
     """`trireme serve`: hatches its parts, then serves; returns the exit status."""
-    os.putenv("OPENBLAS_NUM_THREADS", "1")  # as in transport/child.py
+    os.putenv("OPENBLAS_NUM_THREADS", "1")  # as in transport/process/child.py
     gc.disable()  # until the parts are ready
     if invocation.options["print_config"]:
         return _serve(invocation, {}, None)

@@ -21,13 +21,13 @@ from trireme.errors import ConfigError
 from trireme.launch.processes.lockstep_memory import PeerMemory
 from trireme.launch.processes.parts import Modules, parts_of
 from trireme.launch.processes.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
-from trireme.lockstep import Mode
-from trireme.transport.address import make_secret_keys
-from trireme.transport.boot import Child, spawn
-from trireme.transport.hatch import Egg, hatch
-from trireme.transport.messages import Boot, Failed, Paused, Progress, Ready, Role
-from trireme.transport.poller import NEVER, Poller, Waker
-from trireme.transport.rundir import RunDir
+from trireme.topology.lockstep import Mode
+from trireme.transport.process.boot import Child, spawn
+from trireme.transport.process.prespawn import Egg, hatch
+from trireme.transport.process.rundir import RunDir
+from trireme.transport.sockets.address import make_secret_keys
+from trireme.transport.sockets.poller import NEVER, Poller, Waker
+from trireme.transport.wire.messages import Boot, Failed, Paused, Progress, Ready, Role
 
 # Their next life waits with its imports behind it: nobody should wait for those under load.
 SPARE_ROLES = ("coordinator",)

@@ -19,12 +19,12 @@ from trireme.coordinator.core import Coordinator
 from trireme.engine_core.bench import answer
 from trireme.engine_core.core import EngineCore
 from trireme.engine_core.scheduler import Limits
-from trireme.fleet import Fleet
 from trireme.hashing import block_hashes, prompt_keys
 from trireme.params import RowParams
 from trireme.serving.engines.fallback_router import Chooser
-from trireme.transport.messages import Route, StepOutputs, Submit
-from trireme.transport.packed import unpack, unpack_ids
+from trireme.topology.zones import Fleet
+from trireme.transport.wire.columns import unpack, unpack_ids
+from trireme.transport.wire.messages import Route, StepOutputs, Submit
 
 WIRE_S = (0.0001, 0.0005)  # how long a message takes
 REPORT_S, VIEW_S = 0.02, 0.05  # as engine_core/loop.py and coordinator/main.py

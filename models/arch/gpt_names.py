@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from trireme.arch import ArchSpec
-from trireme.mesh import split_heads
+from trireme.model.reader import ArchSpec
 from trireme.models.cpu.embed_head import transposed
 from trireme.models.cpu.gpt import NAMES, norm_names, qkv_heads
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import RawMatrix, WeightSource
+from trireme.topology.mesh import split_heads
 
 _QKV = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trireme.arch import ArchSpec
-from trireme.arch_bodies import GptBody
+from trireme.model.bodies import GptBody
+from trireme.model.reader import ArchSpec
 from trireme.models.cpu.stage_weights import NORM_NAMES, NormNames, attention_scale_of
 
 

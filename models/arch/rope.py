@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.arch import RopeSpec, yarn_scale
+from trireme.model.reader import RopeSpec, yarn_scale
 from trireme.models.forward import StepBatch
 from trireme.models.weights.packed import Floats
 

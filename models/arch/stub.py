@@ -12,10 +12,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from trireme.arch import ArchSpec
 from trireme.errors import ModelError
-from trireme.mesh import Mesh
+from trireme.model.reader import ArchSpec
 from trireme.models.forward import Group, HostBatch, HostKV, Logits
+from trireme.topology.mesh import Mesh
 
 FORCED = 50.0  # above what any noise overcomes at temperatures up to 2, below what a logit bias of 100 does
 

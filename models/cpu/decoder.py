@@ -16,8 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trireme.arch import ArchSpec
-from trireme.mesh import Mesh, Span
+from trireme.model.reader import ArchSpec
 from trireme.models.arch.rope import depends_on_length, step_table
 from trireme.models.cpu import ops
 from trireme.models.cpu.embedding import Embedding
@@ -35,6 +34,7 @@ from trireme.models.cpu.stage_weights import (
 from trireme.models.forward import ForwardBatch, Group, KVLayer
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import WeightSource
+from trireme.topology.mesh import Mesh, Span
 
 _GATES = {"silu": ops.swiglu, "gelu_tanh": ops.geglu}
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trireme.arch import ArchSpec
-from trireme.mesh import HeadSpans, Mesh, Span, split_evenly, split_heads
+from trireme.model.reader import ArchSpec
 from trireme.models.cpu.embedding import Embedding
 from trireme.models.cpu.linear import Linear
 from trireme.models.cpu.packed_linear import PackedLinear
@@ -19,6 +18,7 @@ from trireme.models.cpu.tensors import raw_from_tensor, tensor_from_stored
 from trireme.models.forward import ForwardBatch, Group
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import RawMatrix, SafetensorsSource
+from trireme.topology.mesh import HeadSpans, Mesh, Span, split_evenly, split_heads
 
 Norm = Callable[[Tensor], Tensor]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trireme.mesh import Span
 from trireme.models.cpu.packed_ops import PackedWeight, gather_rows
 from trireme.models.forward import Group
+from trireme.topology.mesh import Span
 
 
 class Embedding:

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.arch import ArchSpec
-from trireme.arch_bodies import GptBody
 from trireme.errors import ModelError
-from trireme.mesh import HeadSpans, Mesh
+from trireme.model.bodies import GptBody
+from trireme.model.reader import ArchSpec
 from trireme.models.arch.rope import cos_sin_table
 from trireme.models.cpu import ops
 from trireme.models.cpu.embed_head import Cut, Ends, PrefixedSource, dense_tensor, identity_table, transposed
@@ -24,6 +23,7 @@ from trireme.models.cpu.linear import Linear
 from trireme.models.cpu.ops_reference import gelu, layer_norm
 from trireme.models.forward import ForwardBatch, Group, KVLayer
 from trireme.models.weights.sources import RawMatrix, SafetensorsSource, WeightSource
+from trireme.topology.mesh import HeadSpans, Mesh
 
 
 class Names(NamedTuple):

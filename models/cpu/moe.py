@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.arch import ArchSpec
-from trireme.arch_bodies import MoeBody
 from trireme.errors import ModelError
-from trireme.mesh import Mesh, Span, split_evenly
+from trireme.model.bodies import MoeBody
+from trireme.model.reader import ArchSpec
 from trireme.models.arch.rope import cos_sin_table
 from trireme.models.cpu import ops
 from trireme.models.cpu.embed_head import Columns, Cut, Ends, PrefixedSource, identity_table
@@ -25,6 +24,7 @@ from trireme.models.cpu.ops_reference import clamped_swiglu, rows_by_chunk, torc
 from trireme.models.cpu.tensors import raw_from_tensor
 from trireme.models.forward import ExpertGroup, ForwardBatch, Group, KVLayer
 from trireme.models.weights.sources import RawMatrix, SafetensorsSource, WeightSource
+from trireme.topology.mesh import Mesh, Span, split_evenly
 
 FEED_FORWARD = {"llama4": "feed_forward", "gpt_oss": "mlp", "mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
 _VISION = ("vision_model.", "multi_modal_projector.")

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trireme.arch import ArchSpec
-from trireme.mesh import Mesh
+from trireme.model.reader import ArchSpec
 from trireme.models.arch.rope import depends_on_length, step_table
 from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.kv_layout import KV_CODES
@@ -21,6 +20,7 @@ from trireme.models.cpu.stage_weights import LayerWeights, StageWeights, attenti
 from trireme.models.forward import Group, HostBatch, HostKV, Logits
 from trireme.models.weights.packed import Floats, address_of
 from trireme.models.weights.sources import WeightSource
+from trireme.topology.mesh import Mesh
 
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trireme.mesh import Span
 from trireme.models.cpu import ops
 from trireme.models.forward import Group
+from trireme.topology.mesh import Span
 
 
 class Norm:

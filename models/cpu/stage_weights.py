@@ -12,13 +12,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from trireme.arch import ArchSpec, RopeSpec
-from trireme.arch_spec import NormPlacement
-from trireme.mesh import Mesh, Span, split_evenly, split_heads
+from trireme.model.reader import ArchSpec, RopeSpec
+from trireme.model.spec import NormPlacement
 from trireme.models.arch.rope import cos_sin_table
 from trireme.models.cpu.packed_linear import PackedLinear
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import WeightSource, raw_from_floats
+from trireme.topology.mesh import Mesh, Span, split_evenly, split_heads
 
 
 class NormNames(NamedTuple):

@@ -18,11 +18,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from trireme.arch import ArchSpec
-from trireme.arch_bodies import MoeBody
 from trireme.errors import ModelError
-from trireme.gpu import lacks_on_gpu
-from trireme.mesh import Mesh
+from trireme.machine.gpu_support import lacks_on_gpu
+from trireme.model.bodies import MoeBody
+from trireme.model.reader import ArchSpec
 from trireme.models.arch.layer_config import form_of
 from trireme.models.arch.rope import table_rows
 from trireme.models.cpu.norm import norm_each_head, whole_columns
@@ -40,6 +39,7 @@ from trireme.models.cuda.sequence_parallel import RowGroup, Rows, SplitRows, Who
 from trireme.models.cuda.weights.sources import DeviceWeights
 from trireme.models.forward import Group, SoloGroup
 from trireme.models.weights.tp_shards import Shares
+from trireme.topology.mesh import Mesh
 
 ALONE = Mesh(1, 1, 1)
 _HIDDEN = 2  # buffers of hidden states, the first ones

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.arch import ArchSpec
-from trireme.arch_bodies import MoeBody
-from trireme.mesh import Span
+from trireme.model.bodies import MoeBody
+from trireme.model.reader import ArchSpec
 from trireme.models.arch.layer_config import Form
 from trireme.models.arch.rope import cos_sin_table, long_table
 from trireme.models.cpu.moe import FEED_FORWARD, router_name
@@ -26,6 +25,7 @@ from trireme.models.cuda.layers.protocol import Linear
 from trireme.models.cuda.weights.experts import load_experts
 from trireme.models.cuda.weights.sources import DeviceWeights
 from trireme.models.weights.tp_shards import Shares
+from trireme.topology.mesh import Span
 
 
 class Parts:

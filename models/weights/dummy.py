@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trireme.arch_spec import ArchSpec
+from trireme.model.spec import ArchSpec
 from trireme.models.weights.packed import Floats, row_bytes
 from trireme.models.weights.sources import RawMatrix, raw_from_floats
 

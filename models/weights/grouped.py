@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.arch_packed import BLOCK_SIZES
 from trireme.errors import ModelError
+from trireme.model.packed_ints import BLOCK_SIZES
 from trireme.models.weights.packed import GROUPED, Bytes, Floats
 
 HEAD = 4  # bytes of a block before its codes

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.arch_packed import Packing
 from trireme.errors import ModelError
+from trireme.model.packed_ints import Packing
 from trireme.models.weights.grouped import Grouped, from_awq, from_compressed, from_gptq, groups_in_turn, rows_of
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import RawMatrix, SafetensorsSource

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trireme.arch import ArchSpec
+from trireme.model.reader import ArchSpec
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import RawMatrix, WeightSource
 

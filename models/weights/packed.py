@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.arch_packed import BLOCK_SIZES
-from trireme.arch_quantized import FP8_BLOCK
 from trireme.errors import ModelError
-from trireme.gguf import TENSOR_TYPES
+from trireme.model.gguf_header import TENSOR_TYPES
+from trireme.model.packed_ints import BLOCK_SIZES
+from trireme.model.quantized import FP8_BLOCK
 from trireme.models.cpu.kernels import load_native
 
 Bytes: TypeAlias = NDArray[np.uint8]

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from trireme.arch_quantized import FP8_BLOCK
 from trireme.errors import ModelError
-from trireme.gguf import LOADED_AS, GgufFile, read_gguf
-from trireme.mesh import Span
+from trireme.model.files import read_json
+from trireme.model.gguf_header import LOADED_AS, GgufFile, read_gguf
+from trireme.model.quantized import FP8_BLOCK
 from trireme.models.weights.gguf_expand import dequantize
 from trireme.models.weights.grouped import cpu_rows
 from trireme.models.weights.packed import (
@@ -33,7 +33,7 @@ from trireme.models.weights.packed import (
     scaled_rows,
 )
 from trireme.models.weights.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
-from trireme.packaged import read_json
+from trireme.topology.mesh import Span
 
 DENSE_KINDS = ("F32", "F16", "BF16")
 _SCALED_KINDS = {"I8": "INT8", "F8_E4M3": "FP8"}  # of matrices with scales beside them

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from trireme.arch import ArchSpec
-from trireme.arch_bodies import GptBody, MoeBody
-from trireme.arch_packed import BLOCK_SIZES
 from trireme.errors import ConfigError
-from trireme.mesh import Mesh, Span, split_evenly, split_heads
+from trireme.model.bodies import GptBody, MoeBody
+from trireme.model.packed_ints import BLOCK_SIZES
+from trireme.model.reader import ArchSpec
 from trireme.models.weights.grouped import narrower
 from trireme.models.weights.packed import BLOCKS, GROUPED, ROW_SCALE_BYTES, Floats
 from trireme.models.weights.sources import RawMatrix, TensorSource, WeightSource
+from trireme.topology.mesh import Mesh, Span, split_evenly, split_heads
 
 UNITS = (
     256,

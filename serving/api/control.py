@@ -15,10 +15,10 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from trireme.errors import DeadlineError, EngineDeadError, EngineError, RequestError
-from trireme.lockstep import PAUSES, Mode
-from trireme.rest import LEVELS, NO_SLEEP, RESTING
 from trireme.serving.front import Front
 from trireme.serving.http.middleware import send_body
+from trireme.sleep import LEVELS, NO_SLEEP, RESTING
+from trireme.topology.lockstep import PAUSES, Mode
 
 ADMIN = frozenset(("/sleep", "/wake_up", "/pause", "/resume"))
 REST_S = 300.0  # that falling asleep, waking or a pause may take

@@ -29,7 +29,6 @@ from trireme.errors import (
     TriremeError,
 )
 from trireme.hashing import prompt_keys
-from trireme.lockstep import Mode
 from trireme.serving.engines.engine import Connect, Engine, EngineState
 from trireme.serving.engines.migration import judge
 from trireme.serving.engines.pauses import Pauses
@@ -37,7 +36,10 @@ from trireme.serving.engines.placement import Placement
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.resubmit import Moves
 from trireme.serving.engines.stream import PromptLogprobs, Row, Stream
-from trireme.transport.messages import (
+from trireme.topology.lockstep import Mode
+from trireme.transport.sockets.names import Left
+from trireme.transport.wire.columns import unpack, unpack_ids
+from trireme.transport.wire.messages import (
     MAX_PREFIX,
     Abort,
     Call,
@@ -53,8 +55,6 @@ from trireme.transport.messages import (
     StepOutputs,
     Welcome,
 )
-from trireme.transport.packed import unpack, unpack_ids
-from trireme.transport.sockets import Left
 
 log = logging.getLogger(__name__)
 

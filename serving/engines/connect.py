@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from trireme.config import EngineConfig
-from trireme.fleet import engines_of_front, front_label
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.engine import Connect
-from trireme.transport.aio import AsyncConnection
-from trireme.transport.messages import Boot, EngineToFront, FromCoordinator
+from trireme.topology.zones import engines_of_front, front_label
+from trireme.transport.sockets.aio import AsyncConnection
+from trireme.transport.wire.messages import Boot, EngineToFront, FromCoordinator
 
 
 def client_over_sockets(boot: Boot, config: EngineConfig) -> EngineClient:

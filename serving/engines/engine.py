@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trireme.serving.engines.stream import Row
-from trireme.transport.messages import EngineFacts, Welcome, Wire
+from trireme.transport.wire.messages import EngineFacts, Welcome, Wire
 
 SILENT_S = 1.0  # an engine whose loop answers no Ping for so long makes no progress
 

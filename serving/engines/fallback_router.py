@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from trireme.transport.messages import View
+from trireme.transport.wire.messages import View
 
 
 class Chooser:

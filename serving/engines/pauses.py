@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from trireme.errors import EngineDeadError, EngineError
-from trireme.lockstep import Mode
 from trireme.serving.engines.engine import Engine
 from trireme.serving.engines.placement import Placement
-from trireme.transport.messages import Call, CallReply
-from trireme.transport.sockets import Left
+from trireme.topology.lockstep import Mode
+from trireme.transport.sockets.names import Left
+from trireme.transport.wire.messages import Call, CallReply
 
 RETRY_S = 0.05  # while there is no coordinator, or no engine
 

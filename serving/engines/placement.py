@@ -17,8 +17,8 @@ import msgspec
 from trireme.errors import EngineDeadError
 from trireme.serving.engines.engine import Engine, Link
 from trireme.serving.engines.fallback_router import Chooser
-from trireme.transport.messages import Released, Route, Routed, View
-from trireme.transport.sockets import Left
+from trireme.transport.sockets.names import Left
+from trireme.transport.wire.messages import Released, Route, Routed, View
 
 log = logging.getLogger(__name__)
 

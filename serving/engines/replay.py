@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from trireme.params import RowParams
-from trireme.transport.messages import Submit
+from trireme.transport.wire.messages import Submit
 
 LEAST_WAIT_S = 0.001  # what is left of a deadline that has passed
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from trireme.errors import TriremeError
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.resubmit import Trial
-from trireme.transport.messages import End, First, LogprobRow
+from trireme.transport.wire.messages import End, First, LogprobRow
 
 
 class PromptLogprobs(NamedTuple):

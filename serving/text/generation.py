@@ -15,7 +15,7 @@ from trireme.serving.engines.client import EngineClient, error_from_end
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Stream
 from trireme.serving.text.detokenizer import Detokenizer, TokenText
-from trireme.transport.messages import End, First, LogprobRow
+from trireme.transport.wire.messages import End, First, LogprobRow
 
 FinishReason = Literal["stop", "length", "abort"]
 

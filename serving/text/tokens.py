@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
 from trireme.errors import ModelError
-from trireme.packaged import ModelFiles, read_json
+from trireme.model.files import ModelFiles, read_json
 from trireme.serving.text.encoders import Encoder, LibraryEncoder
 from trireme.serving.text.tokens_gguf import tokenizer_from_gguf
 

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from trireme.errors import ModelError
-from trireme.gguf import GgufFile, read_gguf
+from trireme.model.gguf_header import GgufFile, read_gguf
 from trireme.serving.text.encoders import ADDED, INERT, PLAIN, SPECIAL, Encoder, LibraryEncoder, SpmEncoder
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5

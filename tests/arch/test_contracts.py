@@ -21,8 +21,8 @@ BANNED_NAMES = re.compile(r"(^|_)(utils?|helpers?|misc|common|manager|handler|wr
 # Modules whose import is the start of a process: workers see tensors only where their model has no native stage.
 TORCH_FREE = (
     "trireme",
-    "trireme.transport.sockets",
-    "trireme.transport.boot",
+    "trireme.transport.sockets.names",
+    "trireme.transport.process.boot",
     "trireme.launch.cli",
     "trireme.launch.console",
     "trireme.launch.processes.parts",
@@ -41,8 +41,8 @@ TORCH_FREE = (
 
 # Where an error of any kind ends something smaller than the program, and nothing else hears of it.
 SWALLOWING = {
-    "transport/boot.py": 1,
-    "transport/tickets.py": 1,
+    "transport/process/boot.py": 1,
+    "transport/step_futures.py": 1,
     "engine_core/executor/inproc.py": 1,
     "launch/api/deployment.py": 1,
     "models/cuda/attention/registry.py": 1,

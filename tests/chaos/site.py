@@ -20,8 +20,8 @@ import psutil
 
 from scripts.deployment import Deployment, children, until
 from scripts.streams import Answer, Body, undisturbed, with_stops
-from trireme.transport.messages import Call, CallReply, EngineToFront
-from trireme.transport.sockets import Connection, Poller
+from trireme.transport.sockets.names import Connection, Poller
+from trireme.transport.wire.messages import Call, CallReply, EngineToFront
 
 QUIET_S = 10.0  # for all blocks to be back after the last stream has ended
 

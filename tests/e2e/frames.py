@@ -27,10 +27,10 @@ from tests.models.tiny import make_tiny_llama
 from trireme.errors import ProtocolError, TriremeError
 from trireme.launch.api.client import read_pass
 from trireme.params import RowParams
-from trireme.transport import messages
-from trireme.transport.codec import encode
-from trireme.transport.messages import Hello, Wire
-from trireme.transport.rundir import LOCK_NAME
+from trireme.transport.process.rundir import LOCK_NAME
+from trireme.transport.wire import messages
+from trireme.transport.wire.codec import encode
+from trireme.transport.wire.messages import Hello, Wire
 
 FLAGS = ("--served-name", "tiny", "--worker", "fake", "--dp", "2", "--api-servers", "2")
 SAMPLES: dict[Any, Any] = {

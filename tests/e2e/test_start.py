@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.deployment import ROOT, Deployment, free_port, wait_for
 from tests.models.tiny import make_stub, make_tiny_llama
 from trireme.errors import ModelError
-from trireme.packaged import find_model
+from trireme.model.files import find_model
 from trireme.workers.cpu.kv_pages import SHARE
 
 MIB = 1 << 20

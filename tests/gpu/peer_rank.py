@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trireme.errors import CollectiveError
-from trireme.mesh import Mesh
 from trireme.models.cuda import ops as cuda_ops
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives import rendezvous as meeting
 from trireme.workers.collectives.allreduce_algos import PUSHED_BYTES, Way
 from trireme.workers.collectives.cuda import CudaGroup

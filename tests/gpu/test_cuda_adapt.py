@@ -15,9 +15,9 @@ from tests.gpu.test_cuda_engine import GREEDY, LENGTH, PROMPTS, assert_same_up_t
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.tiny import make_tiny
 from trireme import LLM
-from trireme.budget import GPU_GRAPHS
+from trireme.machine.memory_budget import GPU_GRAPHS
 from trireme.params import RowParams
-from trireme.transport.messages import WorkerInit
+from trireme.transport.wire.messages import WorkerInit
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from tests.gpu.test_cuda_quantized import PROMPTS, SHAPE, same_as_on_the_cpu
 from tests.models.block_rows import block_rows
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
-from trireme.gpu_formats import OF_BLOCKS
+from trireme.machine.gpu_formats import OF_BLOCKS
 from trireme.models.cuda import ops, reference
 from trireme.models.cuda.layers.linear import DeviceMatrix, make_linear
 from trireme.models.cuda.weights.gguf_blocks import laid_out

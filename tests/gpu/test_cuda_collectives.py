@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trireme.arena import Arena, create_arena
 from trireme.errors import CollectiveError
-from trireme.mesh import Mesh
+from trireme.topology.arena import Arena, create_arena
+from trireme.topology.mesh import Mesh
 
 pytestmark = [
     pytest.mark.gpu,

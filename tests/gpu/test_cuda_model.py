@@ -11,9 +11,9 @@ import torch
 
 from tests.models.drive import Driver, greedy, load
 from tests.models.drive import logits_of as cpu_logits
-from trireme.arch import read_arch
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 from trireme.models.load import as_decoder, open_weights
-from trireme.packaged import find_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,11 +17,11 @@ from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from trireme import LLM, SamplingParams
 from trireme.errors import ModelError
+from trireme.model.files import find_model
 from trireme.models.cuda import ops, reference
 from trireme.models.cuda.layers.linear import Fp8Linear, make_linear
 from trireme.models.cuda.weights.quantize import fp8_from, q4_k_from
 from trireme.models.cuda.weights.sources import ROUNDED
-from trireme.packaged import find_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ import torch
 
 from trireme import LLM, SamplingParams
 from trireme.errors import ModelError
-from trireme.packaged import find_model
+from trireme.model.files import find_model
 
 CARDS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

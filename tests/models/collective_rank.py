@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from trireme.errors import CollectiveError
-from trireme.mesh import Mesh
 from trireme.models.forward import Group
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives import make_group
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.mesh import Mesh
 from trireme.models.arch.rope import POSITIONS, TableRows
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
 from trireme.models.cuda.ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, PagedKV
 from trireme.models.cuda.reference import note_output_reference, ruled_logits_reference
+from trireme.topology.mesh import Mesh
 from trireme.workers.sampling.gumbel import NoiseField, noise_key, race_among
 from trireme.workers.sampling.logprobs import logprob_row
 from trireme.workers.sampling.top_k_top_p import survivors

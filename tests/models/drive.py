@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.arch import read_arch
-from trireme.mesh import Mesh
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 from trireme.models.cpu.kv_layout import fill_nan, kv_shapes
 from trireme.models.forward import Group, HostBatch, HostKV, SoloGroup
 from trireme.models.load import load_model
-from trireme.packaged import find_model
+from trireme.topology.mesh import Mesh
 
 SOLO = Mesh(1, 1, 1)
 KV_DTYPES = {

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import torch
 
-from trireme.packaged import find_model
+from trireme.model.files import find_model
 
 
 def expanded_smollm2() -> Any:

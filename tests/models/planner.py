@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from trireme.models.forward import HostKV
 from trireme.params import RowParams
-from trireme.transport.messages import LogprobRow, NewRow, StepResult
+from trireme.transport.wire.messages import LogprobRow, NewRow, StepResult
 from trireme.workers.cpu.runner import Runner
 from trireme.workers.kv.tensors import poison_blocks
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from trireme.params import RowParams
-from trireme.transport.messages import NewRow, StepPlan, StepResult
-from trireme.transport.packed import pack, pack_flags, unpack
+from trireme.transport.wire.columns import pack, pack_flags, unpack
+from trireme.transport.wire.messages import NewRow, StepPlan, StepResult
 
 
 def new_row(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
-from trireme.gguf import read_gguf
+from trireme.model.gguf_header import read_gguf
 
 META = "\u2581"
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from trireme.arena import MAX_WORKERS, Arena, arena_bytes, create_arena
 from trireme.errors import CollectiveError, ConfigError
-from trireme.mesh import Mesh
 from trireme.models.cpu.kernels import load_native
 from trireme.models.forward import SoloGroup
+from trireme.topology.arena import MAX_WORKERS, Arena, arena_bytes, create_arena
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives import make_group
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,9 @@ from tests.models.block_rows import FACTORS, block_rows
 from tests.models.test_cuda_linear import BLOCKS, CPU, TWINS, bytes_of_layers, error
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
-from trireme.arch import read_arch
-from trireme.gpu_formats import FORMATS, OF_BLOCKS
+from trireme.machine.gpu_formats import FORMATS, OF_BLOCKS
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda import reference as cuda_reference
 from trireme.models.cuda.layers.linear import LINEARS, DeviceMatrix, make_linear
@@ -22,7 +23,6 @@ from trireme.models.cuda.weights.gguf_blocks import laid_out
 from trireme.models.cuda.weights.sources import device_weights
 from trireme.models.load import open_weights
 from trireme.models.weights.gguf_expand import dequantize
-from trireme.packaged import find_model
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,11 @@ from tests.models.test_cuda_linear import error
 from tests.models.test_cuda_spread import OnCpu, plain_ops  # noqa: F401  (a fixture)
 from tests.models.test_cuda_spread import logits_of as spread_logits
 from tests.models.test_families_more import change_config, make, rewrite
-from trireme.arch import read_arch
 from trireme.config import ModelConfig
 from trireme.errors import ModelError
-from trireme.gpu import lacks_on_gpu
-from trireme.mesh import Mesh
+from trireme.machine.gpu_support import lacks_on_gpu
+from trireme.model.files import files_of, find_model
+from trireme.model.reader import read_arch
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda import reference as cuda_reference
 from trireme.models.cuda.decoder import CudaModel
@@ -36,7 +36,7 @@ from trireme.models.cuda.weights.sources import device_weights
 from trireme.models.forward import SoloGroup
 from trireme.models.load import load_model, open_checked, open_weights
 from trireme.models.weights.tp_shards import Shares
-from trireme.packaged import files_of, find_model
+from trireme.topology.mesh import Mesh
 
 CPU = torch.device("cpu")
 TEXT = [(7 * i * i + 3 * i) % 300 for i in range(40)]

@@ -21,8 +21,9 @@ from tests.models.test_families_more import make as make_gpt
 from tests.models.test_int8_model import compressed
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
-from trireme.arch import read_arch
-from trireme.gpu import lacks_on_gpu
+from trireme.machine.gpu_support import lacks_on_gpu
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda import reference as cuda_reference
 from trireme.models.cuda.decoder import CudaModel
@@ -32,7 +33,6 @@ from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.cuda.weights.sources import device_weights
 from trireme.models.load import as_decoder, open_weights
 from trireme.models.weights.tp_shards import Shares
-from trireme.packaged import find_model
 
 LAYERED = ("cohere", "cohere-plus", "olmo2", "stablelm", "stablelm-2")  # layer norms, or norms of whole q and k
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.models.test_cuda_spread import PATIENCE_S, Meeting, ThreadGroup
 from trireme.errors import CollectiveError
-from trireme.mesh import Mesh
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives import rendezvous as meeting
 from trireme.workers.collectives.allreduce_algos import Way
 from trireme.workers.collectives.cuda import CudaGroup

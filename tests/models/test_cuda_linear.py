@@ -17,12 +17,12 @@ from tests.models.test_int8_model import compressed
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
 from tests.models.tiny_packed import awq_config, compressed_config, gptq_config, make_packed
-from trireme.arch import read_arch
 from trireme.config import ModelConfig
 from trireme.errors import ModelError
-from trireme.gpu_formats import gpu_weight_bytes
-from trireme.loaded import stored_of
-from trireme.mesh import Mesh, Span
+from trireme.machine.gpu_formats import gpu_weight_bytes
+from trireme.machine.weight_bytes import stored_of
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda import reference as cuda_reference
 from trireme.models.cuda.layers.int8_linear import Int8Linear
@@ -37,7 +37,7 @@ from trireme.models.weights.dummy import DummySource
 from trireme.models.weights.gguf_expand import dequantize
 from trireme.models.weights.packed import quantize_rows
 from trireme.models.weights.tp_shards import Shares, columns_of
-from trireme.packaged import find_model
+from trireme.topology.mesh import Mesh, Span
 
 CPU = torch.device("cpu")
 TWINS = (

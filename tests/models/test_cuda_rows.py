@@ -19,11 +19,9 @@ from tests.models.test_cuda_spread import BLOCK, CPU, Meeting, OnCpu, ThreadGrou
 from tests.models.test_shards import Stored, arch_of
 from tests.unit.test_gpu_choice import BOX, resolved
 from tests.unit.test_resolve import LAPTOP
-from trireme.arch_bodies import GptBody
-from trireme.arch_spec import ArchSpec
-from trireme.arena import create_arena
 from trireme.errors import ConfigError
-from trireme.mesh import Mesh
+from trireme.model.bodies import GptBody
+from trireme.model.spec import ArchSpec
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda import reference as cuda_reference
 from trireme.models.cuda.attention.prefill_plan import PIECES
@@ -34,6 +32,8 @@ from trireme.models.cuda.sequence_parallel import SPLIT_FROM, SplitRows, WholeRo
 from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.forward import HostBatch
 from trireme.models.weights.tp_shards import Shares
+from trireme.topology.arena import create_arena
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives.shm import ShmGroup
 from trireme.workers.cuda.graph_sizes import DECODES, PROMPT_TOKENS
 

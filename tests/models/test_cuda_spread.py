@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from tests.models.test_prompt_plan import fresh, whole
 from tests.models.test_shards import Stored, arch_of
-from trireme.arch_bodies import GptBody
-from trireme.arch_spec import ArchSpec
-from trireme.mesh import Mesh
+from trireme.model.bodies import GptBody
+from trireme.model.spec import ArchSpec
 from trireme.models.cpu.stage_weights import weight_names
 from trireme.models.cuda import decoder as cuda
 from trireme.models.cuda import ops as cuda_ops
@@ -29,6 +28,7 @@ from trireme.models.cuda.attention.registry import LENGTHS, Kernel, Timing, choo
 from trireme.models.cuda.decoder import CudaBatch, CudaModel
 from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.weights.tp_shards import Shares
+from trireme.topology.mesh import Mesh
 
 CPU = torch.device("cpu")
 ROWS, STEPS, BLOCK = 3, 4, 4

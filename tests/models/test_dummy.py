@@ -10,11 +10,11 @@ import pytest
 
 from tests.models.tiny import tiny_config, write_byte_tokenizer
 from trireme import LLM, SamplingParams
-from trireme.arch import read_arch
 from trireme.config import ModelConfig
 from trireme.errors import ModelError
-from trireme.loaded import loaded_bytes
-from trireme.packaged import files_of, find_model
+from trireme.machine.weight_bytes import loaded_bytes
+from trireme.model.files import files_of, find_model
+from trireme.model.reader import read_arch
 
 
 def write_config(directory: Path, **changes: object) -> Path:

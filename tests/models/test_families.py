@@ -16,8 +16,8 @@ from tests.models.drive import Driver, RankedModel, load, logits_of
 from tests.models.test_parity import LOGITS_BOUND, assert_parity, reference, reference_logits
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
-from trireme.arch import RopeSpec, read_arch
 from trireme.errors import ModelError
+from trireme.model.reader import RopeSpec, read_arch
 from trireme.models.arch.rope import attention_scale, dynamic_base, inverse_frequencies
 
 transformers = pytest.importorskip("transformers")

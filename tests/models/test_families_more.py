@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.drive import RankedModel, greedy, load, logits_of
 from tests.models.test_parity import LOGITS_BOUND, NUM_NEW, PROMPTS, assert_parity, reference, reference_logits
-from trireme.arch import read_arch
-from trireme.budget import num_params
 from trireme.errors import ModelError
-from trireme.mesh import split_heads
+from trireme.machine.memory_budget import num_params
+from trireme.model.reader import read_arch
 from trireme.models.cpu import ops
 from trireme.models.cpu.gpt import qkv_heads
 from trireme.models.cpu.ops_reference import (
@@ -28,6 +27,7 @@ from trireme.models.cpu.ops_reference import (
     torch_attention,
 )
 from trireme.models.forward import ForwardBatch, KVLayer
+from trireme.topology.mesh import split_heads
 
 transformers = pytest.importorskip("transformers")
 causal_model = transformers.AutoModelForCausalLM  # imported while collecting: it takes long, and tests have a timeout

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.models.drive import load, logits_of
-from trireme.arch import read_arch
 from trireme.errors import ModelError
-from trireme.packaged import find_model
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 
 PROMPT = [2, 818, 5279, 529, 7001, 563]  # "The capital of France is"
 MORE = [506, 5279, 529, 506, 2891, 529, 7001, 236761, 1030, 563]

@@ -20,7 +20,7 @@ import torch
 from tests.models.drive import Driver, load
 from tests.models.test_parity_files import int8_activations
 from trireme.errors import ModelError
-from trireme.packaged import find_model
+from trireme.model.files import find_model
 from trireme.serving.text.tokens import load_tokenizer
 
 transformers = pytest.importorskip("transformers")

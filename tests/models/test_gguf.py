@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
-from trireme.arch import read_arch
 from trireme.errors import ModelError
-from trireme.gguf import TENSOR_TYPES, read_gguf
-from trireme.packaged import find_model
+from trireme.model.files import find_model
+from trireme.model.gguf_header import TENSOR_TYPES, read_gguf
+from trireme.model.reader import read_arch
 
 
 def test_packaged_file_reads_as_the_gguf_package_reads_it() -> None:

@@ -19,7 +19,7 @@ from tests.models.test_gpu_runner import BLOCK, CPU, NUM_ROWS, alone, is_plain, 
 from trireme.engine_core.captures import QUIET_S, Captures
 from trireme.models.forward import HostKV
 from trireme.params import RowParams
-from trireme.transport.messages import StepPlan, StepResult
+from trireme.transport.wire.messages import StepPlan, StepResult
 from trireme.workers.cuda.graph_policy import Size
 from trireme.workers.cuda.graph_sizes import fixed
 from trireme.workers.cuda.graphs import GraphMemory, GraphSet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from trireme.transport.boot import settle_memory
+from trireme.transport.process.boot import settle_memory
 from trireme.workers.cuda.graphs import _nothing_collected
 from trireme.workers.cuda.worker import _collect
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trireme.budget import GPU_GRAPHS as GRAPHS
 from trireme.errors import ConfigError
+from trireme.machine.memory_budget import GPU_GRAPHS as GRAPHS
 from trireme.sizes import GIB, MIB
 from trireme.workers.cuda.memory import GpuMemory, check_weights, largest_step
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trireme.errors import CollectiveError, EngineError
-from trireme.mesh import Mesh
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives.watchdog import Watch
 from trireme.workers.cuda.ranks import launch_with, sampling_mesh
 

@@ -19,7 +19,7 @@ from tests.models.test_gpu_runner import CPU, alone, make_runner
 from trireme.models.cuda.ops import JOB, MOST_WORD, OUTPUTS, touched_words
 from trireme.models.cuda.reference import note_output_reference, ruled_logits_reference
 from trireme.params import RowParams
-from trireme.transport.messages import StepResult
+from trireme.transport.wire.messages import StepResult
 from trireme.workers.cuda.device_state import job_of
 from trireme.workers.cuda.logits_processors import DeviceRules, is_for_device
 from trireme.workers.cuda.runner import ALL_BARRED, GpuRunner

@@ -17,13 +17,13 @@ from tests.models.device_twin import VOCAB, TwinModel, sample_rows
 from tests.models.planner import Job, RandomPlanner, job_of, run_alone
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from trireme.errors import EngineError
-from trireme.mesh import Mesh
 from trireme.models.arch.rope import POSITIONS, TableRows
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
 from trireme.models.cuda.host_adapter import HostModel
 from trireme.models.forward import HostKV, SoloGroup
 from trireme.params import RowParams
+from trireme.topology.mesh import Mesh
 from trireme.workers.batch import Batch
 from trireme.workers.cpu.runner import Runner
 from trireme.workers.cuda.device_state import DeviceRows

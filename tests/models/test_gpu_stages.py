@@ -16,13 +16,13 @@ from tests.models.adapting import IDLE, MOST_BYTES, adaptation_of, captured_by, 
 from tests.models.device_twin import VOCAB, TwinModel, sample_rows
 from tests.models.planner import Job, RandomPlanner, job_of
 from tests.models.test_gpu_runner import BLOCK, CPU, MAX_LEN, NUM_BLOCKS, NUM_ROWS, alone, is_plain
-from trireme.mesh import Mesh
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
 from trireme.models.cuda.host_adapter import HostModel
 from trireme.models.cuda.ops import PagedKV
 from trireme.models.forward import HostKV
 from trireme.params import RowParams
-from trireme.transport.messages import StepPlan, StepResult
+from trireme.topology.mesh import Mesh
+from trireme.transport.wire.messages import StepPlan, StepResult
 from trireme.workers.batch import Batch
 from trireme.workers.cpu.runner import Runner
 from trireme.workers.cuda.device_state import DeviceRows

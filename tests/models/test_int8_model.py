@@ -15,14 +15,14 @@ from torch import Tensor
 from tests.models.drive import RankedModel, greedy, load, logits_of
 from tests.models.test_parity import reference, reference_logits
 from tests.models.tiny import make_tiny
-from trireme.arch import read_arch
 from trireme.config import ModelConfig
 from trireme.errors import ModelError
 from trireme.launch.cli import main
-from trireme.loaded import loaded_bytes, stored_bytes
+from trireme.machine.weight_bytes import loaded_bytes, stored_bytes
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 from trireme.models.load import open_weights
 from trireme.models.weights.packed import SCHEMES
-from trireme.packaged import find_model
 
 TEXT = [(7 * i * i + 11 * i) % 250 + 5 for i in range(120)]
 BYTES = {"num_bits": 8, "type": "int", "symmetric": True}

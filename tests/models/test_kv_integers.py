@@ -22,14 +22,14 @@ from tests.models.attention_case import Shape, empty_kv, make_batch
 from tests.models.drive import RankedModel, greedy, load, logits_of
 from tests.models.isas import instruction_set
 from tests.models.tiny import make_tiny
-from trireme.arch import read_arch
-from trireme.budget import kv_token_bytes
-from trireme.mesh import Mesh
+from trireme.machine.memory_budget import kv_token_bytes
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 from trireme.models.cpu import ops
 from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.kv_layout import LARGEST, fill_nan, kv_shapes
 from trireme.models.forward import HostKV
-from trireme.packaged import find_model
+from trireme.topology.mesh import Mesh
 from trireme.workers.kv.tensors import allocate_kv, block_bytes, choose_kv_dtype, copy_blocks
 
 native = load_native()

@@ -9,12 +9,12 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from trireme.errors import ModelError
-from trireme.gguf import LOADED_AS, read_gguf
-from trireme.loaded import stored_bytes
+from trireme.machine.weight_bytes import stored_bytes
+from trireme.model.files import ModelFiles
+from trireme.model.gguf_header import LOADED_AS, read_gguf
 from trireme.models.cpu.packed_ops import BLOCKS, bytes_of, slice_cols, slice_rows
 from trireme.models.weights.gguf_expand import CHUNK_BLOCKS, EXPANDABLE, dequantize
 from trireme.models.weights.sources import GgufSource
-from trireme.packaged import ModelFiles
 
 # Byte offsets of the fp16 scales of a block; random bytes there are replaced, for fp16 NaN and infinity teach nothing.
 FP16_AT = {

@@ -20,18 +20,18 @@ from tests.models.test_int8_model import matrix_kinds, rms
 from tests.models.test_parity import LOGITS_BOUND, PROMPTS, assert_parity, reference, reference_logits
 from tests.models.tiny_packed import awq_config, compressed_config, gptq_config, make_packed, packed_words
 from trireme import LLM, SamplingParams
-from trireme.arch import read_arch
 from trireme.config import ModelConfig
 from trireme.errors import ModelError
 from trireme.launch.cli import main
-from trireme.loaded import loaded_bytes, stored_bytes
-from trireme.mesh import Span
+from trireme.machine.weight_bytes import loaded_bytes, stored_bytes
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 from trireme.models.load import open_weights
 from trireme.models.weights.grouped import Grouped, cpu_rows, narrower, rows_of
 from trireme.models.weights.packed import GROUPED
 from trireme.models.weights.sources import RawMatrix
 from trireme.models.weights.tp_shards import columns_of
-from trireme.packaged import find_model
+from trireme.topology.mesh import Span
 
 TEXT = [(7 * i * i + 11 * i) % 250 + 5 for i in range(60)]
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # config, kind as read from down_proj (320 inputs), and on a CPU

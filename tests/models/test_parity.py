@@ -11,8 +11,8 @@ import torch
 
 from tests.models.drive import RankedModel, greedy, load, logits_of
 from tests.models.tiny import make_tiny
-from trireme.arena import create_arena
-from trireme.mesh import Mesh
+from trireme.topology.arena import create_arena
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives.shm import ShmGroup
 
 transformers = pytest.importorskip("transformers")

@@ -20,12 +20,12 @@ from tests.models.test_parity import (
 )
 from tests.models.tiny import make_tiny
 from tests.models.tiny_gguf import gguf_from_directory
-from trireme.arch import RopeSpec, read_arch
 from trireme.errors import ModelError
+from trireme.model.files import find_model
+from trireme.model.reader import RopeSpec, read_arch
 from trireme.models.arch.rope import inverse_frequencies
 from trireme.models.forward import SoloGroup
 from trireme.models.load import load_model
-from trireme.packaged import find_model
 
 TEXT = [256, *range(30, 110), 7, 7, 250]
 

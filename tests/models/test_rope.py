@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trireme.arch import RopeSpec
+from trireme.model.reader import RopeSpec
 from trireme.models.arch.rope import attention_scale, cos_sin_table, inverse_frequencies
 
 LLAMA3 = RopeSpec(kind="llama3", theta=500000.0, dim=16, factor=8.0, original_max_position=8192)

@@ -18,13 +18,13 @@ from torch import Tensor
 from tests.models.planner import Job, RandomPlanner, execute, job_of, run_alone
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from trireme.errors import EngineError
-from trireme.lockstep import Agreed, Ballot, agree
-from trireme.mesh import Mesh
 from trireme.models.cpu.tensors import OverTensors
 from trireme.models.forward import ForwardBatch, HostKV, KVLayer
 from trireme.params import RowParams
-from trireme.transport.messages import StepResult
-from trireme.transport.packed import pack, unpack
+from trireme.topology.lockstep import Agreed, Ballot, agree
+from trireme.topology.mesh import Mesh
+from trireme.transport.wire.columns import pack, unpack
+from trireme.transport.wire.messages import StepResult
 from trireme.workers.batch import Batch
 from trireme.workers.cpu.runner import Company, Runner
 from trireme.workers.inputs import InputBuilder

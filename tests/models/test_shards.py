@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.unit.test_resolve import SMOL
-from trireme.arch_spec import ArchSpec
 from trireme.errors import ConfigError
-from trireme.mesh import Mesh, Span
+from trireme.model.spec import ArchSpec
 from trireme.models.cpu.stage_weights import weight_names
 from trireme.models.cuda.weights.shards import NoiseShards, own_weights
 from trireme.models.cuda.weights.sources import NoiseWeights
@@ -20,6 +19,7 @@ from trireme.models.weights.dummy import DummySource
 from trireme.models.weights.packed import quantize_rows
 from trireme.models.weights.sources import RawMatrix, raw_from_floats
 from trireme.models.weights.tp_shards import ShardSource, Shares, columns_of
+from trireme.topology.mesh import Mesh, Span
 
 CPU = torch.device("cpu")
 

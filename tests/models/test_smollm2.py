@@ -15,7 +15,7 @@ import torch
 from tests.models.drive import Driver, RankedModel, load, logits_of
 from tests.models.expanded import expanded_smollm2
 from tests.models.test_parity_files import int8_activations
-from trireme.packaged import find_model
+from trireme.model.files import find_model
 from trireme.serving.text.tokens import load_tokenizer
 
 pytest.importorskip("transformers")

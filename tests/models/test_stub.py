@@ -15,15 +15,15 @@ from torch import Tensor
 
 from tests.models.rows import new_row, plan_of, rows_and_tokens
 from tests.models.tiny import EOS, make_stub
-from trireme.arch import ArchSpec
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from trireme.errors import ModelError
-from trireme.mesh import Mesh
+from trireme.model.reader import ArchSpec
 from trireme.models.arch.stub import StubModel
 from trireme.models.forward import HostBatch
 from trireme.params import RowParams
-from trireme.transport.messages import StepResult, WorkerInit
-from trireme.transport.packed import pack, unpack
+from trireme.topology.mesh import Mesh
+from trireme.transport.wire.columns import pack, unpack
+from trireme.transport.wire.messages import StepResult, WorkerInit
 from trireme.workers.cpu.worker import Worker
 
 GREEDY = RowParams(20, temperature=0.0, eos_token_ids=(EOS,))

@@ -21,8 +21,8 @@ from tests.models.tiny_gguf import (
     write_tokenizer_gguf,
 )
 from trireme.errors import ModelError
-from trireme.gguf import read_gguf
-from trireme.packaged import ModelFiles, find_model
+from trireme.model.files import ModelFiles, find_model
+from trireme.model.gguf_header import read_gguf
 from trireme.serving.text.tokens import Tokenizer, load_tokenizer
 
 CORPUS = [

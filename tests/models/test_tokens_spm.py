@@ -24,7 +24,7 @@ from tests.models.tiny_gguf import (
     write_tokenizer_gguf,
 )
 from trireme.errors import ModelError
-from trireme.packaged import find_model
+from trireme.model.files import find_model
 from trireme.serving.text.encoders import ADDED, PLAIN, SPECIAL, SpmEncoder
 from trireme.serving.text.tokens import Tokenizer
 from trireme.serving.text.tokens_gguf import tokenizer_from_gguf

@@ -21,9 +21,9 @@ from torch import Tensor
 from tests.models import test_cuda_spread as spread
 from tests.models.test_cuda_rows import between_threads, logits_of, tokens_of
 from tests.models.torch_rank import ARCH
-from trireme.arena import Arena, create_arena
 from trireme.errors import CollectiveError
-from trireme.mesh import Mesh
+from trireme.topology.arena import Arena, create_arena
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives import torch_dist as torch_comm
 from trireme.workers.collectives.torch_dist import TorchComm
 

@@ -17,7 +17,7 @@ from tests.models.planner import Job, RandomPlanner, job_of, run_alone
 from tests.models.tiny import make_tiny_llama
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from trireme.errors import EngineError, ModelError
-from trireme.transport.messages import WorkerInit, WorkerLoaded
+from trireme.transport.wire.messages import WorkerInit, WorkerLoaded
 from trireme.workers.cpu.worker import Worker, choose_pinning
 
 NUM_BLOCKS, BLOCK, NUM_ROWS = 64, 4, 4

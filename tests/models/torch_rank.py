@@ -22,9 +22,9 @@ from tests.models.test_cuda_rows import FIT, MAX_LEN, PLAN, batch_of
 from tests.models.test_cuda_spread import BLOCK, OnCpu, make_plain, stored
 from tests.models.test_shards import arch_of
 from trireme.errors import CollectiveError
-from trireme.mesh import Mesh
 from trireme.models.cuda.decoder import CudaModel
 from trireme.models.weights.tp_shards import Shares
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives import rendezvous as meeting
 from trireme.workers.collectives.cuda import CudaGroup
 from trireme.workers.collectives.shm import ShmGroup

@@ -12,9 +12,9 @@ from typing import Any, Self
 import msgspec
 
 from trireme.launch.processes.supervisor import Part, Supervisor
-from trireme.transport.boot import Child, spawn
-from trireme.transport.messages import Boot, Ready, Role
-from trireme.transport.rundir import RunDir
+from trireme.transport.process.boot import Child, spawn
+from trireme.transport.process.rundir import RunDir
+from trireme.transport.wire.messages import Boot, Ready, Role
 
 HASH = b"h" * 32
 

@@ -26,8 +26,11 @@ from trireme.config import (
     SchedulerConfig,
 )
 from trireme.params import RowParams
-from trireme.transport.boot import Child, spawn
-from trireme.transport.messages import (
+from trireme.transport.process.boot import Child, spawn
+from trireme.transport.process.rundir import RunDir
+from trireme.transport.sockets.names import Connection, Left, Poller
+from trireme.transport.wire.columns import unpack, unpack_ids
+from trireme.transport.wire.messages import (
     Abort,
     Boot,
     Call,
@@ -43,9 +46,6 @@ from trireme.transport.messages import (
     Submit,
     Welcome,
 )
-from trireme.transport.packed import unpack, unpack_ids
-from trireme.transport.rundir import RunDir
-from trireme.transport.sockets import Connection, Left, Poller
 from trireme.workers.fake import FakeOptions, expected_tokens
 
 HASH = b"test config hash"

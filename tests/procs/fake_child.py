@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 
 from trireme.errors import ModelError
-from trireme.transport.boot import BootChannel, spawn
-from trireme.transport.messages import (
+from trireme.transport.process.boot import BootChannel, spawn
+from trireme.transport.sockets.names import Connection, Left, Poller, Server
+from trireme.transport.wire.columns import pack, pack_ids
+from trireme.transport.wire.messages import (
     Boot,
     Call,
     CallReply,
@@ -22,8 +24,6 @@ from trireme.transport.messages import (
     StepOutputs,
     Submit,
 )
-from trireme.transport.packed import pack, pack_ids
-from trireme.transport.sockets import Connection, Left, Poller, Server
 
 
 def main(channel: BootChannel) -> None:

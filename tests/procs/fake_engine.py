@@ -13,10 +13,10 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import ModelError
-from trireme.transport.boot import BootChannel, spawn
-from trireme.transport.messages import Boot, EngineFacts, FromCoordinator, FrontToEngine, Load, StepOutputs, Submit
-from trireme.transport.packed import pack, pack_ids
-from trireme.transport.sockets import Connection, Poller, Server
+from trireme.transport.process.boot import BootChannel, spawn
+from trireme.transport.sockets.names import Connection, Poller, Server
+from trireme.transport.wire.columns import pack, pack_ids
+from trireme.transport.wire.messages import Boot, EngineFacts, FromCoordinator, FrontToEngine, Load, StepOutputs, Submit
 
 
 def order_for(directory: Path, name: str) -> str:

@@ -12,9 +12,9 @@ import msgspec
 
 from tests.procs.fake_engine import order_for
 from trireme.config import EngineConfig
-from trireme.transport.boot import BootChannel
-from trireme.transport.messages import EngineToFront, FromCoordinator, View
-from trireme.transport.sockets import Connection, Poller
+from trireme.transport.process.boot import BootChannel
+from trireme.transport.sockets.names import Connection, Poller
+from trireme.transport.wire.messages import EngineToFront, FromCoordinator, View
 
 
 class Listener:

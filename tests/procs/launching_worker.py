@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from trireme.transport.messages import StepPlan, StepResult, WorkerInit
+from trireme.transport.wire.messages import StepPlan, StepResult, WorkerInit
 from trireme.workers.fake import FakeWorker
 
 

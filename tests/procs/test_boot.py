@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from tests.procs.deployment import Deployment, is_alive, ready_of, wait_for
-from trireme.transport.boot import Child, Report, spawn
-from trireme.transport.hatch import hatch
-from trireme.transport.messages import Failed, Progress, Ready
-from trireme.transport.poller import Poller
-from trireme.transport.rundir import RunDir, sweep_run_dirs
+from trireme.transport.process.boot import Child, Report, spawn
+from trireme.transport.process.prespawn import hatch
+from trireme.transport.process.rundir import RunDir, sweep_run_dirs
+from trireme.transport.sockets.poller import Poller
+from trireme.transport.wire.messages import Failed, Progress, Ready
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.procs.engine_process import Engine, Row, make_config, write_fake_model
-from trireme.transport.messages import Drain, Progress
+from trireme.transport.wire.messages import Drain, Progress
 
 Start = Callable[..., Engine]
 
@@ -134,8 +134,8 @@ def test_a_killed_front_end_loses_its_rows_within_a_second(start: Start) -> None
     engine = start({"delay_ms": 2})
     code = (
         "import sys, msgspec, numpy as np\n"
-        "from trireme.transport.messages import Boot, EngineToFront, Submit\n"
-        "from trireme.transport.sockets import Connection\n"
+        "from trireme.transport.wire.messages import Boot, EngineToFront, Submit\n"
+        "from trireme.transport.sockets.names import Connection\n"
         "from trireme.params import RowParams\n"
         "boot = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Boot)\n"
         "connection = Connection.open(boot, 'engine-0.front', EngineToFront)\n"

@@ -13,10 +13,10 @@ from tests.models.tiny import write_byte_tokenizer
 from tests.procs.fake_llm import prompt_of
 from tests.procs.test_lockstep import workers
 from trireme import AsyncLLM, SamplingParams
-from trireme.arch import read_arch
-from trireme.budget import activation_bytes, memory_shares, num_params
 from trireme.config import EngineConfig, ParallelConfig, SchedulerConfig
-from trireme.packaged import find_model
+from trireme.machine.memory_budget import activation_bytes, memory_shares, num_params
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 from trireme.sizes import MIB
 
 pytestmark = pytest.mark.timeout(180)

@@ -14,8 +14,8 @@ from tests.procs.engine_process import make_config, write_fake_model
 from trireme.engine_core.executor.base import MODULES, WorkerPlace
 from trireme.engine_core.executor.inproc import InprocExecutor
 from trireme.params import RowParams
-from trireme.transport.messages import StepResult
-from trireme.transport.poller import Poller
+from trireme.transport.sockets.poller import Poller
+from trireme.transport.wire.messages import StepResult
 from trireme.workers.fake import FakeOptions, expected_tokens
 
 PROMPT = [5, 6, 7]

@@ -21,12 +21,15 @@ import zmq
 from tests.procs.deployment import HASH, Deployment, wait_for
 from trireme.errors import ConfigError, TransportError
 from trireme.params import RowParams
-from trireme.transport.address import Keys, check_address, connect_address, make_secret_keys
-from trireme.transport.aio import AsyncConnection
-from trireme.transport.boot import Child
-from trireme.transport.codec import decode, encode
-from trireme.transport.local import LocalServer
-from trireme.transport.messages import (
+from trireme.transport.process.boot import Child
+from trireme.transport.sockets.address import Keys, check_address, connect_address, make_secret_keys
+from trireme.transport.sockets.aio import AsyncConnection
+from trireme.transport.sockets.framing import HEAD_BYTES, head_of
+from trireme.transport.sockets.local import LocalServer
+from trireme.transport.sockets.names import Connection, Identity, Left, Peer, Poller, Server, Waker
+from trireme.transport.wire.codec import decode, encode
+from trireme.transport.wire.columns import pack, pack_ids, unpack_ids
+from trireme.transport.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     Call,
@@ -43,9 +46,6 @@ from trireme.transport.messages import (
     Submit,
     Welcome,
 )
-from trireme.transport.packed import pack, pack_ids, unpack_ids
-from trireme.transport.sockets import Connection, Identity, Left, Peer, Poller, Server, Waker
-from trireme.transport.wired import HEAD_BYTES, head_of
 
 SOCKET = "engine-0.front"
 FACTS = EngineFacts(0, 100, 256, 10, 16, 4, 8, 1000)

@@ -20,7 +20,7 @@ from tests.procs.deployment import descendants, is_alive, wait_for
 from tests.procs.supervised import MODULES, TIMING, config_for
 from trireme.errors import ConfigError
 from trireme.launch.processes.supervisor import AllReady, Died, Event, Restarted, Supervisor
-from trireme.transport.messages import Failed, Progress, Ready
+from trireme.transport.wire.messages import Failed, Progress, Ready
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

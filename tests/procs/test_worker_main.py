@@ -18,9 +18,11 @@ from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfi
 from trireme.engine_core.executor.procs import _error_of
 from trireme.errors import ModelError
 from trireme.params import RowParams
-from trireme.transport.boot import Child, spawn
-from trireme.transport.codec import decode, encode
-from trireme.transport.messages import (
+from trireme.transport.process.boot import Child, spawn
+from trireme.transport.process.rundir import RunDir
+from trireme.transport.sockets.names import Left, Peer, Poller, Server
+from trireme.transport.wire.codec import decode, encode
+from trireme.transport.wire.messages import (
     Boot,
     Call,
     CallReply,
@@ -35,8 +37,6 @@ from trireme.transport.messages import (
     WorkerReady,
     WorkerToCore,
 )
-from trireme.transport.rundir import RunDir
-from trireme.transport.sockets import Left, Peer, Poller, Server
 from trireme.workers.main import MODULES, Shell, _fault
 
 GREEDY = RowParams(20, temperature=0.0)

@@ -25,7 +25,7 @@ from trireme.engine_core.events import (
     log_from_events,
     plans_of,
 )
-from trireme.transport.messages import StepPlan, StepResult, Submit
+from trireme.transport.wire.messages import StepPlan, StepResult, Submit
 
 TRACES = Path(__file__).parent / "traces"
 SEEDS = (1, 2, 3, 4)  # the even ones plan ahead

@@ -15,10 +15,10 @@ import openai
 
 from tests.models.tiny import make_stub
 from tests.serving.engines import FakeEngine, client_of
-from trireme.arch import read_arch
 from trireme.config import EngineConfig, ModelConfig, ServingConfig
 from trireme.launch.api.deployment import InProcess
-from trireme.packaged import find_model
+from trireme.model.files import find_model
+from trireme.model.reader import read_arch
 from trireme.resolve import prepare
 from trireme.serving.app import make_app
 from trireme.serving.engines.client import EngineClient

@@ -13,8 +13,9 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.engine_core.outputs import FrontOutputs
-from trireme.transport.boot import BootChannel
-from trireme.transport.messages import (
+from trireme.transport.process.boot import BootChannel
+from trireme.transport.sockets.names import Connection, Left, Peer, Poller, Server
+from trireme.transport.wire.messages import (
     Abort,
     Call,
     CallReply,
@@ -26,7 +27,6 @@ from trireme.transport.messages import (
     Load,
     Submit,
 )
-from trireme.transport.sockets import Connection, Left, Peer, Poller, Server
 
 
 class _Engine:

@@ -14,7 +14,8 @@ import numpy as np
 from tests.models.tiny import EOS
 from trireme.engine_core.outputs import FrontOutputs
 from trireme.serving.engines.client import EngineClient
-from trireme.transport.messages import (
+from trireme.transport.sockets.names import Left
+from trireme.transport.wire.messages import (
     Abort,
     Call,
     CallReply,
@@ -29,7 +30,6 @@ from trireme.transport.messages import (
     Welcome,
     Wire,
 )
-from trireme.transport.sockets import Left
 
 Script = Callable[[Submit], list[int]]
 

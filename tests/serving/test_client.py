@@ -18,8 +18,8 @@ from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.fallback_router import Chooser
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Event, Stream
-from trireme.transport.messages import Abort, End, Load, Member, Released, Route, Routed, Submit, View
-from trireme.transport.sockets import Left
+from trireme.transport.sockets.names import Left
+from trireme.transport.wire.messages import Abort, End, Load, Member, Released, Route, Routed, Submit, View
 
 
 def replay(text: str = "hi", *, max_tokens: int = 5, prompt_index: int = 0, choice: int = 0, **params: Any) -> Replay:

@@ -12,7 +12,7 @@ from tests.serving.test_client import drain, ends, replay
 from tests.serving.test_migration import continuing, gained, submits_of, tokens_of
 from trireme.errors import EngineDeadError
 from trireme.serving.engines.client import EngineClient
-from trireme.transport.messages import Welcome
+from trireme.transport.wire.messages import Welcome
 
 TEXT = "abcdefghijklmnop"
 

@@ -16,7 +16,7 @@ from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
 from trireme.errors import ConfigError
 from trireme.serving.admission.admission import read_grants
-from trireme.transport.messages import Submit
+from trireme.transport.wire.messages import Submit
 
 TEXT = {"model": "stub", "prompt": "hello", "max_tokens": 4}
 CLIENTS = """

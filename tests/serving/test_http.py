@@ -14,7 +14,7 @@ import pytest
 from tests.models.tiny import EOS
 from tests.serving.deployment import serve
 from tests.serving.engines import FakeEngine, words
-from trireme.transport.messages import Submit
+from trireme.transport.wire.messages import Submit
 
 CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "stub", "prompt": "hello"}

@@ -19,7 +19,7 @@ from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.migration import judge
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Event, PromptLogprobs, Stream
-from trireme.transport.messages import First, StepOutputs, Submit
+from trireme.transport.wire.messages import First, StepOutputs, Submit
 
 
 def continuing(text: str) -> dict[str, int] | object:

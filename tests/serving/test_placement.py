@@ -13,7 +13,7 @@ import pytest
 
 from trireme.serving.engines import placement
 from trireme.serving.engines.placement import Placement
-from trireme.transport.messages import Released, Route, Routed
+from trireme.transport.wire.messages import Released, Route, Routed
 
 
 class SlowCoordinator:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.models.tiny import make_stub
 from trireme.errors import RequestError
-from trireme.packaged import find_model
+from trireme.model.files import find_model
 from trireme.params import SamplingParams
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.tokens import load_tokenizer

@@ -24,10 +24,10 @@ from trireme.errors import (
 )
 from trireme.serving.engines.client import ENGINE_WAIT_S, MIGRATION_LIMIT
 from trireme.serving.engines.stream import PromptLogprobs
-from trireme.transport.messages import Abort, End, First, Load, LogprobRow, Released, Routed, StepOutputs, Submit
-from trireme.transport.packed import unpack_ids
-from trireme.transport.server import Peer
-from trireme.transport.wired import Left
+from trireme.transport.sockets.framing import Left
+from trireme.transport.sockets.server import Peer
+from trireme.transport.wire.columns import unpack_ids
+from trireme.transport.wire.messages import Abort, End, First, Load, LogprobRow, Released, Routed, StepOutputs, Submit
 
 if TYPE_CHECKING:
     from tests.sim.hosts import CoordinatorHost, EngineHost, FrontHost

@@ -18,8 +18,8 @@ from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.fallback_router import Chooser
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Stream
-from trireme.transport.messages import Submit
-from trireme.transport.wired import Left
+from trireme.transport.sockets.framing import Left
+from trireme.transport.wire.messages import Submit
 
 Planter = Callable[[pytest.MonkeyPatch], None]
 FIRST_SEED = 100_000

@@ -14,8 +14,8 @@ from tests.sim.explore import Violation, explore
 from tests.sim.wave_model import Setting, WaveModel
 from trireme.coordinator.waves import Waves
 from trireme.engine_core.wave import Wave
-from trireme.lockstep import Agreed, Ballot, agree
-from trireme.transport.messages import WaveOrder, WaveReport
+from trireme.topology.lockstep import Agreed, Ballot, agree
+from trireme.transport.wire.messages import WaveOrder, WaveReport
 
 ONE = ((0, 1),)
 TWO = ((0, 1), (1, 1))

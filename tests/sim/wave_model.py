@@ -15,8 +15,8 @@ from tests.sim.explore import Move, Violation
 from trireme.coordinator.waves import Waves
 from trireme.engine_core.wave import Wave
 from trireme.errors import CollectiveError
-from trireme.lockstep import Agreed, Ballot, Mode, agree
-from trireme.transport.messages import WaveOrder, WaveReport
+from trireme.topology.lockstep import Agreed, Ballot, Mode, agree
+from trireme.transport.wire.messages import WaveOrder, WaveReport
 
 Frozen: TypeAlias = tuple[Any, ...]  # a machine's slots
 

@@ -28,9 +28,11 @@ from trireme.engine_core.core import EngineCore
 from trireme.engine_core.loop import EngineLoop
 from trireme.engine_core.pace import Together
 from trireme.engine_core.wave import Wave
-from trireme.lockstep import Agreed, Ballot, agree
 from trireme.params import RowParams
-from trireme.transport.messages import (
+from trireme.topology.lockstep import Agreed, Ballot, agree
+from trireme.transport.sockets.framing import Left
+from trireme.transport.sockets.server import Peer
+from trireme.transport.wire.messages import (
     PROTOCOL_VERSION,
     Call,
     CallReply,
@@ -42,8 +44,6 @@ from trireme.transport.messages import (
     WaveReport,
     Welcome,
 )
-from trireme.transport.server import Peer
-from trireme.transport.wired import Left
 from trireme.workers.fake import FakeOptions
 
 LIMITS = make_limits()

@@ -14,7 +14,7 @@ from trireme.coordinator.simulation.faults import Fault
 from trireme.coordinator.simulation.network import Network, Path
 from trireme.coordinator.simulation.timeline import Process, Timeline
 from trireme.coordinator.simulation.trace import Trace, told
-from trireme.transport.messages import Drain
+from trireme.transport.wire.messages import Drain
 
 PATIENCE_S = 120.0  # after the last fault is over, for every request to end
 SETTLE_S = 2.5  # then, for every message to arrive and every process to report

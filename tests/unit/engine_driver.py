@@ -16,8 +16,8 @@ from trireme.engine_core.core import EngineCore
 from trireme.engine_core.policy import PolicySettings
 from trireme.engine_core.scheduler import Limits
 from trireme.params import RowParams
-from trireme.transport.messages import End, First, LogprobRow, StepPlan, StepResult, Submit, WorkerInit
-from trireme.transport.packed import unpack, unpack_ids
+from trireme.transport.wire.columns import unpack, unpack_ids
+from trireme.transport.wire.messages import End, First, LogprobRow, StepPlan, StepResult, Submit, WorkerInit
 from trireme.workers.fake import FakeModel, FakeOptions, FakeWorker, expected_tokens
 
 FRONT = "front-0"

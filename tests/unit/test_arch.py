@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.models.tiny import make_stub, make_tiny, tiny_config
-from trireme.arch import ArchSpec, arch_from_config, read_arch
 from trireme.errors import ModelError
-from trireme.packaged import find_model
+from trireme.model.files import find_model
+from trireme.model.reader import ArchSpec, arch_from_config, read_arch
 
 
 def arch_of(family: str = "llama", generation: dict[str, Any] | None = None, **changes: Any) -> ArchSpec:

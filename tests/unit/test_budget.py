@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trireme.budget import kv_token_bytes, num_kv_blocks
-from trireme.device import read_device
 from trireme.errors import ConfigError
-from trireme.mesh import Mesh
+from trireme.machine.device import read_device
+from trireme.machine.memory_budget import kv_token_bytes, num_kv_blocks
 from trireme.settings import load
 from trireme.sizes import GIB, MIB, format_bytes, parse_bytes
+from trireme.topology.mesh import Mesh
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from trireme.engine_core.core import EngineCore
 from trireme.engine_core.loop import EngineLoop
 from trireme.errors import EngineError
 from trireme.params import RowParams
-from trireme.transport.messages import StepPlan, StepResult, Submit
+from trireme.transport.wire.messages import StepPlan, StepResult, Submit
 from trireme.workers.fake import FakeOptions
 
 NOTHING = float("inf")

@@ -11,9 +11,10 @@ from hypothesis.extra import numpy as hnp
 
 from trireme.errors import ProtocolError
 from trireme.params import RowParams
-from trireme.transport import codec
-from trireme.transport.codec import INLINE_BYTES, Decoder, Encoder, decode, encode
-from trireme.transport.messages import (
+from trireme.transport.wire import codec
+from trireme.transport.wire.codec import INLINE_BYTES, Decoder, Encoder, decode, encode
+from trireme.transport.wire.columns import pack, pack_flags, pack_ids, unpack, unpack_flags, unpack_ids
+from trireme.transport.wire.messages import (
     CallReply,
     CoreToWorker,
     EngineToFront,
@@ -29,7 +30,6 @@ from trireme.transport.messages import (
     ToCoordinator,
     WorkerToCore,
 )
-from trireme.transport.packed import pack, pack_flags, pack_ids, unpack, unpack_flags, unpack_ids
 
 UNIONS = [FrontToEngine, EngineToFront, WorkerToCore, CoreToWorker, ToCoordinator]
 DTYPES = ["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"]

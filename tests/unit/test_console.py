@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from trireme.config import Decision
-from trireme.device import DeviceFacts
 from trireme.launch import console as console_module
 from trireme.launch.api.client import read_pass
 from trireme.launch.api.view import ProgressView
@@ -24,9 +23,10 @@ from trireme.launch.commands.serve import ServeView, curl_line, merge_decisions,
 from trireme.launch.console import Console
 from trireme.launch.processes.connection_file import PASS_NAME
 from trireme.launch.processes.supervisor import AllReady, Died, Restarted, Stopped, Stopping
+from trireme.machine.device import DeviceFacts
 from trireme.resolve import ModelFacts, Prepared
 from trireme.settings import load
-from trireme.transport.messages import Boot, Failed, Progress, Ready
+from trireme.transport.wire.messages import Boot, Failed, Progress, Ready
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,8 @@ from tests.unit.engine_driver import FRONT, Driver, make_limits
 from trireme.engine_core.core import EngineCore
 from trireme.errors import EngineError
 from trireme.params import RowParams
-from trireme.transport.messages import StepResult, Submit
-from trireme.transport.packed import pack
+from trireme.transport.wire.columns import pack
+from trireme.transport.wire.messages import StepResult, Submit
 from trireme.workers.fake import FakeOptions
 
 

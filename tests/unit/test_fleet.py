@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trireme.errors import ConfigError
-from trireme.fleet import MAX_LABEL, engines_of_front, fleet_of, front_label
 from trireme.settings import load
+from trireme.topology.zones import MAX_LABEL, engines_of_front, fleet_of, front_label
 
 
 def config(**flags: object):

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from tests.unit.test_resolve import LAPTOP, SMOL, reasons
-from trireme.arch_bodies import GptBody, MoeBody
-from trireme.arch_spec import RopeSpec
-from trireme.device import DeviceFacts, GpuFacts, gpu_from_text
 from trireme.errors import ConfigError
-from trireme.gpu import lacks_on_gpu
 from trireme.launch.commands.doctor import examine
 from trireme.launch.commands.plan import make_plan
+from trireme.machine.device import DeviceFacts, GpuFacts, gpu_from_text
+from trireme.machine.gpu_support import lacks_on_gpu
+from trireme.model.bodies import GptBody, MoeBody
+from trireme.model.spec import RopeSpec
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
 from trireme.sizes import GIB

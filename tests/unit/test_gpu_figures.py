@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripts.gpu_figures import SHAPES, main, write_shape
 from trireme.launch.bench.samples import make_text
-from trireme.packaged import find_model
+from trireme.model.files import find_model
 from trireme.serving.text.tokens import load_tokenizer
 
 

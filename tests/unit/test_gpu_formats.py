@@ -10,11 +10,11 @@ import pytest
 from tests.unit.test_gpu_choice import BOX, changed, llama_8b, resolved
 from tests.unit.test_resolve import LAPTOP, SMOL, reasons
 from trireme.config import ModelConfig
-from trireme.device import GpuFacts
 from trireme.errors import ConfigError
-from trireme.gguf import GgufTensor
-from trireme.gpu_formats import check_card, format_of, gpu_weight_bytes, stored_in
 from trireme.launch.commands.plan import make_plan
+from trireme.machine.device import GpuFacts
+from trireme.machine.gpu_formats import check_card, format_of, gpu_weight_bytes, stored_in
+from trireme.model.gguf_header import GgufTensor
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
 from trireme.sizes import GIB

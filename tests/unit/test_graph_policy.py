@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.errors import ConfigError
-from trireme.graph_sizes import GraphSizes, graph_sizes
+from trireme.machine.graph_sizes import GraphSizes, graph_sizes
 from trireme.workers.cuda.graph_policy import LEAST_STEPS, MARGIN, WINDOW, Change, GraphPolicy, Size
 from trireme.workers.cuda.graph_sizes import (
     MOST_GRAPHS,

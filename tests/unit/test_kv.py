@@ -12,7 +12,7 @@ from trireme.engine_core.request import Request
 from trireme.errors import EngineError
 from trireme.hashing import block_hashes
 from trireme.params import RowParams
-from trireme.transport.messages import Submit
+from trireme.transport.wire.messages import Submit
 
 
 def make_request(prompt: list[int], *, salt: bytes = b"", prompt_logprobs: int = -1) -> Request:

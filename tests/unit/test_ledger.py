@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from trireme.coordinator.core import Coordinator
 from trireme.coordinator.ledger import LEASE_S, Ledger, Outstanding
-from trireme.transport.messages import Load, Route
+from trireme.transport.wire.messages import Load, Route
 
 FRONTS = st.sampled_from(["front-0", "front-1"])
 ENGINES = st.integers(0, 2)

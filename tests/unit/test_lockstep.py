@@ -7,8 +7,8 @@ import pytest
 from trireme.coordinator.waves import Waves
 from trireme.engine_core.wave import Wave
 from trireme.errors import CollectiveError
-from trireme.lockstep import Agreed, Ballot, agree
-from trireme.transport.messages import WaveOrder, WaveReport
+from trireme.topology.lockstep import Agreed, Ballot, agree
+from trireme.transport.wire.messages import WaveOrder, WaveReport
 
 
 def test_all_take_the_largest_shape_and_the_least_graph() -> None:

@@ -14,8 +14,8 @@ from tests.unit.engine_driver import Driver, Row, make_limits
 from trireme.coordinator.waves import Waves
 from trireme.engine_core.pace import Alone, Together
 from trireme.engine_core.wave import Wave
-from trireme.lockstep import Ballot, Mode, agree
-from trireme.transport.messages import StepResult, WaveOrder, WaveReport
+from trireme.topology.lockstep import Ballot, Mode, agree
+from trireme.transport.wire.messages import StepResult, WaveOrder, WaveReport
 
 
 class Pair:

@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from trireme.arch_spec import ArchSpec
-from trireme.budget import memory_shares, num_params
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from trireme.device import DeviceFacts
 from trireme.errors import ModelError
 from trireme.launch.cli import main
 from trireme.launch.commands.inspect_model import inspect_files, read_safetensors
 from trireme.launch.commands.plan import make_plan, suggested_flags
-from trireme.packaged import ModelFiles
+from trireme.machine.device import DeviceFacts
+from trireme.machine.memory_budget import memory_shares, num_params
+from trireme.model.files import ModelFiles
+from trireme.model.spec import ArchSpec
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
 from trireme.sizes import GIB, MIB

@@ -16,9 +16,9 @@ from trireme.coordinator.prefix import STUCK, CountingBloom, PrefixIndex, Table
 from trireme.coordinator.router import CACHE_WORTH
 from trireme.engine_core.kv.blocks import BlockPool
 from trireme.engine_core.kv.log import BlockLog
-from trireme.fleet import Fleet
 from trireme.hashing import KEY_BYTES, block_hashes, packed_keys, prompt_keys, unpacked_keys
-from trireme.transport.messages import MAX_PREFIX, KVEvents, Route
+from trireme.topology.zones import Fleet
+from trireme.transport.wire.messages import MAX_PREFIX, KVEvents, Route
 
 
 def keys_of(*numbers: int) -> bytes:

@@ -11,10 +11,10 @@ from tests.models.rows import new_row, plan_of
 from tests.unit.engine_driver import Driver
 from trireme.errors import ProtocolError
 from trireme.params import RowParams
-from trireme.transport.codec import decode, encode
-from trireme.transport.messages import CoreToWorker, NextToken, StepPlan
-from trireme.transport.packed import pack, unpack
-from trireme.transport.repeats import next_plan, shortened
+from trireme.transport.wire.codec import decode, encode
+from trireme.transport.wire.columns import pack, unpack
+from trireme.transport.wire.messages import CoreToWorker, NextToken, StepPlan
+from trireme.transport.wire.plan_delta import next_plan, shortened
 
 
 def decode_step(step: int, computed: list[int], **changes: object) -> StepPlan:

@@ -17,7 +17,7 @@ from trireme.launch.bench.startup import phases_of, tree_memory
 from trireme.launch.cli import main
 from trireme.launch.commands.serve import timeline
 from trireme.launch.processes.supervisor import AllReady
-from trireme.transport.messages import Ready
+from trireme.transport.wire.messages import Ready
 
 
 def result(path, scale: float, name: str = "trireme c=1") -> str:

@@ -13,7 +13,7 @@ from trireme.engine_core.request import TRANSITIONS, Request, State
 from trireme.engine_core.waiting import WaitingQueue
 from trireme.errors import EngineError
 from trireme.params import RowParams
-from trireme.transport.messages import Submit
+from trireme.transport.wire.messages import Submit
 
 
 def make_request(arrival: int, num_tokens: int = 3) -> Request:

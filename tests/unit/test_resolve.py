@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.tiny import make_tiny_llama
-from trireme.arch import ArchSpec
 from trireme.config import EngineConfig
-from trireme.device import DeviceFacts
 from trireme.errors import ConfigError, TriremeError
+from trireme.machine.device import DeviceFacts
+from trireme.model.reader import ArchSpec
 from trireme.resolve import ModelFacts, describe, prepare, resolve
 from trireme.settings import load, to_yaml
 from trireme.sizes import GIB

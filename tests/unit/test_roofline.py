@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from scripts.roofline import STEPS, Roof, Step, bound_of, picture, seen_by_prompt, step_cost, windows, write_page
-from trireme.arch import read_arch
-from trireme.gguf import read_gguf
-from trireme.packaged import find_model
+from trireme.model.files import find_model
+from trireme.model.gguf_header import read_gguf
+from trireme.model.reader import read_arch
 
 # SmolLM2-135M: hidden 576, 9 heads of 64, 3 of keys and values, 1536 inside the MLP, 30 layers, 49152 tokens.
 LAYER = 576 * (576 + 192 + 192 + 576) + 3 * 576 * 1536

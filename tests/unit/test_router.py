@@ -12,9 +12,9 @@ from trireme.coordinator.core import Coordinator
 from trireme.coordinator.ledger import Outstanding
 from trireme.coordinator.members import Members
 from trireme.coordinator.router import POLICIES, cost_of
-from trireme.fleet import Fleet
 from trireme.settings import table
-from trireme.transport.messages import Load, Released, Route
+from trireme.topology.zones import Fleet
+from trireme.transport.wire.messages import Load, Released, Route
 
 
 def load(engine: int, *, seq: int = 1, epoch: int = 0, **fields: object) -> Load:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from trireme.arch import ArchSpec
-from trireme.arch_bodies import GptBody
-from trireme.budget import TORCH_LIBRARY, memory_shares
 from trireme.config import EngineConfig, ParallelConfig
-from trireme.mesh import Mesh
-from trireme.runtime import TORCH, choose_runtime
+from trireme.machine.memory_budget import TORCH_LIBRARY, memory_shares
+from trireme.machine.runtime import TORCH, choose_runtime
+from trireme.model.bodies import GptBody
+from trireme.model.reader import ArchSpec
+from trireme.topology.mesh import Mesh
 
 LLAMA = ArchSpec(
     family="llama", num_layers=4, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn=128, vocab_size=320

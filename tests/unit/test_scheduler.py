@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.engine_driver import Driver, Row, make_limits
 from trireme.engine_core.request import State
-from trireme.transport.messages import StepPlan
-from trireme.transport.packed import pack, unpack, unpack_flags
+from trireme.transport.wire.columns import pack, unpack, unpack_flags
+from trireme.transport.wire.messages import StepPlan
 
 
 def planned(plan: StepPlan | None) -> dict[int, tuple[int, int, bool]]:

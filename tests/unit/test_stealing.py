@@ -26,7 +26,8 @@ from trireme.params import RowParams
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Stream
-from trireme.transport.messages import (
+from trireme.transport.sockets.names import Left
+from trireme.transport.wire.messages import (
     Abort,
     End,
     GiveBack,
@@ -37,7 +38,6 @@ from trireme.transport.messages import (
     Welcome,
     Wire,
 )
-from trireme.transport.sockets import Left
 from trireme.workers.fake import FakeOptions, expected_tokens
 
 NOTHING = Outstanding()

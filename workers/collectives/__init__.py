@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trireme.errors import ConfigError
-from trireme.mesh import Mesh
 from trireme.models.forward import Group, SoloGroup
+from trireme.topology.mesh import Mesh
 
 if TYPE_CHECKING:
     from trireme.workers.collectives.cuda import CudaGroup
 
 
 def make_group(mesh: Mesh, arena: str, *, timeout_s: float = 15.0, step_timeout_s: float = 60.0) -> Group:
-    """The group of worker `mesh`: none needed, shared memory (`arena` from trireme.arena), or gloo (tcp:// or file://).
+    """The group of worker `mesh`: none needed, shared memory (`arena` from trireme.topology.arena), or gloo (tcp:// or file://).
 
     Raises ConfigError without an arena, CollectiveError when it cannot be used.
     """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trireme.errors import CollectiveError
-from trireme.mesh import Mesh
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives.allreduce_algos import (
     PUSHED_BYTES,
     STAGED_BYTES,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from trireme.lockstep import Agreed, Ballot
-from trireme.mesh import Mesh
 from trireme.models.cpu.tensors import OverTensors
 from trireme.models.forward import Model
+from trireme.topology.lockstep import Agreed, Ballot
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives.experts import SplitExperts
 from trireme.workers.collectives.lockstep import Peers
 

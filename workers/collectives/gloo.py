@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trireme.errors import CollectiveError
-from trireme.mesh import Mesh
+from trireme.topology.mesh import Mesh
 
 T = TypeVar("T")
 

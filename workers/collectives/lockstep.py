@@ -1,7 +1,8 @@
 """This engine's end of what engines in lock step share: the agreement before each step, and batches of the agreed shape.
 
-Used by workers of engines that split the experts of a model. Torch-free. Rests on the shared memory of trireme/arena.py, so it
-never waits for ever: the death of another engine, an abort and a time-out raise CollectiveError, after which all must start again.
+Used by workers of engines that split the experts of a model. Torch-free. Rests on the shared memory of
+trireme/topology/arena.py, so it never waits for ever: the death of another engine, an abort and a time-out raise
+CollectiveError, after which all must start again.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.errors import CollectiveError, EngineError
-from trireme.lockstep import Agreed, Ballot, agree
 from trireme.models.cpu.kernels import load_native
+from trireme.topology.lockstep import Agreed, Ballot, agree
 
 Item = TypeVar("Item", bound=np.generic)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from trireme.errors import CollectiveError
-from trireme.mesh import Mesh
+from trireme.topology.mesh import Mesh
 from trireme.workers.collectives.allreduce_algos import PUSHED_BYTES
 from trireme.workers.collectives.nccl import ID_BYTES, Nccl, NcclComm, load_nccl
 from trireme.workers.collectives.peer import PeerMemory

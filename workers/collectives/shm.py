@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trireme.errors import CollectiveError
-from trireme.mesh import Mesh
 from trireme.models.cpu.kernels import load_native
+from trireme.topology.mesh import Mesh
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.budget import LOGITS_BYTES as LOGITS_BYTES
-from trireme.budget import activation_bytes as activation_bytes
+from trireme.machine.memory_budget import LOGITS_BYTES as LOGITS_BYTES
+from trireme.machine.memory_budget import activation_bytes as activation_bytes
 
 MIB = 1 << 20
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.errors import EngineError
-from trireme.lockstep import Agreed, Ballot
-from trireme.mesh import Mesh
 from trireme.models.forward import Group, HostKV, Logits, Model
-from trireme.transport.messages import LogprobRow, RowFault, StepPlan, StepResult
-from trireme.transport.packed import pack, unpack, unpack_flags
+from trireme.topology.lockstep import Agreed, Ballot
+from trireme.topology.mesh import Mesh
+from trireme.transport.wire.columns import pack, unpack, unpack_flags
+from trireme.transport.wire.messages import LogprobRow, RowFault, StepPlan, StepResult
 from trireme.workers.batch import ROW_ERRORS, Batch
 from trireme.workers.cpu.memory import LOGITS_BYTES
 from trireme.workers.inputs import InputBuilder, StepRows, Wanted

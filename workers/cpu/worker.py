@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trireme.arch import ArchSpec, read_arch
 from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError, EngineError
-from trireme.mesh import Mesh
+from trireme.machine.runtime import TORCH, choose_runtime
+from trireme.model.files import files_of
+from trireme.model.reader import ArchSpec, read_arch
 from trireme.models.cpu.kernels import load_native
 from trireme.models.forward import Group, HostKV, Model
 from trireme.models.load import load_model
-from trireme.packaged import files_of
 from trireme.phases import Phases
-from trireme.rest import NO_SLEEP
-from trireme.runtime import TORCH, choose_runtime
-from trireme.transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
+from trireme.sleep import NO_SLEEP
+from trireme.topology.mesh import Mesh
+from trireme.transport.wire.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.workers.batch import Batch
 from trireme.workers.collectives import make_group
 from trireme.workers.cpu.kv_pages import ResidentKv

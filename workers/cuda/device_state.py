@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trireme.models.cuda.ops import JOB
 from trireme.params import RowParams
-from trireme.transport.messages import StepPlan
-from trireme.transport.packed import unpack
+from trireme.transport.wire.columns import unpack
+from trireme.transport.wire.messages import StepPlan
 from trireme.workers.batch import Batch
 
 Ints = NDArray[np.int32]

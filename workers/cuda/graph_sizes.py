@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trireme.graph_sizes import GraphSizes
+from trireme.machine.graph_sizes import GraphSizes
 from trireme.workers.cuda.graph_policy import GraphPolicy, Size
 
 MOST_ROWS = 512  # beyond it a step is long enough to be launched kernel by kernel

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.budget import GPU_GRAPHS
+from trireme.machine.memory_budget import GPU_GRAPHS
 from trireme.models.cuda.attention.prefill_plan import PIECES, plan_prompts
 from trireme.workers.batch import Batch
 from trireme.workers.cuda.device_state import DeviceRows, Indices, Ints

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trireme.budget import GPU_GRAPHS as GRAPHS
 from trireme.errors import ConfigError
+from trireme.machine.memory_budget import GPU_GRAPHS as GRAPHS
 from trireme.models.cuda.decoder import CudaModel
 from trireme.models.cuda.host_adapter import upload
 from trireme.models.forward import HostBatch

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from trireme.mesh import Mesh
-from trireme.transport.messages import StepResult
+from trireme.topology.mesh import Mesh
+from trireme.transport.wire.messages import StepResult
 from trireme.workers.collectives.watchdog import Watch
 from trireme.workers.cuda.runner import Ticket
 from trireme.workers.cuda.staging import Event

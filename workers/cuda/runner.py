@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from trireme.models.cuda.attention.prefill_plan import PIECES
 from trireme.models.cuda.ops import JOB, MOST_LOGPROBS, NOTHING_LEFT
-from trireme.transport.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
-from trireme.transport.packed import pack, unpack, unpack_flags
+from trireme.transport.wire.columns import pack, unpack, unpack_flags
+from trireme.transport.wire.messages import LogprobRow, NewRow, RowFault, StepPlan, StepResult
 from trireme.workers.batch import Batch
 from trireme.workers.cpu.runner import Runner
 from trireme.workers.cuda.device_state import Ints, block_changes, job_of

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trireme.mesh import Mesh
 from trireme.models.arch.rope import TableRows
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda.attention.prefill import Prompts
 from trireme.models.cuda.attention.prefill_plan import PromptPlan, Rules, order_prompts, plan_prompts
 from trireme.models.cuda.decoder import CudaBatch
 from trireme.models.cuda.ops import LOGPROB_WORDS
+from trireme.topology.mesh import Mesh
 from trireme.workers.batch import Batch
 from trireme.workers.cuda.device_state import DeviceRows, Indices, Ints
 from trireme.workers.cuda.staging import Upload

@@ -16,15 +16,15 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from trireme.arch import ArchSpec, read_arch
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, EngineError
-from trireme.gpu import compute_dtype
-from trireme.gpu_formats import check_card, gpu_weight_bytes, weights_by_format
-from trireme.graph_sizes import graph_sizes
-from trireme.loaded import stored_of
 from trireme.log import facts
-from trireme.mesh import Mesh
+from trireme.machine.gpu_formats import check_card, gpu_weight_bytes, weights_by_format
+from trireme.machine.gpu_support import compute_dtype
+from trireme.machine.graph_sizes import graph_sizes
+from trireme.machine.weight_bytes import stored_of
+from trireme.model.files import files_of
+from trireme.model.reader import ArchSpec, read_arch
 from trireme.models.cpu.kernels import find_native
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda.decoder import DTYPES, CudaModel
@@ -35,10 +35,10 @@ from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.forward import HostKV, Model, SoloGroup
 from trireme.models.load import as_decoder, open_checked
 from trireme.models.weights.tp_shards import Shares
-from trireme.packaged import files_of
 from trireme.phases import Phases
 from trireme.sizes import format_bytes
-from trireme.transport.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
+from trireme.topology.mesh import Mesh
+from trireme.transport.wire.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
 from trireme.workers.batch import Batch
 from trireme.workers.collectives import make_cuda_group
 from trireme.workers.collectives.cuda import CudaGroup
@@ -392,7 +392,7 @@ class Worker:
 
 def _collect() -> None:
     """Ends what only refers to itself, as graphs and caches do: also where it dates from a start, whose objects the collector was
-    told to pass over (transport.boot.settle_memory)."""
+    told to pass over (transport.process.boot.settle_memory)."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

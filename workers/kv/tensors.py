@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.arch import ArchSpec
 from trireme.config import Decision
 from trireme.errors import ConfigError
+from trireme.model.reader import ArchSpec
 from trireme.models.cpu.kv_layout import can_be_integers, fill_nan, kv_shapes
 from trireme.models.forward import HostKV, ModelFacts
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.params import RowParams
-from trireme.transport.messages import LogprobRow
+from trireme.transport.wire.messages import LogprobRow
 from trireme.workers.batch import Batch
 from trireme.workers.sampling.gumbel import Floats
 

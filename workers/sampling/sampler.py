@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trireme.models.cpu.kernels import find_native
 from trireme.params import RowParams
-from trireme.transport.messages import LogprobRow, RowFault
+from trireme.transport.wire.messages import LogprobRow, RowFault
 from trireme.workers.batch import ROW_ERRORS, Batch
 from trireme.workers.sampling.gumbel import Floats, NoiseField, noise_key, race_among
 from trireme.workers.sampling.logprobs import logprob_row, logprob_row_reference

@@ -22,7 +22,7 @@ import numpy as np
 
 from trireme.errors import ConfigError
 
-SOURCE = Path(__file__).resolve().parents[2] / "csrc" / "bench" / "ceilings.c"
+SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "bench" / "ceilings.c"
 FLAGS = ("-O2", "-march=native", "-shared", "-fPIC")
 ROUNDS, SECONDS = 7, 0.08
 ARRAY_BYTES = 512 << 20

@@ -1,6 +1,6 @@
 """Products with a weight on the GPU: our kernels for few rows (csrc/cuda/skinny*.cu), torch's for many. Called by models/arch.
 
-One class per format of trireme.gpu_formats, all called alike; LINEARS is the table.
+One class per format of trireme.machine.gpu_formats, all called alike; LINEARS is the table.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _UNSCALED_ROWS = 64  # of float8, up to which a product is the faster for leavin
 
 
 class DeviceMatrix(NamedTuple):
-    """A matrix [n, k] on the device in a format of trireme.gpu_formats: `values` are 16-bit, float8 or int8 [n, k], or bytes of
-    blocks [n, row bytes]; `scale` [n] float32 is that of each output, where the format has one, or [n, groups] what groups of its
-    inputs share (models/cuda/weights/quantize)."""
+    """A matrix [n, k] on the device in a format of trireme.machine.gpu_formats: `values` are 16-bit, float8 or int8 [n, k], or
+    bytes of blocks [n, row bytes]; `scale` [n] float32 is that of each output, where the format has one, or [n, groups] what
+    groups of its inputs share (models/cuda/weights/quantize)."""
 
     format: str
     values: Tensor

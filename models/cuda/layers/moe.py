@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.budget import GPU_EXPERT_TOKENS as TOKENS
+from trireme.machine.memory_budget import GPU_EXPERT_TOKENS as TOKENS
 from trireme.models.cuda.layers import moe_ops as ops
 from trireme.models.cuda.layers.protocol import Linear, OfHalves
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trireme.gpu_formats import OF_BLOCKS
+from trireme.machine.gpu_formats import OF_BLOCKS
 
 VALUES = 256  # of a super-block, in runs of 32
 _AT_ONCE = 1 << 25  # values laid out at a time

@@ -1,7 +1,7 @@
 """Weights on their way to a GPU: from a model's files, or noise made there. Called by models/cuda/decoder while it is built.
 
 Matrices travel as they lie in the file (models/cuda/weights/staging) and are rounded or laid out anew on the device; blocks of
-GGUF files that no kernel computes with are expanded on the way. Which format a matrix gets is said by trireme.gpu_formats.
+GGUF files that no kernel computes with are expanded on the way. Which format a matrix gets is said by trireme.machine.gpu_formats.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.gpu_formats import format_of
-from trireme.mesh import Span
+from trireme.machine.gpu_formats import format_of
 from trireme.models.cuda.layers.linear import DeviceMatrix
 from trireme.models.cuda.weights.gguf_blocks import laid_out
 from trireme.models.cuda.weights.quantize import (
@@ -33,6 +32,7 @@ from trireme.models.cuda.weights.staging import THREADS, Staging
 from trireme.models.weights.dummy import DEVIATION, DummySource
 from trireme.models.weights.packed import GROUPED, Floats
 from trireme.models.weights.sources import DENSE_KINDS, RawMatrix, TensorSource, WeightSource
+from trireme.topology.mesh import Span
 
 ROUNDED: dict[str, Callable[[Tensor], DeviceMatrix]] = {
     "half": lambda dense: DeviceMatrix("half", dense),
@@ -52,7 +52,7 @@ _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _format(kind: str, n: int, k: int, scheme: str | None) -> str:
-    """trireme.gpu_formats.format_of; float8 of torch._scaled_mm wants 16 outputs at a time besides."""
+    """trireme.machine.gpu_formats.format_of; float8 of torch._scaled_mm wants 16 outputs at a time besides."""
     form = format_of(kind, k, scheme)
     return "half" if form == "fp8" and n % 16 else form
 

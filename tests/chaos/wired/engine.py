@@ -5,7 +5,7 @@ from __future__ import annotations
 import trireme.engine_core.executor.procs
 import trireme.engine_core.main as product
 from tests.chaos.wired.sockets import install
-from trireme.transport.boot import BootChannel
+from trireme.transport.process.boot import BootChannel
 
 
 def main(channel: BootChannel) -> None:

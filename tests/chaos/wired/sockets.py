@@ -17,9 +17,9 @@ from typing import Any
 
 import zmq
 
-from trireme.transport.codec import MAX_FRAME_BYTES, encode
-from trireme.transport.messages import PROTOCOL_VERSION, Boot, Hello, Welcome
-from trireme.transport.wired import HEAD_BYTES, head_of
+from trireme.transport.sockets.framing import HEAD_BYTES, head_of
+from trireme.transport.wire.codec import MAX_FRAME_BYTES, encode
+from trireme.transport.wire.messages import PROTOCOL_VERSION, Boot, Hello, Welcome
 
 HEARTBEATS = (b"\xa4Ping", b"\xa4Pong")
 HELD_S = 2.0

@@ -7,7 +7,7 @@ from typing import Any
 import trireme.workers.main as product
 from tests.chaos.poison import BAD_SEED
 from tests.chaos.wired.sockets import install
-from trireme.transport.boot import BootChannel
+from trireme.transport.process.boot import BootChannel
 from trireme.workers.sampling.native_sampler import NativeSampler
 
 

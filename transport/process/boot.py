@@ -1,0 +1,399 @@
+"""The channel between a parent process and a child it starts: birth (Boot), progress, readiness, failure, drain, death.
+
+A child module defines `main(channel: BootChannel) -> None` and nothing more; `spawn("engine_core.main", boot)` runs it in
+a new process through transport/process/child.py. Neither side can outlive its duty: a child is killed when its parent ends.
+
+The channel is a SOCK_SEQPACKET pair whose one end is the child's stdin: one packet is one message, its end is death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import msgspec
+
+from trireme.errors import ProtocolError, TransportError, TriremeError
+from trireme.phases import Phases
+from trireme.topology.lockstep import Mode
+from trireme.transport.process.prespawn import Egg, hatch
+from trireme.transport.process.rundir import remove_run_dir
+from trireme.transport.sockets.poller import NEVER, Waker
+from trireme.transport.wire.codec import Decoder, encode
+from trireme.transport.wire.messages import Beat, Boot, Drain, Failed, FromChild, Paused, Progress, Ready, ToChild, Wire
+
+log = logging.getLogger("trireme.transport")
+
+PACKET_BYTES = 192 << 10  # under the system's default socket buffer
+MAX_TEXT = 32 << 10
+BEAT_S = 1.0
+PROGRESS_S = 0.05
+EXIT_GRACE_S = 2.0
+
+Report: TypeAlias = Progress | Ready | Failed | Paused
+
+
+class Child:
+    """Parent's end. A Source for Poller: readable when there are reports or the child died. One thread only."""
+
+    def __init__(self, boot: Boot, process: subprocess.Popen[bytes], channel: socket.socket, born: float = 0.0) -> None:
+        self.name = boot.name
+        self.boot = boot
+        self.pid = process.pid
+        self.is_ready = False  # a Ready was received
+        self.is_dead = False
+        self.last_beat = 0.0  # time.monotonic() of the last Beat; 0 while there was none
+        self.progress = 0  # of the last Beat
+        self.born = born  # time.monotonic() when its process was ordered
+        self._process = process
+        self._channel = channel
+        self._decoder = Decoder(FromChild)
+        self._failed: Failed | None = None  # its own, held back until it is dead
+        self._epoll = select.epoll()
+        self._epoll.register(channel.fileno(), select.EPOLLIN)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, negative signal number, or None while alive."""
+        return self._process.poll()
+
+    def is_halted(self) -> bool:
+        """True while the system does not let the process run: stopped by a signal or a debugger, or dead."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                return file.read(512).rpartition(b")")[2].split()[0] in (b"T", b"t", b"Z", b"X")
+        except (OSError, IndexError):
+            return self.is_dead
+
+    def receive(self) -> list[Report]:
+        """Reports since the last call, never blocking. When the child is dead the list ends with a Failed: its own, or
+        one that says how it died (signal, exit code). `is_dead` is then True. A clean exit (code 0) gives no Failed."""
+        reports: list[Report] = []
+        while not self.is_dead:
+            try:
+                packet = self._channel.recv(PACKET_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                packet = b""
+            if not packet:
+                self._bury(reports)
+                break
+            try:
+                self._take(self._decoder.decode([packet]), reports)
+            except ProtocolError as error:
+                log.warning("dropped a malformed report from=%s: %s", self.name, error)
+        return reports
+
+    def tell_boot(self) -> None:
+        """The first message of all."""
+        fds = [self.boot.listen_fd] if self.boot.listen_fd >= 0 else []
+        try:
+            socket.send_fds(self._channel, [encode(self.boot)[0]], fds)
+        except OSError as error:
+            log.debug("could not send to=%s: %s", self.name, error)  # it is dead; receive() tells how
+
+    def drain(self, deadline_s: float, notice_s: float = 0.0) -> None:
+        """Asks the child to take new work for `notice_s`, then to finish what it has within `deadline_s`, and to leave."""
+        self._send(Drain(deadline_s, notice_s))
+
+    def tell(self, report: Progress) -> None:
+        """Lets the child know how far another part's start is (front ends show it in /ready)."""
+        self._send(report)
+
+    def kill(self) -> None:
+        """SIGKILL, and reaps. Its own children die with it."""
+        self._process.kill()
+        self._process.wait()
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when the child has ended within `timeout_s`."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def poll_targets(self) -> tuple[int]:
+        return (self._epoll.fileno(),)
+
+    def acknowledge(self) -> bool:
+        return False
+
+    def tick(self, now: float) -> float:
+        return NEVER
+
+    def close(self) -> None:
+        """Closes the channel, kills a child that still lives, and reaps it."""
+        self.kill()
+        self._epoll.close()
+        self._channel.close()
+
+    def _take(self, report: Any, reports: list[Report]) -> None:
+        match report:
+            case Beat():
+                self.last_beat = time.monotonic()
+                self.progress = report.progress
+                return
+            case Ready():
+                self.is_ready = True
+            case Failed():
+                self._failed = report
+                return
+        reports.append(report)
+
+    def _bury(self, reports: list[Report]) -> None:
+        """The channel has ended: so must the process (one that is exiting anyway keeps its exit code)."""
+        self._epoll.unregister(self._channel.fileno())
+        self.kill()
+        self.is_dead = True
+        code = self._process.returncode
+        if self._failed is not None:
+            reports.append(self._failed)
+        elif code:
+            error = f"{self.name} {describe_exit(code)}"
+            hint = "the system may have run out of memory: see dmesg" if code == -signal.SIGKILL else ""
+            reports.append(Failed(self.name, error, hint, exit_code=code if code > 0 else 1))
+
+    def _send(self, message: Wire) -> None:
+        try:
+            self._channel.send(encode(message)[0])
+        except OSError as error:
+            log.debug("could not send to=%s: %s", self.name, error)
+
+
+def describe_exit(code: int) -> str:
+    """`was killed by SIGSEGV`, `ended with exit code 3`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def spawn(module: str, boot: Boot, *, egg: Egg | None = None) -> Child:
+    """Starts a process that runs `module` as `boot` says, or tells a hatched one. A listening socket goes along; the child
+    has it under a number of its own. About threads see hatch.
+    """
+    try:
+        egg = egg or hatch(module, boot.name, boot.role)
+    except OSError as error:
+        raise TransportError(f"cannot start {boot.name}: {error}") from error
+    egg.channel.setblocking(False)
+    child = Child(boot, egg.process, egg.channel, egg.born)
+    child.tell_boot()
+    return child
+
+
+class BootChannel:
+    """Child's end, handed to `main`. Reports may be sent from any thread. A Source for Poller: readable when a Drain came.
+
+    SIGINT and SIGTERM are ignored in a child: its parent decides, through Drain and SIGKILL.
+    """
+
+    boot: Boot  # known once `begin` has returned
+
+    def __init__(self, name: str, channel: socket.socket, began: float | None = None) -> None:
+        self._name = name
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._drains: deque[Drain] = deque()
+        self._news: deque[Progress] = deque(maxlen=64)
+        self._waker = Waker()
+        self._last_progress = 0.0
+        self._next_beat = 0.0
+        self.phases = Phases(began)
+
+    def begin(self) -> None:
+        """Waits for Boot, then watches the parent."""
+        packet, fds, _, _ = socket.recv_fds(self._channel, PACKET_BYTES, 1)
+        if not packet:
+            os._exit(0)  # the parent died before it said who we are
+        boot = Decoder(ToChild).decode([packet])
+        if not isinstance(boot, Boot):
+            raise ProtocolError(f"a child's first message must be Boot, not {type(boot).__name__}")
+        self.boot = msgspec.structs.replace(boot, listen_fd=fds[0]) if fds else boot
+        if boot.name != self._name:  # hatched as a spare
+            self._name = boot.name
+            with contextlib.suppress(OSError):
+                Path("/proc/self/comm").write_text(boot.name[:15])
+        threading.Thread(target=self._watch_parent, name="boot", daemon=True).start()
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Reports start-up progress (at most 20 a second reach the parent; the last one of a phase always does)."""
+        self.forward(Progress(self._name, phase, done, total))
+
+    def forward(self, report: Progress) -> None:
+        """Passes a grandchild's progress on, under the same limit."""
+        now = time.monotonic()
+        if report.done >= report.total or now - self._last_progress >= PROGRESS_S:
+            self._last_progress = now
+            self._send(report)
+
+    def ready(
+        self,
+        facts: dict[str, Any] | None = None,
+        decisions: list[tuple[str, str, str]] | None = None,
+    ) -> None:
+        """Reports that this process can do its work. Ends the time without garbage collection that child.py began."""
+        settle_memory()
+        self.phases.end("links")
+        self._send(Ready(self._name, facts or {}, self.phases.seconds, decisions or [], self.phases.began))
+
+    def beat(self, progress: int) -> None:
+        """Called by the main loop on every turn (cheap; sends once a second). A child that has beaten once and then falls
+        silent for longer than the parent allows is killed and restarted."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._send(Beat(progress), socket.MSG_DONTWAIT)
+
+    def paused(self, mode: Mode) -> None:
+        """Says in which pause the next life of this engine shall begin."""
+        self._send(Paused(mode), socket.MSG_DONTWAIT)
+
+    def fail(self, error: BaseException | Failed) -> NoReturn:
+        """Reports the error (or a grandchild's Failed as it is) and ends this process at once."""
+        failed = error if isinstance(error, Failed) else failed_from_error(self._name, error)
+        self._send(failed)
+        end_process(failed.exit_code)
+
+    def receive(self) -> list[Drain]:
+        """Drain requests since the last call, never blocking."""
+        drains = []
+        while self._drains:
+            drains.append(self._drains.popleft())
+        return drains
+
+    def news(self) -> list[Progress]:
+        """Start-up progress of other parts since the last call, never blocking; old news is dropped."""
+        news = []
+        while self._news:
+            news.append(self._news.popleft())
+        return news
+
+    def fileno(self) -> int:
+        """For asyncio's add_reader; call acknowledge() in the reader, then receive()."""
+        return self._waker.fileno()
+
+    def poll_targets(self) -> tuple[int]:
+        return (self._waker.fileno(),)
+
+    def acknowledge(self) -> bool:
+        return self._waker.acknowledge()
+
+    def tick(self, now: float) -> float:
+        return NEVER
+
+    def _send(self, message: Wire, flags: int = 0) -> None:
+        try:
+            with self._lock:
+                self._channel.send(encode(message)[0], flags)
+        except OSError:
+            pass  # the parent is gone or stopped; the watcher knows
+
+    def _watch_parent(self) -> None:
+        """Own thread. Whatever this process is doing, it ends when its parent does."""
+        decoder = Decoder(ToChild)
+        while True:
+            try:
+                packet = self._channel.recv(PACKET_BYTES)
+            except OSError:
+                packet = b""
+            if not packet:
+                break
+            try:
+                message = decoder.decode([packet])
+            except ProtocolError as error:
+                log.warning("dropped a malformed order: %s", error)
+                continue
+            if isinstance(message, Drain):
+                self._drains.append(message)
+                self._waker.set()
+            elif isinstance(message, Progress):
+                self._news.append(message)
+                self._waker.set()
+        if self.boot.role != "worker":  # a worker's parent may die and be started again
+            remove_run_dir(self.boot.run_dir)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def settle_memory() -> None:
+    """Gives back what a start has used and left. What is left lives as long as the process: the collector need not walk it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def attach(name: str, began: float | None = None) -> BootChannel:
+    """Takes the boot channel from stdin. Called once, by run_child."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    channel = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return BootChannel(name, channel, began)
+
+
+def run_child(module: str, name: str, also: Sequence[str] = (), began: float | None = None) -> NoReturn:
+    """Imports `module`, and `also` what it will need later, waits for Boot and runs `module.main(channel)`. Reports whatever it
+    raises as Failed, and ends the process."""
+    channel = attach(name, began)
+    try:
+        imported = importlib.import_module(module)
+        for later in also:
+            importlib.import_module(later)
+        channel.phases.end("import")
+        channel.begin()
+        channel.phases.end("settings")
+        imported.main(channel)
+    except SystemExit as error:
+        end_process(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
+    except BaseException as error:
+        channel.fail(error)
+    end_process(0)
+
+
+def failed_from_error(source: str, error: BaseException) -> Failed:
+    """The Failed that stands for `error`."""
+    trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
+    if isinstance(error, TriremeError):
+        return Failed(source, error.message[:MAX_TEXT], error.hint[:MAX_TEXT], trace, error.exit_code)
+    return Failed(source, f"{type(error).__name__}: {error}"[:MAX_TEXT], "", trace, 1)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends without waiting for threads, after queued messages were sent (at most EXIT_GRACE_S)."""
+    timer = threading.Timer(EXIT_GRACE_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    zmq = sys.modules.get("zmq")
+    if zmq is not None and threading.current_thread() is threading.main_thread():
+        zmq.Context.instance().destroy(linger=int(EXIT_GRACE_S * 500))
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,36 @@
+"""Entry script of every child process: `python -P transport/process/child.py MODULE NAME DEATH_SIGNAL [MODULE...]`, stdin is
+the boot channel.
+
+Started by boot.spawn only. Ties this process to its parent before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+
+
+def main() -> None:
+    began = time.monotonic()
+    gc.disable()  # until BootChannel.ready: what a start makes mostly stays
+    os.putenv("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which nobody here uses, take longer to start than numpy
+    module, name, death_signal, *also = sys.argv[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if int(death_signal):
+        libc.prctl(PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+    libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    sys.path.insert(0, str(Path(__file__).absolute().parents[3]))  # not resolved: the package is a link in a checkout
+
+    from trireme.transport.process.boot import run_child
+
+    run_child(module, name, also, began)
+
+
+if __name__ == "__main__":
+    main()

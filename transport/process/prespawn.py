@@ -1,0 +1,65 @@
+"""Starts child processes before it is known what they will be told: each imports its module, then waits for its Boot.
+
+Imports nothing but the standard library, so that a launcher can call it first of all. transport/process/boot.py does the rest.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+CHILD_SCRIPT = str(Path(__file__).with_name("child.py"))
+HARD_ROLES = ("engine", "worker")
+
+
+class Egg(NamedTuple):
+    """A child without a Boot. `channel` is our end of a SOCK_SEQPACKET pair whose other end is the child's stdin."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    born: float = 0.0  # time.monotonic() of its order
+
+    def discard(self) -> None:
+        """Ends a child that is not needed after all."""
+        self.process.kill()
+        self.process.wait()
+        self.channel.close()
+
+
+def hatch(module: str, name: str, role: str, *, also: tuple[str, ...] = (), output: int = 2) -> Egg:
+    """Starts `python transport/process/child.py module name`, which imports `also` too while it waits. What the child prints
+    goes to the descriptor `output`, by default our stderr. Raises OSError.
+
+    Call from the main thread where possible: only then the kernel itself ties the child's life to ours (it watches the
+    thread that started the child); else the child's own watcher does.
+    """
+    born = time.monotonic()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", CHILD_SCRIPT, module, name, str(int(_death_signal(role))), *also],
+                stdin=theirs.fileno(),
+                stdout=output,
+                stderr=output,
+                process_group=0,  # the terminal's Ctrl-C reaches the supervisor only
+            )
+        except OSError:
+            ours.close()
+            raise
+    return Egg(name, process, ours, born)
+
+
+def _death_signal(role: str) -> int:
+    """Engines and workers are killed by the kernel. A light child is only woken (should it be stopped): its watcher
+    removes the run directory before it kills itself."""
+    if threading.current_thread() is not threading.main_thread():
+        return 0
+    return signal.SIGKILL if role in HARD_ROLES else signal.SIGCONT

@@ -1,0 +1,138 @@
+"""In which forms weights lie on a GPU, what becomes of those in a file, and how many bytes each takes. Pure and torch-free.
+
+Asked by resolve and `trireme plan` for bytes, by models/cuda/weights/sources for what to make of a matrix;
+models/cuda/layers/linear has the class that computes with each form.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from trireme.config import Decision, ModelConfig
+from trireme.errors import ConfigError
+from trireme.machine.memory_budget import num_params
+from trireme.model.gguf_header import GgufTensor
+from trireme.model.packed_ints import BLOCK_SIZES
+from trireme.model.spec import ArchSpec
+
+
+class WeightFormat(NamedTuple):
+    """Bytes for each weight, and what the number of inputs must be a multiple of."""
+
+    weight: float
+    unit: int = 1
+
+
+FORMATS = {
+    "half": WeightFormat(2.0),  # bfloat16 or float16
+    "fp8": WeightFormat(1.0, 64),  # e4m3 with a float32 scale for each output
+    "int8": WeightFormat(1.0, 16),  # likewise
+    # GGUF's types by 256 values, all but q4_k and q5_k laid out anew (models/cuda/weights/gguf_blocks), for which q6_k takes
+    # 14 bytes more
+    "q4_k": WeightFormat(144 / 256, 256),
+    "q5_k": WeightFormat(176 / 256, 256),
+    "q6_k": WeightFormat(224 / 256, 256),
+    "q8_0": WeightFormat(272 / 256, 256),
+    "q4_0": WeightFormat(144 / 256, 256),
+    "q4_1": WeightFormat(160 / 256, 256),
+    "q5_0": WeightFormat(176 / 256, 256),
+    "q5_1": WeightFormat(192 / 256, 256),
+    "iq4_nl": WeightFormat(144 / 256, 256),
+    # codes of 4 bits with a scale and a zero for so many inputs of an output
+    "w4_32": WeightFormat(1 / 2 + 4 / 32, 128),
+    "w4_64": WeightFormat(1 / 2 + 4 / 64, 128),
+    "w4_128": WeightFormat(1 / 2 + 4 / 128, 128),
+    "fp8_blocks": WeightFormat(1 + 4 / 128, 128),  # e4m3 with a float32 scale for 128 inputs of an output
+}
+LEAST_CAPABILITY = {"fp8": (8, 9)}  # of a card, for the products of a format
+SCHEMES = ("fp8", "int8", "q4_k")  # of --quantize, by their format
+FOR_GPUS_ALONE = ("fp8", "q4_k")  # of those
+_BLOCKS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
+OF_BLOCKS = {kind: kind.lower() for kind in _BLOCKS}  # GGUF types that are computed with, every value as it is
+# Kinds of models.weights.sources.RawMatrix, likewise.
+OF_CHECKPOINTS = {
+    **{"FP8": "fp8", "FP8_BLOCKS": "fp8_blocks", "INT8": "int8"},
+    **{f"W4_{size}": f"w4_{size}" for size in BLOCK_SIZES},
+}
+_DENSE = ("F32", "F16", "BF16")
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+
+
+class Stored(NamedTuple):
+    """Matrices of a GGUF file by type, without the embedding: how many there are, and of how many weights. `head` is the type of
+    the output matrix, counted with the first but not with the second; "" where the embedding serves."""
+
+    tensors: Mapping[str, int]
+    weights: Mapping[str, int]
+    head: str
+
+
+def stored_in(tensors: Mapping[str, GgufTensor]) -> Stored:
+    """What the header of a GGUF file says."""
+    count, weights = Counter[str](), Counter[str]()
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 2 and name != _EMBEDDING:
+            count[tensor.kind] += 1
+            weights[tensor.kind] += 0 if name == _HEAD else tensor.shape[0] * tensor.shape[1]
+    return Stored(count, weights, tensors[_HEAD].kind if _HEAD in tensors else "")
+
+
+def format_of(kind: str, k: int, scheme: str | None) -> str:
+    """The format of a stored matrix with k inputs: that of its own where a kernel computes with that, else what `scheme` says where
+    its blocks fit, else 16 bits."""
+    as_it_lies = OF_BLOCKS.get(kind) or OF_CHECKPOINTS.get(kind)
+    if as_it_lies is not None and k % FORMATS[as_it_lies].unit == 0:
+        return as_it_lies
+    return scheme if scheme is not None and k % FORMATS[scheme].unit == 0 else "half"
+
+
+def weights_by_format(model: ModelConfig, arch: ArchSpec, stored: Stored | None) -> dict[str, int]:
+    """How many weights of a model lie in each format. The embedding, and a head that is its own matrix, keep 16 bits unless a
+    file has them in blocks."""
+    ends = arch.vocab_size * arch.hidden * (1 if arch.tie_embeddings else 2)
+    inside = num_params(arch) - ends
+    if stored is None:
+        found = Counter({"half": ends})
+        found[format_of(arch.weights_kind, arch.hidden, model.quantize)] += inside
+        return dict(found)
+    found = Counter({"half": arch.vocab_size * arch.hidden})
+    if stored.head:
+        found[format_of(stored.head, arch.hidden, None)] += arch.vocab_size * arch.hidden
+    for kind, count in stored.weights.items():
+        found[format_of(kind, arch.hidden, model.quantize)] += count
+    return dict(found)
+
+
+def gpu_weight_bytes(model: ModelConfig, arch: ArchSpec, stored: Stored | None = None) -> int:
+    """Bytes of one copy of the weights on a GPU; norms, biases and the scales of outputs are lost in the rounding."""
+    found = weights_by_format(model, arch, stored)
+    return round(sum(FORMATS[name].weight * count for name, count in found.items()))
+
+
+def check_card(formats: Iterable[str], capability: tuple[int, int], name: str) -> None:
+    """Raises ConfigError for a format whose products the card `name` does not have."""
+    for form in formats:
+        if capability < LEAST_CAPABILITY.get(form, (0, 0)):
+            least, have = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY[form], capability))
+            raise ConfigError(
+                f"products of {form} weights need a GPU of compute capability {least}; {name} has {have}",
+                hint="--quantize int8 or q4_k, or weights of 16 bits",
+            )
+
+
+def expansion_of(model: ModelConfig, arch: ArchSpec, stored: Stored | None) -> Decision | None:
+    """What to say of blocks that no kernel of the GPU computes with as they lie."""
+    if stored is None:
+        return None
+    others = {
+        kind: count
+        for kind, count in stored.tensors.items()
+        if kind not in _DENSE and format_of(kind, arch.hidden, None) == "half"
+    }
+    if not others:
+        return None
+    becomes = model.quantize or "16 bits"
+    shown = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
+    return Decision("weights", f"{shown} as {becomes}", "no kernel of the GPU computes with these types")

@@ -1,0 +1,179 @@
+"""Memory arithmetic: bytes of weights and of KV blocks, how many blocks an engine gets. Pure and torch-free.
+
+Called by resolve (will it fit) before anything is loaded, and by the engine core once its workers have loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trireme.config import Decision, EngineConfig, SchedulerConfig
+from trireme.errors import ConfigError
+from trireme.machine.runtime import TORCH, choose_runtime
+from trireme.model.bodies import GptBody, MoeBody
+from trireme.model.reader import ArchSpec
+from trireme.sizes import MIB, format_bytes, parse_bytes
+from trireme.topology.mesh import Mesh, split_heads
+
+LOGITS_BYTES = 64 * MIB  # most bytes of logits that one forward may give
+# What the programs themselves hold, measured after a start: libraries, tokenizer, buffers.
+WORKER_PROGRAM, FRONT_PROGRAM, LAUNCH_PROGRAM = 48 * MIB, 80 * MIB, 40 * MIB
+TORCH_LIBRARY = 180 * MIB  # more in a worker that computes in torch
+GPU_GRAPHS = 640 * MIB  # CUDA graphs of decode steps, and what the GPU's libraries allocate later
+GPU_EXPERT_TOKENS = 4096  # that a layer of experts on a GPU computes at a time
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INTEGER_BYTES = {"int16": 2, "int8": 1}  # of keys and values only
+KV_BYTES = {**DTYPE_BYTES, "fp8": 1}
+
+
+def num_params(arch: ArchSpec) -> int:
+    """Parameters of all matrices; norms and biases are lost in the rounding."""
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    attention = arch.num_layers * arch.hidden * (2 * q + 2 * kv)
+    embeddings = arch.vocab_size * arch.hidden * (1 if arch.tie_embeddings else 2)
+    return attention + _feed_forward_params(arch) + embeddings
+
+
+def num_matrix_rows(arch: ArchSpec) -> int:
+    """Rows of those matrices (of a decoder with a gated network): what a scale for each row is counted by."""
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    layers = arch.num_layers * (q + 2 * kv + 2 * arch.hidden + 2 * arch.ffn)
+    return layers + arch.vocab_size * (1 if arch.tie_embeddings else 2)
+
+
+def _feed_forward_params(arch: ArchSpec) -> int:
+    """Of all layers: three matrices for a gated network, two for one without a gate, a router and experts."""
+    body, wide = arch.body, arch.hidden * arch.ffn
+    if isinstance(body, GptBody):
+        return arch.num_layers * 2 * wide
+    if isinstance(body, MoeBody):
+        networks = body.num_experts + (1 if body.shared_expert else 0)
+        mixed = 3 * networks * wide + body.num_experts * arch.hidden
+        num_mixed = len(body.moe_layers)
+        return num_mixed * mixed + (arch.num_layers - num_mixed) * 3 * arch.hidden * body.dense_ffn
+    return arch.num_layers * 3 * wide
+
+
+def _expert_part(arch: ArchSpec) -> float:
+    """Of all parameters, those of experts that a router chooses from."""
+    if not isinstance(arch.body, MoeBody):
+        return 0.0
+    return len(arch.body.moe_layers) * arch.body.num_experts * 3 * arch.hidden * arch.ffn / num_params(arch)
+
+
+def kv_token_bytes(arch: ArchSpec, kv_dtype: str, mesh: Mesh) -> int:
+    """Bytes that one token's keys and values take on the worker that holds the most of them."""
+    heads = max(split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, rank).kv.size for rank in range(mesh.tp))
+    layers = mesh._replace(pp_rank=0).layers(arch.num_layers).size
+    return 2 * layers * heads * _kv_head_bytes(arch.head_dim, kv_dtype)
+
+
+def _kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
+    """Of one head of one token; integers have a float32 beside them."""
+    if kv_dtype in INTEGER_BYTES:
+        return head_dim * INTEGER_BYTES[kv_dtype] + 4
+    return head_dim * KV_BYTES[kv_dtype]
+
+
+def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig, num_engines: int = 1) -> int:
+    """Upper estimate of what one step needs besides weights and KV: activations of every token, and the logits. `num_engines`
+    split the experts: the tokens of all of them come to each."""
+    heads = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+    ffn, mixed = arch.ffn, 0
+    if isinstance(arch.body, MoeBody):
+        ffn = max(arch.body.dense_ffn, arch.ffn if arch.body.shared_expert else 0)
+        mixed = num_engines * _mixture_token_bytes(arch, arch.body) + 4 * arch.body.top_k * arch.hidden
+    per_token = 4 * (4 * arch.hidden + 3 * ffn + 2 * heads) + mixed
+    logits = max(LOGITS_BYTES, scheduler.num_rows * arch.vocab_size * 4)
+    return scheduler.num_tokens * per_token + 2 * logits
+
+
+def _mixture_token_bytes(arch: ArchSpec, body: MoeBody) -> int:
+    """Of one token in a layer of experts, wherever it came from: itself, its router's row, and a pair for each chosen expert with
+    its number, place and score. Pairs are gathered (and scaled), then every expert writes what is between its two products (of
+    all tokens at worst), then results are made and put back in order."""
+    pair = arch.hidden + arch.ffn
+    steps = max(body.top_k * 2 * arch.hidden, 3 * arch.ffn)
+    return 4 * (2 * arch.hidden + body.num_experts + body.top_k * pair + steps) + 32 * body.top_k
+
+
+def gpu_activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
+    """Upper estimate of what a step on a GPU needs beside weights and KV; the worker measures it when it starts."""
+    heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+    ffn, mixed = arch.ffn, 0
+    if isinstance(arch.body, MoeBody):  # pairs, each with what is between its products and what comes of them
+        pairs = min(scheduler.num_tokens, GPU_EXPERT_TOKENS) * arch.body.top_k
+        ffn, mixed = 0, pairs * 2 * (arch.hidden + arch.ffn)
+    per_token = 2 * (3 * arch.hidden + 3 * ffn + 2 * heads)
+    return scheduler.num_tokens * per_token + mixed + 6 * scheduler.num_rows * arch.vocab_size
+
+
+class Share(NamedTuple):
+    """One line of a memory table: so many holders of `each` bytes."""
+
+    what: str
+    holders: int
+    each: int
+
+    @property
+    def total(self) -> int:
+        return self.holders * self.each
+
+
+def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[Share]:
+    """Where the memory of a deployment goes. `weight_bytes` are those of one whole copy, `kv_bytes` those of one worker."""
+    parallel = config.parallel
+    sharing = parallel.dp if config.in_lockstep else 1
+    weight_bytes -= int(weight_bytes * _expert_part(arch) * (1 - 1 / sharing))
+    per_engine = parallel.tp * parallel.pp
+    workers = parallel.dp * per_engine
+    runtime = choose_runtime(arch, Mesh(parallel.dp, parallel.pp, parallel.tp))
+    with_torch = runtime.value == TORCH or per_engine > 1
+    return [
+        Share("weights", workers, -(-weight_bytes // per_engine)),
+        Share("KV cache", workers, kv_bytes),
+        Share("activations", workers, activation_bytes(arch, config.scheduler, sharing)),
+        Share("worker program", workers, WORKER_PROGRAM + (TORCH_LIBRARY if with_torch else 0)),
+        Share("front end", config.serving.api_servers, FRONT_PROGRAM),
+        Share("launcher", 1, LAUNCH_PROGRAM),
+    ]
+
+
+def gpu_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[Share]:
+    """Where the memory of one card goes."""
+    return [
+        Share("weights", 1, weight_bytes),
+        Share("KV cache", 1, kv_bytes),
+        Share("activations", 1, gpu_activation_bytes(arch, config.scheduler)),
+        Share("graphs", 1, GPU_GRAPHS),
+    ]
+
+
+def num_kv_blocks(config: EngineConfig, workers: Sequence[tuple[int, int]]) -> tuple[int, Decision]:
+    """Blocks of one engine from the (block_bytes, free_bytes) that its workers reported; the poorest one decides.
+
+    Raises ConfigError when not even one request of the greatest length would fit.
+    """
+    cache, max_len = config.cache, config.model.max_len or 1
+    if cache.num_blocks is not None:
+        blocks, because = cache.num_blocks, "--num-blocks"
+    else:
+        budgets = [free if cache.kv_memory is None else parse_bytes(cache.kv_memory) for _, free in workers]
+        blocks = min(budget // block for budget, (block, _) in zip(budgets, workers, strict=True))
+        because = f"{format_bytes(min(budgets))} per worker at {format_bytes(max(b for b, _ in workers))} a block"
+    if blocks * cache.block_size < max_len:
+        raise too_little_kv(max_len, blocks * cache.block_size, max(b for b, _ in workers) / cache.block_size)
+    return blocks, Decision("kv", f"{blocks} blocks, {blocks * cache.block_size} tokens", because)
+
+
+def too_little_kv(max_len: int, fits: int, token_bytes: float) -> ConfigError:
+    """The refusal of a length that the KV memory cannot hold, with the numbers that would have worked."""
+    cures = [f"--max-len {fits:<12} largest that fits"] if fits else []
+    cures.append(f"--kv-memory {math.ceil(max_len * token_bytes / MIB):>6}MiB   fits {max_len}")
+    return ConfigError(
+        f"one request of {max_len} tokens needs {format_bytes(max_len * token_bytes)} of KV cache per worker; "
+        f"there is room for {fits} tokens ({format_bytes(fits * token_bytes)})",
+        hint="\n".join(cures),
+    )

@@ -1,0 +1,126 @@
+"""ArchSpec: everything that shapes a decoder-only model, and the checks that its readers share.
+
+Pure data and torch-free. Filled by the readers (arch_hf, arch_gguf, arch_more), used by the resolver, the budget and the
+bodies in models/arch; imports no reader.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from trireme.errors import ModelError
+from trireme.model.bodies import GptBody, MoeBody
+from trireme.model.packed_ints import Packing
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"]
+# Where norms stand: before each branch, after it, both; or one before attention and feed-forward side by side.
+NormPlacement = Literal["pre", "post", "both", "parallel"]
+
+MAX_DIM = 1 << 24
+Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class RopeSpec(msgspec.Struct, frozen=True):
+    """Rotary embedding. `dim` is the number of rotated dimensions per head."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    dim: int = 0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # None: derived from the kind
+    short_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to original_max_position
+    long_factors: tuple[float, ...] = ()  # and beyond it
+    pairs: bool = False  # the file's q and k rows are in the order (0, 1), (2, 3), ... of rotated pairs, not in halves
+    truncate: bool = True  # YaRN: the bounds of its ramp are rounded to whole pairs
+
+
+class ArchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of a decoder-only model; defaults are the Llama case. Sizes in elements."""
+
+    family: str  # row of the family table in models/registry, or stub
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab_size: int
+    norm_eps: float = 1e-5
+    rope: RopeSpec = RopeSpec()
+    max_position: int = 2048
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    # one vector for every head; one over all heads together; or a vector for each head
+    qk_norm_kind: Literal["head", "wide", "heads"] = "head"
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    norm_offset: float = 0.0  # what the file leaves out of norm weights
+    norm_placement: NormPlacement = "pre"
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of each branch before it is added
+    attn_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
+    attn_softcap: float = 0.0  # cap * tanh(score / cap); 0: none
+    logit_softcap: float = 0.0
+    logit_scale: float = 1.0
+    unit_head: bool = False  # rows of the output matrix are brought to length 1
+    rope_local: RopeSpec | None = None  # of layers with a window, where it differs
+    no_rope_layers: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()  # layers that ignore sliding_window
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    weights_dtype: str = "float32"  # as stored: a float dtype name, or "gguf"
+    weights_kind: str = (
+        ""  # of quantized checkpoints: the kind (models.weights.sources.RawMatrix) of their layers' matrices
+    )
+    packing: Packing | None = None  # of checkpoints of packed integers
+    source: Literal["gguf", "safetensors", "stub"] = "safetensors"
+    body: GptBody | MoeBody | None = None  # of the families whose body is not the Llama-like decoder
+    stub: dict[str, object] = {}  # settings of the test models (family "stub")
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """Attention temperature of YaRN (arXiv 2309.00071, section 3.4): 0.1 mscale ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def token_list(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [token for token in values if isinstance(token, int) and not isinstance(token, bool)]
+
+
+def checked(arch: ArchSpec, where: Path) -> ArchSpec:
+    """Relations between fields that the kernels rely on."""
+    if arch.num_layers > 4096:
+        raise ModelError(f"{where}: {arch.num_layers} layers; at most 4096 are possible")
+    if arch.num_heads % arch.num_kv_heads:
+        raise ModelError(f"{where}: {arch.num_heads} heads are not a multiple of {arch.num_kv_heads} KV heads")
+    if arch.head_dim % 8:
+        raise ModelError(f"{where}: head_dim {arch.head_dim} is not a multiple of 8")
+    for scale in (arch.embed_scale, arch.residual_scale, arch.logit_scale, arch.attn_scale, arch.attn_softcap):
+        if not math.isfinite(scale):
+            raise ModelError(f"{where}: a scale of {scale}")
+    if not 2 <= arch.rope.dim <= arch.head_dim or arch.rope.dim % 2:
+        raise ModelError(f"{where}: {arch.rope.dim} rotated dimensions in heads of {arch.head_dim}")
+    if not (math.isfinite(arch.norm_eps) and 0 <= arch.norm_eps <= 1 and arch.rope.theta > 0 and arch.rope.factor > 0):
+        raise ModelError(f"{where}: norm eps {arch.norm_eps}, rope theta {arch.rope.theta}, factor {arch.rope.factor}")
+    for token in (*arch.eos_token_ids, *([arch.bos_token_id] if arch.bos_token_id is not None else [])):
+        if not 0 <= token < arch.vocab_size:
+            raise ModelError(f"{where}: token id {token} is outside the vocabulary of {arch.vocab_size}")
+    return arch
