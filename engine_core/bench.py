@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trireme.engine_core.core import EngineCore
-from trireme.engine_core.scheduler import Limits
+from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.params import RowParams
 from trireme.transport.wire.columns import pack, unpack, unpack_flags
 from trireme.transport.wire.messages import StepPlan, StepResult, Submit

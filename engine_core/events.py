@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trireme.engine_core.core import EngineCore
-from trireme.engine_core.scheduler import Limits
+from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.transport.wire.codec import decode, encode
 from trireme.transport.wire.messages import StepPlan, StepResult, Submit, Wire
 

@@ -10,9 +10,9 @@ from itertools import chain
 
 import msgspec
 
-from trireme.engine_core.columns import NOTHING
-from trireme.engine_core.request import Request, State
-from trireme.engine_core.scheduler import Scheduler
+from trireme.engine_core.scheduling.decode_batch import NOTHING
+from trireme.engine_core.scheduling.request import Request, State
+from trireme.engine_core.scheduling.scheduler import Scheduler
 from trireme.errors import EngineError
 
 

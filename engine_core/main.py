@@ -12,10 +12,10 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.engine_core.executor.base import Executor, WorkerLost, WorkerPlace, make_executor
+from trireme.engine_core.lifecycle.stepping import Alone, Pace, Together
+from trireme.engine_core.lifecycle.wave import Wave
 from trireme.engine_core.loop import EngineLoop
-from trireme.engine_core.pace import Alone, Pace, Together
 from trireme.engine_core.start import start_core
-from trireme.engine_core.wave import Wave
 from trireme.errors import TriremeError
 from trireme.log import configure, facts
 from trireme.transport.process.boot import BootChannel

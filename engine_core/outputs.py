@@ -5,8 +5,8 @@ Called by core. Knows the stop rules; knows nothing of blocks or sockets.
 
 from __future__ import annotations
 
-from trireme.engine_core.columns import Cohort, Ints
-from trireme.engine_core.request import Request
+from trireme.engine_core.scheduling.decode_batch import Cohort, Ints
+from trireme.engine_core.scheduling.request import Request
 from trireme.transport.wire.columns import Column, Ids, pack, pack_ids
 from trireme.transport.wire.messages import End, EndReason, First, LogprobRow, StepOutputs
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from trireme.config import Decision, EngineConfig
 from trireme.engine_core.core import EngineCore
 from trireme.engine_core.executor.base import Executor
-from trireme.engine_core.policy import POLICIES, PolicySettings
-from trireme.engine_core.scheduler import Limits
+from trireme.engine_core.scheduling.policies.base import POLICIES, PolicySettings
+from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.machine.memory_budget import num_kv_blocks
 from trireme.phases import Phases, slowest
 from trireme.transport.wire.messages import LoadProgress, WorkerLoaded

@@ -12,8 +12,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.engine_core.kv.blocks import BlockPool
-from trireme.engine_core.request import Request
+from trireme.engine_core.kv.pool import BlockPool
+from trireme.engine_core.scheduling.request import Request
 from trireme.hashing import ROOT, block_hash, first_extra
 
 Tails: TypeAlias = NDArray[np.int32]

@@ -18,7 +18,7 @@ import numpy as np
 from trireme.coordinator.core import Coordinator
 from trireme.engine_core.bench import answer
 from trireme.engine_core.core import EngineCore
-from trireme.engine_core.scheduler import Limits
+from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.hashing import block_hashes, prompt_keys
 from trireme.params import RowParams
 from trireme.serving.engines.fallback_router import Chooser

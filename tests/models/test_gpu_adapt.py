@@ -16,7 +16,7 @@ from tests.models.device_twin import VOCAB
 from tests.models.planner import Job, RandomPlanner, job_of
 from tests.models.rows import new_row, plan_of
 from tests.models.test_gpu_runner import BLOCK, CPU, NUM_ROWS, alone, is_plain, make_runner
-from trireme.engine_core.captures import QUIET_S, Captures
+from trireme.engine_core.lifecycle.graph_capture import QUIET_S, Captures
 from trireme.models.forward import HostKV
 from trireme.params import RowParams
 from trireme.transport.wire.messages import StepPlan, StepResult

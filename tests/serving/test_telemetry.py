@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from trireme.engine_core.captures import Captures
+from trireme.engine_core.lifecycle.graph_capture import Captures
 from trireme.metrics import BY_NAME
 from trireme.serving.engines.engine import EngineState
 from trireme.serving.metrics.aggregation import Siblings

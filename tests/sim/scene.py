@@ -10,8 +10,8 @@ import numpy as np
 from trireme.coordinator.router import POLICIES as BALANCES
 from trireme.coordinator.simulation.cost_model import FAULT_TOKEN, FIRST_TOKEN, POISON_TOKEN, CostModel
 from trireme.coordinator.simulation.faults import Fault, draw_faults
-from trireme.engine_core.policy import POLICIES
-from trireme.engine_core.scheduler import Limits
+from trireme.engine_core.scheduling.policies.base import POLICIES
+from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.params import RowParams
 from trireme.serving.engines.replay import Replay
 

@@ -19,7 +19,7 @@ from tests.sim.wave_model import Setting
 from tests.sim.wave_shells import Shells, walk
 from trireme.coordinator.core import Coordinator
 from trireme.coordinator.waves import Waves
-from trireme.engine_core.wave import Wave
+from trireme.engine_core.lifecycle.wave import Wave
 
 WALKS = 60
 MIXED = {

@@ -13,7 +13,7 @@ import pytest
 from tests.sim.explore import Violation, explore
 from tests.sim.wave_model import Setting, WaveModel
 from trireme.coordinator.waves import Waves
-from trireme.engine_core.wave import Wave
+from trireme.engine_core.lifecycle.wave import Wave
 from trireme.topology.lockstep import Agreed, Ballot, agree
 from trireme.transport.wire.messages import WaveOrder, WaveReport
 

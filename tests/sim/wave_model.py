@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tests.sim.explore import Move, Violation
 from trireme.coordinator.waves import Waves
-from trireme.engine_core.wave import Wave
+from trireme.engine_core.lifecycle.wave import Wave
 from trireme.errors import CollectiveError
 from trireme.topology.lockstep import Agreed, Ballot, Mode, agree
 from trireme.transport.wire.messages import WaveOrder, WaveReport

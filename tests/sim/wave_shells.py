@@ -25,9 +25,9 @@ from trireme.coordinator.core import Coordinator
 from trireme.coordinator.shell import Shell, engine_index
 from trireme.engine_core import main as engine_main
 from trireme.engine_core.core import EngineCore
+from trireme.engine_core.lifecycle.stepping import Together
+from trireme.engine_core.lifecycle.wave import Wave
 from trireme.engine_core.loop import EngineLoop
-from trireme.engine_core.pace import Together
-from trireme.engine_core.wave import Wave
 from trireme.params import RowParams
 from trireme.topology.lockstep import Agreed, Ballot, agree
 from trireme.transport.sockets.framing import Left

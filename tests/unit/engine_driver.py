@@ -13,8 +13,8 @@ import numpy as np
 
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from trireme.engine_core.core import EngineCore
-from trireme.engine_core.policy import PolicySettings
-from trireme.engine_core.scheduler import Limits
+from trireme.engine_core.scheduling.policies.base import PolicySettings
+from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.params import RowParams
 from trireme.transport.wire.columns import unpack, unpack_ids
 from trireme.transport.wire.messages import End, First, LogprobRow, StepPlan, StepResult, Submit, WorkerInit

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.engine_driver import make_limits, make_worker
-from trireme.engine_core.captures import BUSY_STEPS, QUIET_S, Captures
 from trireme.engine_core.core import EngineCore
+from trireme.engine_core.lifecycle.graph_capture import BUSY_STEPS, QUIET_S, Captures
 from trireme.engine_core.loop import EngineLoop
 from trireme.errors import EngineError
 from trireme.params import RowParams

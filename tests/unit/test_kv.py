@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trireme.engine_core.columns import Columns
-from trireme.engine_core.kv.blocks import BlockPool
 from trireme.engine_core.kv.cache import KVCache
-from trireme.engine_core.request import Request
+from trireme.engine_core.kv.pool import BlockPool
+from trireme.engine_core.scheduling.decode_batch import Columns
+from trireme.engine_core.scheduling.request import Request
 from trireme.errors import EngineError
 from trireme.hashing import block_hashes
 from trireme.params import RowParams

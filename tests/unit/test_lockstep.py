@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trireme.coordinator.waves import Waves
-from trireme.engine_core.wave import Wave
+from trireme.engine_core.lifecycle.wave import Wave
 from trireme.errors import CollectiveError
 from trireme.topology.lockstep import Agreed, Ballot, agree
 from trireme.transport.wire.messages import WaveOrder, WaveReport

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.unit.engine_driver import Driver, Row, make_limits
 from trireme.coordinator.waves import Waves
-from trireme.engine_core.pace import Alone, Together
-from trireme.engine_core.wave import Wave
+from trireme.engine_core.lifecycle.stepping import Alone, Together
+from trireme.engine_core.lifecycle.wave import Wave
 from trireme.topology.lockstep import Ballot, Mode, agree
 from trireme.transport.wire.messages import StepResult, WaveOrder, WaveReport
 

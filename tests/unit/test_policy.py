@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.engine_driver import Driver, Row, make_limits
-from trireme.engine_core.fair import MAX_CLIENTS, OUTPUT_COST, PROMPT_COST, FairShare
-from trireme.engine_core.feedback import QUANTUM, first_level
-from trireme.engine_core.policy import POLICIES, Policy, PolicySettings
-from trireme.engine_core.request import State
-from trireme.engine_core.waiting import WaitingQueue
+from trireme.engine_core.scheduling.policies.base import POLICIES, Policy, PolicySettings
+from trireme.engine_core.scheduling.policies.fair import MAX_CLIENTS, OUTPUT_COST, PROMPT_COST, FairShare
+from trireme.engine_core.scheduling.policies.feedback import QUANTUM, first_level
+from trireme.engine_core.scheduling.request import State
+from trireme.engine_core.scheduling.waiting import WaitingQueue
 from trireme.errors import ConfigError
 
 NAMES = ("fcfs", "priority", "deadline", "fair", "feedback")
@@ -326,7 +326,7 @@ def test_unknown_policies_are_named_with_the_known_ones() -> None:
 def plugin(tmp_path, monkeypatch) -> str:
     """A package beside ours, installed as pip would leave it."""
     (tmp_path / "last_first.py").write_text(
-        "from trireme.engine_core.policy import Policy\n"
+        "from trireme.engine_core.scheduling.policies.base import Policy\n"
         "class LastFirst(Policy):\n"
         "    def key(self, request):\n"
         "        return (-request.arrival,)\n"

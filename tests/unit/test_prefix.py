@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.unit.test_router import burst, coordinator, load
 from trireme.coordinator.prefix import STUCK, CountingBloom, PrefixIndex, Table
 from trireme.coordinator.router import CACHE_WORTH
-from trireme.engine_core.kv.blocks import BlockPool
-from trireme.engine_core.kv.log import BlockLog
+from trireme.engine_core.kv.events import BlockLog
+from trireme.engine_core.kv.pool import BlockPool
 from trireme.hashing import KEY_BYTES, block_hashes, packed_keys, prompt_keys, unpacked_keys
 from trireme.topology.zones import Fleet
 from trireme.transport.wire.messages import MAX_PREFIX, KVEvents, Route

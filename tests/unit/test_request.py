@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from trireme.engine_core.policy import POLICIES, PolicySettings
-from trireme.engine_core.request import TRANSITIONS, Request, State
-from trireme.engine_core.waiting import WaitingQueue
+from trireme.engine_core.scheduling.policies.base import POLICIES, PolicySettings
+from trireme.engine_core.scheduling.request import TRANSITIONS, Request, State
+from trireme.engine_core.scheduling.waiting import WaitingQueue
 from trireme.errors import EngineError
 from trireme.params import RowParams
 from trireme.transport.wire.messages import Submit

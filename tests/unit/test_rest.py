@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trireme.engine_core.rest import Rest
+from trireme.engine_core.lifecycle.sleep import Rest
 from trireme.errors import EngineError
 
 

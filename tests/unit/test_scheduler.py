@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.engine_driver import Driver, Row, make_limits
-from trireme.engine_core.request import State
+from trireme.engine_core.scheduling.request import State
 from trireme.transport.wire.columns import pack, unpack, unpack_flags
 from trireme.transport.wire.messages import StepPlan
 

@@ -1,7 +1,8 @@
 """What ranks that share a collective agree on in every step: each gathers one small row of numbers of every other. Pure.
 
-Used by workers (which gather), engine_core/wave.py (which votes and obeys) and the explorer of tests/sim. One gather per step says
-whether the ranks are in the same step at all, which shape the step has, in which graph mode it runs, and how long to go on.
+Used by workers (which gather), engine_core/lifecycle/wave.py (which votes and obeys) and the explorer of tests/sim. One gather
+per step says whether the ranks are in the same step at all, which shape the step has, in which graph mode it runs, and how
+long to go on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Changes of what is captured while a worker serves: one at a time, when the engine orders it, the same on all ranks.
 
 Owned by workers.cuda.worker. What is decided depends on the plans seen and on the order's arguments alone, which are the same
-everywhere; what was measured here goes back to the engine (engine_core.captures), and comes with the next order as what all
-workers agree on.
+everywhere; what was measured here goes back to the engine (engine_core.lifecycle.graph_capture), and comes with the next order
+as what all workers agree on.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from enum import Enum
 
 import numpy as np
 
-from trireme.engine_core.columns import Columns
+from trireme.engine_core.scheduling.decode_batch import Columns
 from trireme.errors import EngineError
 from trireme.transport.wire.messages import Submit
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from trireme.engine_core.kv.log import BlockLog
+from trireme.engine_core.kv.events import BlockLog
 from trireme.errors import EngineError
 
 

@@ -14,8 +14,8 @@ from collections.abc import Hashable, Iterator
 from itertools import chain, count
 from typing import TypeAlias
 
-from trireme.engine_core.policy import Key, Policy
-from trireme.engine_core.request import Request, State
+from trireme.engine_core.scheduling.policies.base import Key, Policy
+from trireme.engine_core.scheduling.request import Request, State
 
 Entry: TypeAlias = tuple[float, int, Hashable]
 

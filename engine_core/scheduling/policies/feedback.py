@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trireme.engine_core.policy import Key, Lost, Policy
-from trireme.engine_core.request import Request
+from trireme.engine_core.scheduling.policies.base import Key, Lost, Policy
+from trireme.engine_core.scheduling.request import Request
 
 QUANTUM = 64  # tokens of an answer at the first level
 NUM_LEVELS = 8

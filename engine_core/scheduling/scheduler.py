@@ -17,12 +17,12 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
-from trireme.engine_core.columns import HELD, NOTHING, Cohort, Columns, Mask, cohort_of
 from trireme.engine_core.kv.cache import KVCache
-from trireme.engine_core.plan import Draft
-from trireme.engine_core.policy import Policy
-from trireme.engine_core.request import Request, State
-from trireme.engine_core.waiting import WaitingQueue
+from trireme.engine_core.scheduling.decode_batch import HELD, NOTHING, Cohort, Columns, Mask, cohort_of
+from trireme.engine_core.scheduling.pending_step import Draft
+from trireme.engine_core.scheduling.policies.base import Policy
+from trireme.engine_core.scheduling.request import Request, State
+from trireme.engine_core.scheduling.waiting import WaitingQueue
 from trireme.transport.wire.columns import repeated
 
 _key = attrgetter("key")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from trireme.transport.wire.columns import Column, Ids, pack, pack_ids
 
 if TYPE_CHECKING:
-    from trireme.engine_core.request import Request
+    from trireme.engine_core.scheduling.request import Request
 
 Mask = NDArray[np.bool_]
 Slots = NDArray[np.intp]

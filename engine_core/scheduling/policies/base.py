@@ -2,7 +2,8 @@
 
 Used by the scheduler and its queue, which know no policy by name. Pure: time is what the requests carry. A policy that needs no
 more than a key and a victim is a few lines, as those below are; one that follows what was served overrides `lane` and what is
-below it (engine_core/fair.py), one that takes slots away `is_spent` (engine_core/feedback.py).
+below it (engine_core/scheduling/policies/fair.py), one that takes slots away `is_spent`
+(engine_core/scheduling/policies/feedback.py).
 
 Policies of others: an entry point of the group `trireme.policies` that names a callable, from PolicySettings to a Policy.
 """
@@ -14,7 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from trireme.engine_core.request import Request
+from trireme.engine_core.scheduling.request import Request
 from trireme.registry import Registry
 
 Key: TypeAlias = tuple[float, ...]
@@ -104,10 +105,10 @@ POLICIES: Registry[Callable[[PolicySettings], Policy]] = Registry(
     "scheduling policy",
     "trireme.policies",
     {
-        "fcfs": "trireme.engine_core.policy:Policy",
-        "priority": "trireme.engine_core.policy:Priority",
-        "deadline": "trireme.engine_core.policy:Deadline",
-        "fair": "trireme.engine_core.fair:FairShare",
-        "feedback": "trireme.engine_core.feedback:Feedback",
+        "fcfs": "trireme.engine_core.scheduling.policies.base:Policy",
+        "priority": "trireme.engine_core.scheduling.policies.base:Priority",
+        "deadline": "trireme.engine_core.scheduling.policies.base:Deadline",
+        "fair": "trireme.engine_core.scheduling.policies.fair:FairShare",
+        "feedback": "trireme.engine_core.scheduling.policies.feedback:Feedback",
     },
 )

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trireme.engine_core.columns import Cohort, Ints
-from trireme.engine_core.request import Request
+from trireme.engine_core.scheduling.decode_batch import Cohort, Ints
+from trireme.engine_core.scheduling.request import Request
 from trireme.transport.wire.columns import Column, pack, pack_flags, repeated
 from trireme.transport.wire.messages import NewRow, StepPlan
 

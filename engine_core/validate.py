@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from trireme.engine_core.scheduler import Limits
+from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.errors import RequestError
 from trireme.params import MAX_LOGPROBS, SEED_MAX, SEED_MIN, RowParams
 from trireme.transport.wire.messages import Submit

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from trireme.engine_core.policy import Lost, Policy, PolicySettings
-from trireme.engine_core.request import Request
+from trireme.engine_core.scheduling.policies.base import Lost, Policy, PolicySettings
+from trireme.engine_core.scheduling.request import Request
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # of a token; of prompts, only what was not in the prefix cache
 MAX_CLIENTS = 10_000
