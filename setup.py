@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 TEXT = CSRC / "text"
 CUDA = CSRC / "cuda"
-CUDA_BINDINGS = sorted(CSRC.glob("bind_cuda*.cpp"))
+CUDA_BINDINGS = sorted((CSRC / "bind").glob("cuda*.cpp"))
 WORK = ROOT / "build" / "native"
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # No contraction: a*b+c is one rounding only where a kernel asks for it, so that results do not depend on the compiler.
@@ -125,7 +125,7 @@ def find_sources(extension: str) -> list[Path]:
     if extension == "trireme.serving._native":
         return sorted(TEXT.glob("*.cpp"))
     if extension == "trireme.models._cuda":
-        return [*CUDA_BINDINGS, *sorted(CUDA.glob("*.cu"))]
+        return [*CUDA_BINDINGS, *sorted(CUDA.rglob("*.cu"))]
     kernels = [path for path in sorted(CSRC.rglob("*.cpp")) if TEXT not in path.parents and path not in CUDA_BINDINGS]
     return [path for path in kernels if IS_X86 or not isa_flags(path)]
 

@@ -1,6 +1,6 @@
 // Detection behind cpuinfo.h. The compiler's cpuid helpers also check that the operating system saves the registers; for tiles,
 // which they do not know everywhere, that is done here.
-#include "cpuinfo.h"
+#include "cpu/cpuinfo.h"
 
 #include <atomic>
 #include <stdexcept>

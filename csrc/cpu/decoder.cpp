@@ -1,8 +1,8 @@
-#include "decoder.h"
+#include "cpu/decoder.h"
 
 #include <algorithm>
 
-#include "threads.h"
+#include "cpu/threads.h"
 
 namespace trireme {
 

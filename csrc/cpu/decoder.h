@@ -1,13 +1,13 @@
 // All layers of a decoder stage on one rank in one call, so that the interpreter takes no part between them. The same ops
 // with the same results as Decoder._run_layers in models/cpu/decoder.py, so results are bit-identical. Called by
-// bind_decoder.cpp; owns nothing: weights, tables and buffers belong to Python objects that outlive the stage.
+// bind/decoder.cpp; owns nothing: weights, tables and buffers belong to Python objects that outlive the stage.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "linear.h"
-#include "ops.h"
+#include "cpu/linear/linear.h"
+#include "cpu/elementwise/ops.h"
 
 namespace trireme {
 

@@ -1,7 +1,7 @@
 // Pool behind threads.h. Work is published in one 64-bit word (call number, tasks left); a thread claims a task by
 // decrementing it, so a late thread can never touch a finished call and the caller never waits for a thread that took
 // no task. Idle threads spin, yield, then sleep on a futex.
-#include "threads.h"
+#include "cpu/threads.h"
 
 #include <linux/futex.h>
 #include <sched.h>

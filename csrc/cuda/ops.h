@@ -1,5 +1,5 @@
 // The CUDA kernels as plain functions: raw device addresses, sizes in elements, a stream. No torch, no CUDA header. Called by
-// bind_cuda.cpp. All are asynchronous, take no memory, and can be captured in a graph. They throw std::runtime_error when a
+// bind/cuda.cpp. All are asynchronous, take no memory, and can be captured in a graph. They throw std::runtime_error when a
 // launch is refused and std::invalid_argument for shapes they do not have.
 //
 // Legend: T tokens, H hidden, Hq query heads, Hk KV heads, D head dim, R rows, N outputs, K inputs, M rows of x.
@@ -93,7 +93,7 @@ void gated_activation(const GatedArgs& args, Stream stream);
 // out [T, F] = act(gate_up [T, F]), of networks without a gate; out may be gate_up.
 void activation(const GatedArgs& args, Stream stream);
 
-// ---- decode.cu: one query per row over the paged cache
+// ---- attention_decode.cu: one query per row over the paged cache
 
 struct DecodeArgs {
   const void* q;  // [R, Hq, D]

@@ -6,7 +6,8 @@ even) each head of a block holds its numbers, then one float32 per token, the va
     k [D / 2, S, 2 dims], units [S]      int16: 32767 is the length of the key, int8: 127 its largest element
     v [S / 2, D, 2 tokens], units [S]    32767 or 127 is the token's largest element
 
-so its array has 4 / itemsize more rows than D. A number is off by half a unit at most. csrc/cpu/ops.h says the same to C++.
+so its array has 4 / itemsize more rows than D. A number is off by half a unit at most. csrc/cpu/elementwise/ops.h says the
+same to C++.
 """
 
 from __future__ import annotations

@@ -356,7 +356,7 @@ def block_linear_rows_reference(form: str, n: int, k: int) -> int:
 
 
 def block_values(blocks: Tensor, form: str) -> Tensor:
-    """Rows of super-blocks of any of cuda_ops.BLOCKS as float32 values [N, K]; layouts: csrc/cuda/block_types.cuh."""
+    """Rows of super-blocks of any of cuda_ops.BLOCKS as float32 values [N, K]; layouts: csrc/cuda/gemm/block_types.cuh."""
     if form == "q4_k":
         return q4_k_values(blocks)
     supers = blocks.reshape(-1, BLOCK_BYTES[form])
@@ -430,7 +430,8 @@ def expand_q4_k_reference(blocks: Tensor, out: Tensor) -> Tensor:
 
 
 def w4_values(codes: Tensor, groups: Tensor) -> Tensor:
-    """Weights of 4-bit codes, uint8 [N, K / 2], groups [K / group, N] int32, as float32 [N, K]. Layout: csrc/cuda/grouped.h."""
+    """Weights of 4-bit codes, uint8 [N, K / 2], groups [K / group, N] int32, as float32 [N, K]. Layout:
+    csrc/cuda/gemm/grouped.h."""
     n, k = codes.shape[0], codes.shape[1] * 2
     words = codes.view(n, k // 128, 4, 4, 4)  # [outputs, turns, lanes, words of a lane, bytes]
     in_turn = words.transpose(2, 3).reshape(n, k // 8, 4)

@@ -23,7 +23,7 @@ from trireme.models.cpu.kernels import load_native
 Bytes: TypeAlias = NDArray[np.uint8]
 Floats: TypeAlias = NDArray[np.float32]
 
-# Kinds that linear computes with as they are; the numbers are those of WeightKind in csrc/cpu/linear.h.
+# Kinds that linear computes with as they are; the numbers are those of WeightKind in csrc/cpu/linear/linear.h.
 PACKED_KINDS = {
     **{"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5, "Q5_0": 6, "Q5_1": 7, "Q2_K": 8, "Q3_K": 9},
     **{"Q4_K": 10, "Q5_K": 11, "Q6_K": 12, "IQ4_NL": 13, "IQ4_XS": 14, "MXFP4": 15, "INT8": 16},

@@ -16,9 +16,9 @@ from trireme.model.bodies import MoeBody
 from trireme.model.spec import ArchSpec
 
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8")
-FP8_HEAD_DIMS = (64, 96, 128, 256)  # of csrc/cuda/decode.cu over a cache of float8
+FP8_HEAD_DIMS = (64, 96, 128, 256)  # of csrc/cuda/attention/attention_decode.cu over a cache of float8
 HEAD_DIMS = range(8, 257, 8)
-MOST_EXPERTS, MOST_CHOSEN, EXPERT_UNIT = 256, 32, 8  # of csrc/cuda/experts.cu; the last divides widths
+MOST_EXPERTS, MOST_CHOSEN, EXPERT_UNIT = 256, 32, 8  # of csrc/cuda/moe/moe.cu; the last divides widths
 
 
 class Obstacle(NamedTuple):

@@ -1,7 +1,8 @@
 """The shared-memory arena through which the CPU ranks of one engine run their collectives: its layout, size and life.
 
-The engine core creates it (`create_arena`) and hands its path to the workers, which map it (csrc/cpu/collectives.cpp reads
-the same header). Torch-free. The arena carries numbers only: flags, tensor bytes, pids, an abort word.
+The engine core creates it (`create_arena`) and hands its path to the workers, which map it
+(csrc/cpu/collectives/collectives.cpp reads the same header). Torch-free. The arena carries numbers only: flags, tensor bytes,
+pids, an abort word.
 
     | header page | stage 0: flags, 2 slots per tp rank | stage 1 ... | ring (stage 0 -> 1, tp rank 0) | ...
 """
@@ -23,7 +24,7 @@ PAGE = 4096
 FLAG_BYTES = 128  # one flag per pair of cache lines, so that neighbours do not share one
 MAX_WORKERS = (PAGE - 256) // 4  # their pids are in the header page
 ABORTED_BY_OWNER = 1
-_HEADER = struct.Struct("<6I5Q")  # csrc/cpu/collectives.h: ArenaHeader
+_HEADER = struct.Struct("<6I5Q")  # csrc/cpu/collectives/collectives.h: ArenaHeader
 _ABORT_OFFSET = 8
 
 _LARGEST_SLOT = 1 << 20  # longer messages pass in pieces of this size, which stay in cache

@@ -1,4 +1,5 @@
-"""Collectives between the CPU ranks of one engine over its shared-memory arena: tensors in, csrc/cpu/collectives.cpp below.
+"""Collectives between the CPU ranks of one engine over its shared-memory arena: tensors in,
+csrc/cpu/collectives/collectives.cpp below.
 
 Implements models.forward.Group. Never waits for ever: time-outs, dead peers and the arena's abort word raise CollectiveError,
 after which the engine must be restarted (with a new arena).

@@ -1,4 +1,4 @@
-"""Rows whose logit rules the device applies by itself (csrc/cuda/rules.cuh), and the record of rules that each has there.
+"""Rows whose logit rules the device applies by itself (csrc/cuda/sampling/logits.cuh), and the record of rules that each has there.
 
 Owned by workers.cuda.runner. Which rows they are follows from plans alone, so all ranks agree; a row that finds no room stays with
 the host. A record is made when its row is placed, takes memory while the row is there, and counts the row's outputs on the device.

@@ -17,8 +17,8 @@ The definition, in unsigned integers, for C++ and CUDA to match bit for bit:
 `position` is the index the new token will have in its row (prompt and outputs counted together, from 0). The sampled
 token is argmax(z + g) with z = (logit - max logit) / temperature, both in float64, lowest id on a tie. Because E >= v,
 that argmax equals an integer-and-float32 search for the least v * exp(-z) followed by an exact look at the few tokens
-that could still win; `NoiseField.race` does this in numpy, csrc/cpu/sampling_impl.h in its own way, and the answer does not
-depend on the float32 search's last digits.
+that could still win; `NoiseField.race` does this in numpy, csrc/cpu/sampling/sampling_impl.h in its own way, and the answer
+does not depend on the float32 search's last digits.
 
 mix64 is the finaliser of SplitMix64 (Steele, Lea, Flood 2014, with Stafford's constants); mix32 is Wellons' lowbias32.
 """

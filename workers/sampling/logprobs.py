@@ -2,7 +2,7 @@
 
 Called by workers.sampling.sampler (sampled tokens) and workers.cpu.runner (prompt tokens). One position at a time, so that a value
 depends on nothing else in the step. Rank 1 is the likeliest token; equal logits share the better rank. The compiled kernel
-(csrc/cpu/sampling.h) answers where it is built; numpy's answer may differ from it in a value's last digits only.
+(csrc/cpu/sampling/sampling.h) answers where it is built; numpy's answer may differ from it in a value's last digits only.
 """
 
 from __future__ import annotations

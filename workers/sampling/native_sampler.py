@@ -1,4 +1,4 @@
-"""The compiled sampler (csrc/cpu/sampling.h): one call per step for a whole batch. Called by workers.sampling.sampler.
+"""The compiled sampler (csrc/cpu/sampling/sampling.h): one call per step for a whole batch. Called by workers.sampling.sampler.
 
 Keeps a job per batch slot, written once when a row arrives; a step fills in positions and, for rows with rules, addresses.
 """

@@ -1,7 +1,7 @@
 """Which tokens stay in the draw: top-k, then top-p of what remains, then min-p. Pure functions over one row.
 
-Called by workers.sampling.sampler and workers.sampling.logprobs; csrc/cpu/sampling_impl.h finds the same sets, token by token.
-Ties are broken towards lower ids, so that exactly k tokens stay. Top-p is defined over whole numbers: see `masses`.
+Called by workers.sampling.sampler and workers.sampling.logprobs; csrc/cpu/sampling/sampling_impl.h finds the same sets, token
+by token. Ties are broken towards lower ids, so that exactly k tokens stay. Top-p is defined over whole numbers: see `masses`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Products on the GPU of int8 with int8. Made by cuda_linear.
 
-Every row of x is rounded with its own scale, in the norm before or by quantize_rows. Few rows go through csrc/cuda/skinny_int8.cu,
-many through torch's product, whose sums are then scaled. Sums are whole numbers, so either way gives the same bits.
+Every row of x is rounded with its own scale, in the norm before or by quantize_rows. Few rows go through
+csrc/cuda/gemm/skinny_int8.cu, many through torch's product, whose sums are then scaled. Sums are whole numbers, so either way
+gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CUDA kernels of mixtures of experts (csrc/cuda/experts.cu) as functions of tensors. Called by models/cuda/layers/moe.
+"""The CUDA kernels of mixtures of experts (csrc/cuda/moe/moe.cu) as functions of tensors. Called by models/cuda/layers/moe.
 
 As in models/cuda/ops nothing waits or allocates. models/cuda/reference.py has each in plain torch.
 

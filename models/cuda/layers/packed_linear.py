@@ -1,6 +1,6 @@
 """Products on the GPU with weights of fewer bits that our kernels unpack: GGUF's blocks, 4-bit codes in groups, float8 in blocks.
 
-Few rows go through a kernel (csrc/cuda/skinny_q4k.cu, blocks.cu, skinny_w4.cu, skinny_fp8_blocks.cu); many meet the values,
+Few rows go through a kernel (csrc/cuda/gemm/skinny_q4k.cu, blocks.cu, skinny_w4.cu, skinny_fp8_blocks.cu); many meet the values,
 expanded, in torch's product. Inputs keep their 16 bits. Made by cuda_linear.
 """
 

@@ -1,4 +1,4 @@
-"""GGUF's blocks as the GPU's kernels read them (csrc/cuda/block_types.cuh): 256 values at a time, in bytes that 16 divides.
+"""GGUF's blocks as the GPU's kernels read them (csrc/cuda/gemm/block_types.cuh): 256 values at a time, in bytes that 16 divides.
 
 Q4_K and Q5_K lie as in the file. The others, whose blocks have 18 to 34 or 210 bytes, are laid out anew on the device when they are
 loaded: scales, then the bits of the codes above the fourth, then nibbles in the order of Q5_K. No value changes. Called by

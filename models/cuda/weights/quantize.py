@@ -98,7 +98,7 @@ HEAD = 4  # bytes of a block of models/weights/grouped before its codes
 
 def w4_layout(raw: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Rows of W4 blocks (models/weights/grouped), uint8 [n, row bytes], as (codes uint8 [n, k / 2] in the order of the kernels,
-    csrc/cuda/grouped.h, groups int32 [n, k / size]). 128 divides k."""
+    csrc/cuda/gemm/grouped.h, groups int32 [n, k / size]). 128 divides k."""
     n = raw.shape[0]
     blocks = raw.view(n, -1, HEAD + size // 2)
     groups = blocks[:, :, :HEAD].contiguous().view(torch.int32).view(n, -1)

@@ -1,0 +1,14 @@
+// The ops of ops.h compiled for portable.
+#include "cpu/attention/attention_impl.h"
+#include "cpu/elementwise/elementwise_impl.h"
+
+namespace trireme {
+
+const OpsKernels& ops_kernels_portable() {
+  namespace kernels = TRIREME_VARIANT;
+  static constexpr OpsKernels table = {kernels::norm_rows, kernels::rope_tokens, kernels::swiglu_span, kernels::attend,
+                                       kernels::fold_parts};
+  return table;
+}
+
+}  // namespace trireme

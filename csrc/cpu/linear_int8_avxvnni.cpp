@@ -1,9 +1,0 @@
-// Products with int8 weights for AVX2 and AVX-VNNI; see linear_int8_impl.h.
-#define TRIREME_INT8_VECTORS 256
-#include "linear_int8_impl.h"
-
-namespace trireme {
-
-Int8Kernels int8_kernels_avxvnni() { return {quantize_whole_row<Quad::flip>, int8_tiles}; }
-
-}  // namespace trireme

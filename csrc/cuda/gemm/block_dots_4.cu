@@ -1,0 +1,10 @@
+// Kernels of GGUF's types of 4 bits with a float16 scale for 32 values.
+#include "cuda/gemm/block_dots.cuh"
+
+namespace trireme::cuda {
+
+TRIREME_BLOCK_KERNELS(, Q4_0)
+TRIREME_BLOCK_KERNELS(, Q4_1)
+TRIREME_BLOCK_KERNELS(, IQ4NL)
+
+}  // namespace trireme::cuda
