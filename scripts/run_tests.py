@@ -23,8 +23,8 @@ TIMED = (
     "procs",
     "replay",
     "serving",
-    "models/test_collectives.py",
-    "models/test_torch_sums.py",
+    "workers/test_collectives.py",
+    "workers/test_torch_dist.py",
 )
 """Under tests/: what measures times, or stops and kills processes."""
 NICENESS = 10  # a tenth of the share of others, so that no test starves where the machine is busy

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models.test_cuda_spread import OnCpu
-from tests.models.test_prompt_plan import fresh, whole
+from tests.models.test_prefill_plan import fresh, whole
 from trireme.models.cuda.attention.registry import Need, Trial
 from trireme.models.cuda.reference import piece_attention_reference
 

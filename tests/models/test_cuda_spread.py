@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.models.test_prompt_plan import fresh, whole
+from tests.models.test_prefill_plan import fresh, whole
 from tests.models.test_shards import Stored, arch_of
 from trireme.model.bodies import GptBody
 from trireme.model.spec import ArchSpec

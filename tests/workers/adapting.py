@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.test_gpu_runner import NUM_ROWS
+from tests.workers.test_gpu_runner import NUM_ROWS
 from trireme.workers.cuda import graph_policy
 from trireme.workers.cuda.graph_adapt import Adaptation
 from trireme.workers.cuda.graph_policy import GraphPolicy, Size

@@ -29,7 +29,7 @@ class Launcher:
     """The process that forks the ranks, and what the ranks of the present job have said."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.models.collective_rank"]
+        command = [sys.executable, "-m", "tests.workers.collective_rank"]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )

@@ -1,4 +1,4 @@
-"""The ranks of the collectives tests. `python -m tests.models.collective_rank` imports torch once, then reads jobs from stdin,
+"""The ranks of the collectives tests. `python -m tests.workers.collective_rank` imports torch once, then reads jobs from stdin,
 one a line: PROGRAM ARENA TP PP TIMEOUT. It forks a process per rank and prints
 
     pids PID...               once all have started

@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.models.adapting import IDLE, MOST_BYTES, adaptation_of, captured_by, hurry, tight_policies
-from tests.models.device_twin import VOCAB
 from tests.models.planner import Job, RandomPlanner, job_of
 from tests.models.rows import new_row, plan_of
-from tests.models.test_gpu_runner import BLOCK, CPU, NUM_ROWS, alone, is_plain, make_runner
+from tests.workers.adapting import IDLE, MOST_BYTES, adaptation_of, captured_by, hurry, tight_policies
+from tests.workers.device_twin import VOCAB
+from tests.workers.test_gpu_runner import BLOCK, CPU, NUM_ROWS, alone, is_plain, make_runner
 from trireme.engine_core.lifecycle.graph_capture import QUIET_S, Captures
 from trireme.models.forward import HostKV
 from trireme.params import RowParams

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.models.device_twin import VOCAB, TwinModel, sample_rows
 from tests.models.planner import Job, RandomPlanner, job_of, run_alone
 from tests.models.rows import new_row, plan_of, rows_and_tokens
+from tests.workers.device_twin import VOCAB, TwinModel, sample_rows
 from trireme.errors import EngineError
 from trireme.models.arch.rope import POSITIONS, TableRows
 from trireme.models.cuda import ops as cuda_ops

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.models.adapting import IDLE, MOST_BYTES, adaptation_of, captured_by, hurry, tight_policies
-from tests.models.device_twin import VOCAB, TwinModel, sample_rows
 from tests.models.planner import Job, RandomPlanner, job_of
-from tests.models.test_gpu_runner import BLOCK, CPU, MAX_LEN, NUM_BLOCKS, NUM_ROWS, alone, is_plain
+from tests.workers.adapting import IDLE, MOST_BYTES, adaptation_of, captured_by, hurry, tight_policies
+from tests.workers.device_twin import VOCAB, TwinModel, sample_rows
+from tests.workers.test_gpu_runner import BLOCK, CPU, MAX_LEN, NUM_BLOCKS, NUM_ROWS, alone, is_plain
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
 from trireme.models.cuda.host_adapter import HostModel
 from trireme.models.cuda.ops import PagedKV

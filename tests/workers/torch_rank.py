@@ -1,7 +1,7 @@
 """The ranks of the tests of sums by torch.distributed: the GPU's model body on the CPU, over the group that GPUs have when there is
 neither peer memory nor NCCL.
 
-`python -m tests.models.torch_rank` imports torch once, then reads jobs, one a line: PROGRAM ARENA TP PP CARDS SPLIT_FROM. It forks
+`python -m tests.workers.torch_rank` imports torch once, then reads jobs, one a line: PROGRAM ARENA TP PP CARDS SPLIT_FROM. It forks
 a process per rank, writes their pids, and each rank a line for all that happens, as JSON.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.collective_rank import forked
-from tests.models.test_cuda_rows import FIT, MAX_LEN, PLAN, batch_of
 from tests.models.test_cuda_spread import BLOCK, OnCpu, make_plain, stored
+from tests.models.test_sequence_parallel import FIT, MAX_LEN, PLAN, batch_of
 from tests.models.test_shards import arch_of
+from tests.workers.collective_rank import forked
 from trireme.errors import CollectiveError
 from trireme.models.cuda.decoder import CudaModel
 from trireme.models.weights.tp_shards import Shares

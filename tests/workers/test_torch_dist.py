@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tests.models import test_cuda_spread as spread
-from tests.models.test_cuda_rows import between_threads, logits_of, tokens_of
-from tests.models.torch_rank import ARCH
+from tests.models.test_sequence_parallel import between_threads, logits_of, tokens_of
+from tests.workers.torch_rank import ARCH
 from trireme.errors import CollectiveError
 from trireme.topology.arena import Arena, create_arena
 from trireme.topology.mesh import Mesh
@@ -35,7 +35,7 @@ class Ranks:
     """The process that forks the ranks, and what those of the present job have said."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.models.torch_rank"]
+        command = [sys.executable, "-m", "tests.workers.torch_rank"]
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )

@@ -12,8 +12,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
-from tests.models.spm_oracle import oracle_from_gguf
-from tests.models.test_tokens import CORPUS, SPM_TEXTS, from_gguf, spm_gguf
 from tests.models.tiny import SPM_ORDERS
 from tests.models.tiny_gguf import (
     TOKEN_BYTE,
@@ -23,6 +21,8 @@ from tests.models.tiny_gguf import (
     TOKEN_USER,
     write_tokenizer_gguf,
 )
+from tests.serving.spm_oracle import oracle_from_gguf
+from tests.serving.test_tokens import CORPUS, SPM_TEXTS, from_gguf, spm_gguf
 from trireme.errors import ModelError
 from trireme.model.files import find_model
 from trireme.serving.text.encoders import ADDED, PLAIN, SPECIAL, SpmEncoder
@@ -35,7 +35,7 @@ TEXTS_TO_CUT = [
     "serving/text/tokens.py",
     "csrc/cpu/threads.cpp",
     "docs/architecture.md",
-    "tests/models/test_tokens.py",
+    "tests/serving/test_tokens.py",
 ]
 
 

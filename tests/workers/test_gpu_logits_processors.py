@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.models.device_twin import VOCAB
 from tests.models.rows import new_row, plan_of, rows_and_tokens
-from tests.models.test_gpu_runner import CPU, alone, make_runner
+from tests.workers.device_twin import VOCAB
+from tests.workers.test_gpu_runner import CPU, alone, make_runner
 from trireme.models.cuda.ops import JOB, MOST_WORD, OUTPUTS, touched_words
 from trireme.models.cuda.reference import note_output_reference, ruled_logits_reference
 from trireme.params import RowParams

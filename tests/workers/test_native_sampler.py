@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.models.isas import instruction_set
-from tests.models.test_sampler import Logits, batch_of
+from tests.workers.test_sampler import Logits, batch_of
 from trireme.models.cpu.kernels import load_native
 from trireme.params import RowParams
 from trireme.workers.sampling.logprobs import logprob_row, logprob_row_reference
