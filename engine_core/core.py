@@ -15,13 +15,13 @@ import numpy as np
 
 from trireme.engine_core.integrity import Audit, IntegrityError, audit, check_idle
 from trireme.engine_core.kv.events import BlockLog
-from trireme.engine_core.lifecycle.stall import StepTimes
 from trireme.engine_core.outputs import Outbox, end_reason
 from trireme.engine_core.scheduling.decode_batch import Cohort, Ints
 from trireme.engine_core.scheduling.pending_step import Draft, Place
 from trireme.engine_core.scheduling.policies.base import POLICIES, PolicySettings
 from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.scheduler import Limits, Scheduler
+from trireme.engine_core.stall import StepTimes
 from trireme.engine_core.validate import check_submit
 from trireme.errors import DeadlineError, EngineError, OverloadedError, TriremeError
 from trireme.transport.wire.columns import unpack

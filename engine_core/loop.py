@@ -18,8 +18,8 @@ from trireme.engine_core.core import EngineCore
 from trireme.engine_core.executor.base import Executor
 from trireme.engine_core.lifecycle.graph_capture import Captures
 from trireme.engine_core.lifecycle.sleep import Rest
-from trireme.engine_core.lifecycle.stall import Watch
 from trireme.engine_core.lifecycle.stepping import Alone, Pace
+from trireme.engine_core.stall import Watch
 from trireme.errors import EngineError
 from trireme.log import facts
 from trireme.topology.lockstep import is_pause, pause_mode

@@ -11,7 +11,8 @@ import logging
 import msgspec
 
 from trireme.config import EngineConfig
-from trireme.engine_core.executor.base import Executor, WorkerLost, WorkerPlace, make_executor
+from trireme.engine_core.executor.base import Executor, WorkerLost, WorkerPlace
+from trireme.engine_core.executor.factory import make_executor
 from trireme.engine_core.lifecycle.stepping import Alone, Pace, Together
 from trireme.engine_core.lifecycle.wave import Wave
 from trireme.engine_core.loop import EngineLoop

@@ -55,7 +55,7 @@ def load_model(
     that do not fit together.
     """
     if arch.family == "stub":
-        from trireme.models.arch.stub import StubModel
+        from trireme.models.cpu.stub import StubModel
 
         return StubModel(arch, mesh, group)
     source = open_checked(files, arch, dummy=dummy)

@@ -11,10 +11,10 @@ import numpy as np
 
 from tests.models.rows import new_row, plan_of
 from trireme.model.spec import ArchSpec
-from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.native_stage import NativeDecoder
 from trireme.models.forward import HostBatch, SoloGroup
 from trireme.models.load import no_progress
+from trireme.models.native import load_native
 from trireme.models.weights.packed import Floats, quantize_rows
 from trireme.models.weights.sources import RawMatrix
 from trireme.params import RowParams

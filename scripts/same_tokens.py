@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trireme import LLM, SamplingParams
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 from trireme.outputs import CompletionOutput
 
 # Instruction sets round sums differently, so some activations fall on another whole number when they become int8, and after some

@@ -39,3 +39,6 @@ class Phases:
 def slowest(parts: list[Mapping[str, float]]) -> Mapping[str, float]:
     """Of processes that began together, the one that the others waited for."""
     return max(parts, key=lambda part: sum(part.values()), default={})
+
+
+PART = "part."

@@ -14,7 +14,7 @@ from trireme.errors import EngineError
 from trireme.params import RowParams
 from trireme.transport.wire.columns import Column, unpack
 from trireme.transport.wire.messages import NewRow, RowFault, StepPlan
-from trireme.workers.sampling.logits_processors import LogitRules, Tokens
+from trireme.workers.logits_processors import LogitRules, Tokens
 
 UNKNOWN = -1  # in `tokens`: sampled on a device, and not seen here yet
 POISON = -0x0DEADBEE  # an impossible token and block id

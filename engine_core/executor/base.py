@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
-from trireme.transport.sockets.poller import Poller
 from trireme.transport.wire.messages import Boot, LoadProgress, StepPlan, StepResult, WorkerLoaded
 
 OnReply: TypeAlias = Callable[[list[Any], str], None]
@@ -78,16 +77,3 @@ class Executor(Protocol):
 def depth_of(config: EngineConfig) -> int:
     """One plan for each pipeline stage; or one that runs and one behind it, so that workers never wait for the engine."""
     return 2 if config.runs_ahead else config.parallel.pp
-
-
-def make_executor(config: EngineConfig, place: WorkerPlace, poller: Poller) -> Executor:
-    """The executor that the resolved configuration names; "auto" is in-process for one worker."""
-    kind = config.parallel.executor
-    num_workers = config.parallel.tp * config.parallel.pp
-    if kind == "inproc" or (kind == "auto" and num_workers == 1):
-        from trireme.engine_core.executor.inproc import InprocExecutor
-
-        return InprocExecutor(config, place, poller)
-    from trireme.engine_core.executor.procs import ProcsExecutor
-
-    return ProcsExecutor(config, place, poller)

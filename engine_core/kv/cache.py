@@ -12,8 +12,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from trireme.engine_core.kv.owner import BlockOwner
 from trireme.engine_core.kv.pool import BlockPool
-from trireme.engine_core.scheduling.request import Request
 from trireme.hashing import ROOT, block_hash, first_extra
 
 Tails: TypeAlias = NDArray[np.int32]
@@ -37,7 +37,7 @@ class KVCache:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match(self, request: Request) -> list[int]:
+    def match(self, request: BlockOwner) -> list[int]:
         """Blocks with the longest known prefix of a request, as a question. At least one token is left to compute, and
         none whose prompt log-probabilities are still owed."""
         if not self.prefix_cache:
@@ -57,7 +57,7 @@ class KVCache:
         counts = self.pool.counts
         return sum(1 for block in blocks if counts[block] == 0)
 
-    def adopt(self, request: Request, hits: list[int]) -> None:
+    def adopt(self, request: BlockOwner, hits: list[int]) -> None:
         """Starts the block table of a request that has none with matched blocks."""
         for block in hits:
             self.pool.share(block)
@@ -67,27 +67,27 @@ class KVCache:
         self.num_queried += request.num_tokens
         self.num_hit += request.num_computed
 
-    def extend(self, request: Request, num_blocks: int) -> list[int]:
+    def extend(self, request: BlockOwner, num_blocks: int) -> list[int]:
         """Appends fresh blocks to a table and returns them; `num_available` must allow it."""
         fresh = [self.pool.take() for _ in range(num_blocks)]
         request.blocks += fresh
         request.capacity += num_blocks * self.block_size
         return fresh
 
-    def extend_each(self, requests: Iterable[Request], count: int) -> list[int]:
+    def extend_each(self, requests: Iterable[BlockOwner], count: int) -> list[int]:
         """`extend` by one block for each of `count` decoding rows; the caller keeps the books of their capacity."""
         fresh = self.pool.take_many(count)
         for request, block in zip(requests, fresh, strict=True):
             request.blocks.append(block)
         return fresh
 
-    def take_tails(self, requests: Iterable[Request], tails: Tails) -> None:
+    def take_tails(self, requests: Iterable[BlockOwner], tails: Tails) -> None:
         """Decoding rows have filled their rings of newest tokens, `tails`: they take them over, and the full blocks are sealed."""
         for request, tail in zip(requests, tails, strict=True):
             request.take_tail(tail.tobytes())
             self.seal(request)
 
-    def seal(self, request: Request) -> None:
+    def seal(self, request: BlockOwner) -> None:
         """Makes the blocks that are full of known tokens by now findable: any later step may read them, since plans run in
         order. Called when a prompt is planned, once in a while as a row decodes, and before its blocks are given up."""
         if not self.prefix_cache:
@@ -110,13 +110,13 @@ class KVCache:
         for block in reversed(blocks):
             self.pool.release(block)
 
-    def work_lost(self, request: Request) -> int:
+    def work_lost(self, request: BlockOwner) -> int:
         """Computed tokens that preemption would throw away: those in blocks that no other row holds."""
         counts = self.pool.counts
         num_shared = sum(1 for block in request.blocks if counts[block] > 1)
         return max(0, request.num_computed - num_shared * self.block_size)
 
-    def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+    def _hashes(self, request: BlockOwner, num_blocks: int) -> list[bytes]:
         """The hash chain over the first `num_blocks` blocks, extended as needed and kept on the request."""
         hashes, size = request.hashes, self.block_size
         if len(hashes) < num_blocks:

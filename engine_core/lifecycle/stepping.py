@@ -12,8 +12,8 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from trireme.engine_core.core import EngineCore
-from trireme.engine_core.lifecycle.stall import LATE_S
 from trireme.engine_core.lifecycle.wave import Wave
+from trireme.engine_core.stall import LATE_S
 from trireme.errors import EngineError
 from trireme.topology.lockstep import Mode, paused
 from trireme.transport.wire.messages import StepPlan, StepResult, WaveOrder, WaveReport

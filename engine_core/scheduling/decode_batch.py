@@ -7,15 +7,12 @@ its own numbers here while it has a slot. Knows no block, queue or policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trireme.transport.wire.columns import Column, Ids, pack, pack_ids
-
-if TYPE_CHECKING:
-    from trireme.engine_core.scheduling.request import Request
 
 Mask = NDArray[np.bool_]
 Slots = NDArray[np.intp]
@@ -52,6 +49,15 @@ class Columns:
     def append(self, slots: Slots, place: Ints, tokens: Ints) -> None:
         """Newest tokens of `slots`, into their rings. Where these begin anew, KVCache.take_tails comes first."""
         self._flat_tail[slots * self.tail.shape[1] + place] = tokens
+
+
+class Member(Protocol):
+    """A sequence that decodes: what of it the parallel arrays repeat."""
+
+    row: int
+    rid: int
+    front: str
+    stops: frozenset[int]
 
 
 class Share(NamedTuple):
@@ -123,7 +129,7 @@ class Cohort:
         stops = self.stops if len(self.stops) <= MANY_STOPS else union_of_stops(requests.tolist())
         return Cohort(self.slots[mask], requests, self.rids[mask], self.fronts[mask], stops)
 
-    def plus(self, requests: list[Request]) -> Cohort:
+    def plus(self, requests: Sequence[Member]) -> Cohort:
         """With more rows behind the ones it has."""
         added = cohort_of(requests)
         return Cohort(
@@ -135,7 +141,7 @@ class Cohort:
         )
 
 
-def cohort_of(requests: Sequence[Request]) -> Cohort:
+def cohort_of(requests: Sequence[Member]) -> Cohort:
     """A cohort of rows that have slots, in the given order."""
     return Cohort(
         np.array([row.row for row in requests], np.intp),
@@ -146,7 +152,7 @@ def cohort_of(requests: Sequence[Request]) -> Cohort:
     )
 
 
-def union_of_stops(requests: Sequence[Request]) -> frozenset[int]:
+def union_of_stops(requests: Sequence[Member]) -> frozenset[int]:
     return frozenset().union(*{row.stops for row in requests})
 
 

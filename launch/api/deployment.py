@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from trireme.config import EngineConfig
-from trireme.engine_core.executor.base import WorkerPlace, make_executor
+from trireme.engine_core.executor.base import WorkerPlace
+from trireme.engine_core.executor.factory import make_executor
 from trireme.engine_core.loop import EngineLoop
 from trireme.engine_core.start import start_core
 from trireme.errors import ConfigError, EngineError, ModelError, TriremeError

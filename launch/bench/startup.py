@@ -24,8 +24,8 @@ from trireme.config import EngineConfig
 from trireme.errors import EngineError
 from trireme.launch.api.http import Endpoint, ServerError, get_json, stream
 from trireme.launch.bench.samples import Row, publish
-from trireme.launch.commands.serve import PART
 from trireme.launch.options import Invocation
+from trireme.phases import PART
 from trireme.resolve import Prepared, prepare
 from trireme.settings import to_yaml
 from trireme.sizes import MIB

@@ -26,7 +26,7 @@ LIBRARIES = ("torch", "msgspec", "pyzmq", "numpy", "starlette", "uvicorn", "toke
 MIN_FILES = 4096
 _PROBE = """
 import json, torch
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 print(json.dumps({"torch": torch.__version__, "cuda": torch.cuda.is_available(), "isa": load_native().isa()}))
 """
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trireme.errors import ConfigError
-from trireme.launch.bench.plot import Line, bars, lines
 from trireme.launch.options import Invocation
+from trireme.launch.plot import Line, bars, lines
 from trireme.metrics import percentile
 
 MAX_BYTES = 32 << 20

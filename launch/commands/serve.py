@@ -21,6 +21,7 @@ from trireme.launch.cli import print_error
 from trireme.launch.options import Invocation
 from trireme.launch.processes.connection_file import write_pass
 from trireme.launch.processes.supervisor import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
+from trireme.phases import PART
 from trireme.resolve import Prepared, describe, prepare
 from trireme.settings import to_yaml
 from trireme.sizes import format_bytes
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from trireme.launch.console import Console
 
 _log = logging.getLogger("trireme.launch")
-PART = "part."
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 

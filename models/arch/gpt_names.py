@@ -6,15 +6,15 @@ Fused q, k and v are seen apart, matrices as [outputs, inputs]. Used by models/r
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from trireme.model.bodies import GptBody
 from trireme.model.reader import ArchSpec
-from trireme.models.cpu.embed_head import transposed
-from trireme.models.cpu.gpt import NAMES, norm_names, qkv_heads
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import RawMatrix, WeightSource
-from trireme.topology.mesh import split_heads
+from trireme.topology.mesh import HeadSpans, split_heads
 
 _QKV = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 
@@ -79,5 +79,98 @@ class DecoderNames:
     def _whole(self, stem: str, n: int, k: int) -> RawMatrix:
         stored = self._stored[stem] + ".weight"
         if self._names.inputs_first and stem.startswith("model.layers."):
-            return transposed(self._source.matrix(stored, k, n))
+            return self._source.matrix(stored, k, n).transposed()
         return self._source.matrix(stored, n, k)
+
+
+class Names(NamedTuple):
+    """Hugging Face names of a family, without `prefix`; those of a layer follow `layer`."""
+
+    prefix: str
+    embed: str
+    head: str
+    norm: str
+    layer: str
+    attn_norm: str
+    ffn_norm: str
+    qkv: str
+    o: str
+    up: str
+    down: str
+    grouped: bool = True  # qkv rows are G groups of (queries, key, value); else all queries, all keys, all values
+    inputs_first: bool = False  # matrices are stored [inputs, outputs]
+    renamed: tuple[str, str] = ("", "")  # a name in newer files, and the one used here
+    buffers: tuple[str, ...] = ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq")
+
+
+NAMES = {
+    "gpt2": Names(
+        prefix="transformer.",
+        embed="wte",
+        head="lm_head",
+        norm="ln_f",
+        layer="h",
+        attn_norm="ln_1",
+        ffn_norm="ln_2",
+        qkv="attn.c_attn",
+        o="attn.c_proj",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+        grouped=False,
+        inputs_first=True,
+        buffers=("attn.bias", "attn.masked_bias"),
+    ),
+    "gpt_neox": Names(
+        prefix="gpt_neox.",
+        embed="embed_in",
+        head="embed_out",
+        norm="final_layer_norm",
+        layer="layers",
+        attn_norm="input_layernorm",
+        ffn_norm="post_attention_layernorm",
+        qkv="attention.query_key_value",
+        o="attention.dense",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+        renamed=("lm_head.weight", "embed_out.weight"),
+    ),
+    "falcon": Names(
+        prefix="transformer.",
+        embed="word_embeddings",
+        head="lm_head",
+        norm="ln_f",
+        layer="h",
+        attn_norm="input_layernorm",
+        ffn_norm="post_attention_layernorm",
+        qkv="self_attention.query_key_value",
+        o="self_attention.dense",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+        buffers=("self_attention.rotary_emb.inv_freq",),
+    ),
+}
+
+
+def norm_names(arch: ArchSpec) -> tuple[str, ...]:
+    """Norms of a layer: before attention, and before the feed-forward network unless one serves both."""
+    names, kind = NAMES[arch.family], gpt_body(arch).norms
+    if kind == "separate":
+        return ("ln_attn", "ln_mlp")
+    return (names.attn_norm,) if kind == "shared" else (names.attn_norm, names.ffn_norm)
+
+
+def qkv_heads(num_heads: int, num_kv_heads: int, own: HeadSpans, *, grouped: bool) -> np.ndarray:
+    """Where the heads of one rank (its q, then its k, then its v) are among the heads of a fused matrix."""
+    q, kv = np.arange(own.q.start, own.q.stop), np.arange(own.kv.start, own.kv.stop)
+    if not grouped:
+        return np.concatenate((q, num_heads + kv, num_heads + num_kv_heads + kv))
+    share = num_heads // num_kv_heads
+    return np.concatenate(
+        (q // share * (share + 2) + q % share, kv * (share + 2) + share, kv * (share + 2) + share + 1)
+    )
+
+
+def gpt_body(arch: ArchSpec) -> GptBody:
+    """The body of a family in NAMES."""
+    assert isinstance(arch.body, GptBody)
+    return arch.body

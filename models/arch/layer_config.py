@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from trireme.model.bodies import GptBody
 from trireme.model.reader import ArchSpec
-from trireme.models.cpu.stage_weights import NORM_NAMES, NormNames, attention_scale_of
+from trireme.models.arch.names import NORM_NAMES, NormNames
 
 
 class Form(NamedTuple):
@@ -55,3 +55,8 @@ def form_of(arch: ArchSpec) -> Form:
         scale_by_layer=body.scale_by_layer,
         learned_positions=body.learned_positions,
     )
+
+
+def attention_scale_of(arch: ArchSpec) -> float:
+    """Factor of attention scores."""
+    return arch.attn_scale or arch.head_dim**-0.5

@@ -7,6 +7,7 @@ computed in float64 and rounded once, so that they depend on no instruction set 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -169,3 +170,15 @@ def _pair_of_rotations(rotations: float, spec: RopeSpec) -> float:
     """Index of the pair that turns `rotations` times within the trained length."""
     waves = spec.original_max_position / (rotations * 2 * math.pi)
     return spec.dim * math.log(waves) / (2 * math.log(spec.theta))
+
+
+# What GGUF files of longrope models hold in the place of settings.
+_LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def complete_rope(rope: RopeSpec, vector: Callable[[str, int], Floats]) -> RopeSpec:
+    """The rotary rule, with the factors that GGUF files keep in tensors."""
+    if rope.kind != "longrope" or rope.short_factors:
+        return rope
+    short, long = (tuple(vector(name, rope.dim // 2).tolist()) for name in _LONGROPE)
+    return msgspec.structs.replace(rope, short_factors=short, long_factors=long)

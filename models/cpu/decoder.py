@@ -17,20 +17,15 @@ import torch
 from torch import Tensor
 
 from trireme.model.reader import ArchSpec
+from trireme.models.arch.layer_config import attention_scale_of
+from trireme.models.arch.norms import norm_each_head, whole_columns
 from trireme.models.arch.rope import depends_on_length, step_table
 from trireme.models.cpu import ops
 from trireme.models.cpu.embedding import Embedding
 from trireme.models.cpu.linear import Linear
-from trireme.models.cpu.norm import Norm, norm_each_head, whole_columns
+from trireme.models.cpu.norm import Norm
 from trireme.models.cpu.packed_linear import PackedLinear
-from trireme.models.cpu.stage_weights import (
-    LayerWeights,
-    NormWeights,
-    StageWeights,
-    attention_scale_of,
-    sizes_of,
-    soft_capped,
-)
+from trireme.models.cpu.stage_weights import LayerWeights, NormWeights, StageWeights, sizes_of, soft_capped
 from trireme.models.forward import ForwardBatch, Group, KVLayer
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import WeightSource

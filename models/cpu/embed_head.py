@@ -14,7 +14,7 @@ from trireme.model.reader import ArchSpec
 from trireme.models.cpu.embedding import Embedding
 from trireme.models.cpu.linear import Linear
 from trireme.models.cpu.packed_linear import PackedLinear
-from trireme.models.cpu.tensors import raw_from_tensor, tensor_from_stored
+from trireme.models.cpu.tensors import tensor_from_stored
 from trireme.models.forward import ForwardBatch, Group
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import RawMatrix, SafetensorsSource
@@ -118,11 +118,6 @@ def dense_tensor(matrix: RawMatrix) -> Tensor:
     """A dense raw matrix as a torch tensor of the stored dtype, [n, k]."""
     dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return torch.from_numpy(matrix.raw.copy().reshape(-1)).view(dtypes[matrix.kind]).view(matrix.n, matrix.k)
-
-
-def transposed(matrix: RawMatrix) -> RawMatrix:
-    """[n, k] -> [k, n], for weights stored as inputs x outputs."""
-    return raw_from_tensor(dense_tensor(matrix).T.contiguous())
 
 
 class Ends:

@@ -7,91 +7,22 @@ Legend: T tokens, H hidden, G groups of query heads (KV heads), D head_dim, F ff
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trireme.errors import ModelError
-from trireme.model.bodies import GptBody
 from trireme.model.reader import ArchSpec
+from trireme.models.arch.gpt_names import NAMES, Names, gpt_body, norm_names, qkv_heads
 from trireme.models.arch.rope import cos_sin_table
 from trireme.models.cpu import ops
-from trireme.models.cpu.embed_head import Cut, Ends, PrefixedSource, dense_tensor, identity_table, transposed
+from trireme.models.cpu.embed_head import Cut, Ends, PrefixedSource, dense_tensor, identity_table
 from trireme.models.cpu.linear import Linear
 from trireme.models.cpu.ops_reference import gelu, layer_norm
 from trireme.models.forward import ForwardBatch, Group, KVLayer
 from trireme.models.weights.sources import RawMatrix, SafetensorsSource, WeightSource
-from trireme.topology.mesh import HeadSpans, Mesh
-
-
-class Names(NamedTuple):
-    """Hugging Face names of a family, without `prefix`; those of a layer follow `layer`."""
-
-    prefix: str
-    embed: str
-    head: str
-    norm: str
-    layer: str
-    attn_norm: str
-    ffn_norm: str
-    qkv: str
-    o: str
-    up: str
-    down: str
-    grouped: bool = True  # qkv rows are G groups of (queries, key, value); else all queries, all keys, all values
-    inputs_first: bool = False  # matrices are stored [inputs, outputs]
-    renamed: tuple[str, str] = ("", "")  # a name in newer files, and the one used here
-    buffers: tuple[str, ...] = ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq")
-
-
-NAMES = {
-    "gpt2": Names(
-        prefix="transformer.",
-        embed="wte",
-        head="lm_head",
-        norm="ln_f",
-        layer="h",
-        attn_norm="ln_1",
-        ffn_norm="ln_2",
-        qkv="attn.c_attn",
-        o="attn.c_proj",
-        up="mlp.c_fc",
-        down="mlp.c_proj",
-        grouped=False,
-        inputs_first=True,
-        buffers=("attn.bias", "attn.masked_bias"),
-    ),
-    "gpt_neox": Names(
-        prefix="gpt_neox.",
-        embed="embed_in",
-        head="embed_out",
-        norm="final_layer_norm",
-        layer="layers",
-        attn_norm="input_layernorm",
-        ffn_norm="post_attention_layernorm",
-        qkv="attention.query_key_value",
-        o="attention.dense",
-        up="mlp.dense_h_to_4h",
-        down="mlp.dense_4h_to_h",
-        renamed=("lm_head.weight", "embed_out.weight"),
-    ),
-    "falcon": Names(
-        prefix="transformer.",
-        embed="word_embeddings",
-        head="lm_head",
-        norm="ln_f",
-        layer="h",
-        attn_norm="input_layernorm",
-        ffn_norm="post_attention_layernorm",
-        qkv="self_attention.query_key_value",
-        o="self_attention.dense",
-        up="mlp.dense_h_to_4h",
-        down="mlp.dense_4h_to_h",
-        buffers=("self_attention.rotary_emb.inv_freq",),
-    ),
-}
+from trireme.topology.mesh import Mesh
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
@@ -109,7 +40,7 @@ def seen_names(source: WeightSource, arch: ArchSpec) -> WeightSource:
 
 def weight_names(arch: ArchSpec) -> Iterator[str]:
     """Every weight of the whole model, all stages."""
-    names, body = NAMES[arch.family], _body(arch)
+    names, body = NAMES[arch.family], gpt_body(arch)
     yield names.embed + ".weight"
     yield from (names.norm + ".weight", names.norm + ".bias")
     if body.learned_positions:
@@ -134,19 +65,6 @@ def ignorable_names(arch: ArchSpec) -> list[str]:
     return [*ignorable, names.head + ".weight"] if arch.tie_embeddings else ignorable
 
 
-def norm_names(arch: ArchSpec) -> tuple[str, ...]:
-    """Norms of a layer: before attention, and before the feed-forward network unless one serves both."""
-    names, kind = NAMES[arch.family], _body(arch).norms
-    if kind == "separate":
-        return ("ln_attn", "ln_mlp")
-    return (names.attn_norm,) if kind == "shared" else (names.attn_norm, names.ffn_norm)
-
-
-def _body(arch: ArchSpec) -> GptBody:
-    assert isinstance(arch.body, GptBody)
-    return arch.body
-
-
 class _Norm:
     """A layer norm with its weights."""
 
@@ -164,7 +82,7 @@ class _Layer:
 
     def __init__(self, cut: Cut, index: int) -> None:
         arch, names = cut.arch, NAMES[cut.arch.family]
-        body, at = _body(arch), f"{names.layer}.{index}."
+        body, at = gpt_body(arch), f"{names.layer}.{index}."
         self.norms = [_Norm(cut, at + name, arch) for name in norm_names(arch)]
         self.qkv = _fused_qkv(cut, at + names.qkv, names)
         q_rows = arch.num_heads * arch.head_dim
@@ -181,7 +99,7 @@ class _Layer:
 
 def _matrix(cut: Cut, name: str, n: int, k: int, names: Names) -> RawMatrix:
     if names.inputs_first:
-        return transposed(cut.source.matrix(name + ".weight", k, n))
+        return cut.source.matrix(name + ".weight", k, n).transposed()
     return cut.source.matrix(name + ".weight", n, k)
 
 
@@ -204,17 +122,6 @@ def _fused_qkv(cut: Cut, name: str, names: Names) -> Linear:
     return cut.packed([whole._replace(raw=whole.raw[rows], n=rows.size)], biases)
 
 
-def qkv_heads(num_heads: int, num_kv_heads: int, own: HeadSpans, *, grouped: bool) -> np.ndarray:
-    """Where the heads of one rank (its q, then its k, then its v) are among the heads of a fused matrix."""
-    q, kv = np.arange(own.q.start, own.q.stop), np.arange(own.kv.start, own.kv.stop)
-    if not grouped:
-        return np.concatenate((q, num_heads + kv, num_heads + num_kv_heads + kv))
-    share = num_heads // num_kv_heads
-    return np.concatenate(
-        (q // share * (share + 2) + q % share, kv * (share + 2) + share, kv * (share + 2) + share + 1)
-    )
-
-
 class GptModel:
     """One stage on one rank; satisfies models.forward.Model."""
 
@@ -230,7 +137,7 @@ class GptModel:
         max_len: int | None = None,
     ) -> None:
         assert isinstance(source, PrefixedSource)
-        body, names = _body(arch), NAMES[arch.family]
+        body, names = gpt_body(arch), NAMES[arch.family]
         positions = max_len or arch.max_position
         if body.learned_positions and positions > body.learned_positions:
             raise ModelError(f"{source.path} has {body.learned_positions} positions; {positions} are asked for")

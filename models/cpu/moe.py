@@ -16,6 +16,7 @@ from torch import Tensor
 from trireme.errors import ModelError
 from trireme.model.bodies import MoeBody
 from trireme.model.reader import ArchSpec
+from trireme.models.arch.names import FEED_FORWARD, router_name
 from trireme.models.arch.rope import cos_sin_table
 from trireme.models.cpu import ops
 from trireme.models.cpu.embed_head import Columns, Cut, Ends, PrefixedSource, identity_table
@@ -23,12 +24,11 @@ from trireme.models.cpu.linear import Linear
 from trireme.models.cpu.ops_reference import clamped_swiglu, rows_by_chunk, torch_attention
 from trireme.models.cpu.tensors import raw_from_tensor
 from trireme.models.forward import ExpertGroup, ForwardBatch, Group, KVLayer
+from trireme.models.weights.layouts import MXFP4_VALUES_PER_BLOCK, gate_up_rows
 from trireme.models.weights.sources import RawMatrix, SafetensorsSource, WeightSource
 from trireme.topology.mesh import Mesh, Span, split_evenly
 
-FEED_FORWARD = {"llama4": "feed_forward", "gpt_oss": "mlp", "mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
 _VISION = ("vision_model.", "multi_modal_projector.")
-MXFP4_VALUES_PER_BLOCK = 32
 
 
 def seen_names(source: WeightSource, arch: ArchSpec) -> WeightSource:
@@ -71,11 +71,6 @@ def _feed_forward_names(body: MoeBody, at: str, layer: int) -> Iterator[str]:
                 yield f"{at}.experts.{name}_bias"
         if body.biases:
             yield at + ".router.bias"
-
-
-def router_name(body: MoeBody) -> str:
-    """What a layer's router is called in a file."""
-    return "gate" if body.expert_names else "router"
 
 
 def ignorable_names(arch: ArchSpec) -> list[str]:
@@ -181,12 +176,6 @@ def _runs(edges: list[int], own: Span) -> Iterator[tuple[int, int, int]]:
     for expert in range(own.start, own.stop):
         if edges[expert] < edges[expert + 1]:
             yield expert, edges[expert], edges[expert + 1]
-
-
-def gate_up_rows(own: Span, ffn: int, *, interleaved: bool) -> np.ndarray:
-    """Rows of one rank, gates then ups; stored alternating (GPT-OSS) or as two halves (Llama 4)."""
-    gate = np.arange(own.start, own.stop)
-    return np.concatenate((2 * gate, 2 * gate + 1) if interleaved else (gate, ffn + gate))
 
 
 def _separate(

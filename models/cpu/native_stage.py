@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from trireme.model.reader import ArchSpec
+from trireme.models.arch.layer_config import attention_scale_of
 from trireme.models.arch.rope import depends_on_length, step_table
-from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.kv_layout import KV_CODES
-from trireme.models.cpu.stage_weights import LayerWeights, StageWeights, attention_scale_of, soft_capped
+from trireme.models.cpu.stage_weights import LayerWeights, StageWeights, soft_capped
 from trireme.models.forward import Group, HostBatch, HostKV, Logits
+from trireme.models.native import load_native
 from trireme.models.weights.packed import Floats, address_of
 from trireme.models.weights.sources import WeightSource
 from trireme.topology.mesh import Mesh

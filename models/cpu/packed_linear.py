@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 from trireme.models.weights.packed import Bytes, Floats, PackedWeight, address_of, pack
 from trireme.models.weights.sources import RawMatrix
 

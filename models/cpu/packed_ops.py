@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 from trireme.models.weights import packed
 from trireme.models.weights.packed import BLOCKS as BLOCKS
 from trireme.models.weights.packed import PACKED_KINDS as PACKED_KINDS

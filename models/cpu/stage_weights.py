@@ -9,35 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
-from trireme.model.reader import ArchSpec, RopeSpec
-from trireme.model.spec import NormPlacement
-from trireme.models.arch.rope import cos_sin_table
+from trireme.model.reader import ArchSpec
+from trireme.models.arch.names import NORM_NAMES
+from trireme.models.arch.rope import _LONGROPE, complete_rope, cos_sin_table
 from trireme.models.cpu.packed_linear import PackedLinear
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import WeightSource, raw_from_floats
 from trireme.topology.mesh import Mesh, Span, split_evenly, split_heads
-
-
-class NormNames(NamedTuple):
-    """Norms of a layer: before attention, after it, before the feed-forward network, after it; "" where there is none."""
-
-    attn_norm: str = ""
-    attn_post: str = ""
-    ffn_norm: str = ""
-    ffn_post: str = ""
-
-
-NORM_NAMES: dict[NormPlacement, NormNames] = {
-    "pre": NormNames("input_layernorm", "", "post_attention_layernorm", ""),
-    "post": NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-    "both": NormNames(
-        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-    ),
-    "parallel": NormNames("input_layernorm"),
-}
 
 
 def weight_names(arch: ArchSpec) -> Iterator[str]:
@@ -61,10 +41,6 @@ def weight_names(arch: ArchSpec) -> Iterator[str]:
         if arch.qk_norm:
             yield at + "self_attn.q_norm.weight"
             yield at + "self_attn.k_norm.weight"
-
-
-# What GGUF files of longrope models hold in the place of settings.
-_LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def ignorable_names(arch: ArchSpec) -> list[str]:
@@ -269,19 +245,6 @@ class StageWeights:
         ends = {id(end): end.nbytes for end in (self.head, self.embedding) if end is not None}
         layers = sum(layer.nbytes for layer in self.layers)
         return layers + sum(ends.values()) + sum(table.nbytes for table in self.tables)
-
-
-def complete_rope(rope: RopeSpec, vector: Callable[[str, int], Floats]) -> RopeSpec:
-    """The rotary rule, with the factors that GGUF files keep in tensors."""
-    if rope.kind != "longrope" or rope.short_factors:
-        return rope
-    short, long = (tuple(vector(name, rope.dim // 2).tolist()) for name in _LONGROPE)
-    return msgspec.structs.replace(rope, short_factors=short, long_factors=long)
-
-
-def attention_scale_of(arch: ArchSpec) -> float:
-    """Factor of attention scores."""
-    return arch.attn_scale or arch.head_dim**-0.5
 
 
 def soft_capped(logits: Floats, arch: ArchSpec) -> None:

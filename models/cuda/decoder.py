@@ -23,8 +23,8 @@ from trireme.machine.gpu_support import lacks_on_gpu
 from trireme.model.bodies import MoeBody
 from trireme.model.reader import ArchSpec
 from trireme.models.arch.layer_config import form_of
+from trireme.models.arch.norms import norm_each_head, whole_columns
 from trireme.models.arch.rope import table_rows
-from trireme.models.cpu.norm import norm_each_head, whole_columns
 from trireme.models.cuda import ops
 from trireme.models.cuda.attention.prefill import Prompts
 from trireme.models.cuda.attention.registry import Need, choose_on_card

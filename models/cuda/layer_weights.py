@@ -14,9 +14,8 @@ from torch import Tensor
 from trireme.model.bodies import MoeBody
 from trireme.model.reader import ArchSpec
 from trireme.models.arch.layer_config import Form
-from trireme.models.arch.rope import cos_sin_table, long_table
-from trireme.models.cpu.moe import FEED_FORWARD, router_name
-from trireme.models.cpu.stage_weights import complete_rope
+from trireme.models.arch.names import FEED_FORWARD, router_name
+from trireme.models.arch.rope import complete_rope, cos_sin_table, long_table
 from trireme.models.cuda.layers.linear import CudaLinear, make_linear
 from trireme.models.cuda.layers.moe import CudaExperts
 from trireme.models.cuda.layers.moe_ops import Gate

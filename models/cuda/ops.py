@@ -506,7 +506,7 @@ def expand_blocks(blocks: Tensor, out: Tensor, *, form: str) -> Tensor:
 
 def skinny_w4(x: Tensor, codes: Tensor, groups: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """out [M, N] = x [M, K] W^T + bias for M up to skinny_max_rows(), W of 4-bit codes: uint8 [N, K / 2] in the order that
-    models.cuda.weights.quantize.w4_layout gives them; groups [K / 32, 64 or 128, N] int32 are a float16 scale and a zero in 16
+    models.cuda.layers.quantize.w4_layout gives them; groups [K / 32, 64 or 128, N] int32 are a float16 scale and a zero in 16
     bits each. 128 divides K."""
     return _grouped(load().skinny_w4, x, codes, groups, out, bias, codes.shape[1] * 2)
 

@@ -15,6 +15,7 @@ import numpy as np
 from trireme.model.reader import ArchSpec
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import RawMatrix, WeightSource
+from trireme.topology.mesh import Span
 
 Rows = np.ndarray  # row numbers
 
@@ -179,3 +180,12 @@ def internlm2(source: WeightSource, arch: ArchSpec) -> WeightSource:
         for side, span in spans.items()
     }
     return LaidOutSource(source, renames=renames, parts=parts)
+
+
+MXFP4_VALUES_PER_BLOCK = 32
+
+
+def gate_up_rows(own: Span, ffn: int, *, interleaved: bool) -> np.ndarray:
+    """Rows of one rank, gates then ups; stored alternating (GPT-OSS) or as two halves (Llama 4)."""
+    gate = np.arange(own.start, own.stop)
+    return np.concatenate((2 * gate, 2 * gate + 1) if interleaved else (gate, ffn + gate))

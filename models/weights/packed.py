@@ -18,7 +18,7 @@ from trireme.errors import ModelError
 from trireme.model.gguf_header import TENSOR_TYPES
 from trireme.model.packed_ints import BLOCK_SIZES
 from trireme.model.quantized import FP8_BLOCK
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Floats: TypeAlias = NDArray[np.float32]

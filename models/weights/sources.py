@@ -52,6 +52,12 @@ class RawMatrix(NamedTuple):
     def rows(self, span: Span) -> RawMatrix:
         return RawMatrix(self.kind, self.raw[span.start : span.stop], span.size, self.k)
 
+    def transposed(self) -> RawMatrix:
+        """[n, k] -> [k, n] of a dense kind, for weights stored as inputs x outputs."""
+        size = self.raw.shape[1] // self.k
+        columns = bytes_of(self.raw).reshape(self.n, self.k, size).transpose(1, 0, 2)
+        return RawMatrix(self.kind, np.ascontiguousarray(columns).reshape(self.k, self.n * size), self.k, self.n)
+
     def as_kind(self, kind: str) -> RawMatrix:
         """The matrix in a dense kind (F32, F16, BF16), rounded to nearest."""
         return self if kind == self.kind else raw_from_floats(self.as_float32(), kind)

@@ -18,7 +18,7 @@ from tests.models.tiny_packed import awq_config, gptq_config, make_packed
 from trireme.models.cuda import ops, reference
 from trireme.models.cuda.layers.linear import DeviceMatrix, make_linear
 from trireme.models.cuda.layers.packed_linear import Fp8BlocksLinear, W4Linear
-from trireme.models.cuda.weights.quantize import w4_layout
+from trireme.models.cuda.layers.quantize import w4_layout
 from trireme.models.cuda.weights.sources import ROUNDED
 
 pytestmark = [

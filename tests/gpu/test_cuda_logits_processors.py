@@ -1,4 +1,4 @@
-"""Rows with logit rules in the sampling kernel: what numpy draws after workers.sampling.logits_processors, and what is
+"""Rows with logit rules in the sampling kernel: what numpy draws after workers.logits_processors, and what is
 counted; log-probabilities."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from trireme.models.cuda import ops
 from trireme.params import RowParams
 from trireme.workers.cuda.device_state import job_of
 from trireme.workers.cuda.logits_processors import DeviceRules
+from trireme.workers.logits_processors import LogitRules
 from trireme.workers.sampling.gumbel import noise_key, race_among
-from trireme.workers.sampling.logits_processors import LogitRules
 from trireme.workers.sampling.logprobs import logprob_row_reference
 from trireme.workers.sampling.native_sampler import NOTHING_LEFT
 from trireme.workers.sampling.top_k_top_p import survivors

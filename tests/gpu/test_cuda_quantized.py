@@ -20,7 +20,7 @@ from trireme.errors import ModelError
 from trireme.model.files import find_model
 from trireme.models.cuda import ops, reference
 from trireme.models.cuda.layers.linear import Fp8Linear, make_linear
-from trireme.models.cuda.weights.quantize import fp8_from, q4_k_from
+from trireme.models.cuda.layers.quantize import fp8_from, q4_k_from
 from trireme.models.cuda.weights.sources import ROUNDED
 
 pytestmark = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 
 
 @contextmanager

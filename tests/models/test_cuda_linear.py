@@ -28,7 +28,7 @@ from trireme.models.cuda import reference as cuda_reference
 from trireme.models.cuda.layers.int8_linear import Int8Linear
 from trireme.models.cuda.layers.linear import CudaLinear, DeviceMatrix, Fp8Linear, SideBySide, make_linear
 from trireme.models.cuda.layers.packed_linear import Q4Linear
-from trireme.models.cuda.weights.quantize import fp8_from, int8_from, q4_k_from
+from trireme.models.cuda.layers.quantize import fp8_from, int8_from, q4_k_from
 from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.cuda.weights.sources import ROUNDED, device_weights
 from trireme.models.cuda.weights.staging import Staging
@@ -88,7 +88,7 @@ def test_q4_k_is_what_ggml_reads() -> None:
 def test_rounding_goes_by_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(7, 512)
     whole = fp8_from(weight), q4_k_from(weight)
-    monkeypatch.setattr("trireme.models.cuda.weights.quantize._AT_ONCE", 1024)
+    monkeypatch.setattr("trireme.models.cuda.layers.quantize._AT_ONCE", 1024)
     assert torch.equal(q4_k_from(weight), whole[1])
     assert torch.equal(fp8_from(weight)[0].view(torch.uint8), whole[0][0].view(torch.uint8))
 
@@ -170,7 +170,7 @@ def test_int8_is_rounded_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(9, 200)
     weight[2], weight[3], weight[4, 5], weight[5, 7] = 0.0, 1e-31, float("nan"), float("inf")
     kind, raw = quantize_rows("int8", weight.numpy())
-    monkeypatch.setattr("trireme.models.cuda.weights.quantize._AT_ONCE", 400)  # in several parts
+    monkeypatch.setattr("trireme.models.cuda.layers.quantize._AT_ONCE", 400)  # in several parts
     values, scale = int8_from(weight)
     assert kind == "INT8"
     np.testing.assert_array_equal(raw[:, 4:].view(np.int8), values.numpy())

@@ -15,8 +15,8 @@ from tests.models.test_parity import LOGITS_BOUND, NUM_NEW, PROMPTS, assert_pari
 from trireme.errors import ModelError
 from trireme.machine.memory_budget import num_params
 from trireme.model.reader import read_arch
+from trireme.models.arch.gpt_names import qkv_heads
 from trireme.models.cpu import ops
-from trireme.models.cpu.gpt import qkv_heads
 from trireme.models.cpu.ops_reference import (
     clamped_swiglu,
     gelu,

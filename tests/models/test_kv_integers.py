@@ -26,9 +26,9 @@ from trireme.machine.memory_budget import kv_token_bytes
 from trireme.model.files import find_model
 from trireme.model.reader import read_arch
 from trireme.models.cpu import ops
-from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.kv_layout import LARGEST, fill_nan, kv_shapes
 from trireme.models.forward import HostKV
+from trireme.models.native import load_native
 from trireme.topology.mesh import Mesh
 from trireme.workers.kv.tensors import allocate_kv, block_bytes, choose_kv_dtype, copy_blocks
 

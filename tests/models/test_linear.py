@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.models.isas import instruction_set
 from trireme.errors import ModelError
-from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.packed_ops import (
     BLOCKS,
     PACKED_KINDS,
@@ -26,6 +25,7 @@ from trireme.models.cpu.packed_ops import (
     slice_rows,
     unpack,
 )
+from trireme.models.native import load_native
 from trireme.models.weights.gguf_expand import dequantize
 from trireme.models.weights.packed import int8_rows
 

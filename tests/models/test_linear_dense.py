@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.models.test_linear import isa, make_weight, make_x
-from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.packed_ops import linear, pack, unpack
+from trireme.models.native import load_native
 
 __all__ = ["isa"]
 NATIVE = load_native()

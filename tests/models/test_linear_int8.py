@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.models.test_linear import make_weight, make_x
 from trireme.errors import ModelError
-from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.packed_ops import PackedWeight, gather_rows, linear, pack, slice_cols, unpack
+from trireme.models.native import load_native
 from trireme.models.weights.packed import MAX_INT8_LENGTH, int8_rows
 
 NATIVE = load_native()

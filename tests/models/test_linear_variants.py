@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.models.isas import instruction_set
 from tests.models.test_linear import BLOCK_KINDS, fit, make_weight, make_x
-from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.packed_ops import PackedWeight, linear
+from trireme.models.native import load_native
 
 NATIVE = load_native()
 ALL = ("portable", "avx2", "avxvnni", "avx512vnni", "amx")

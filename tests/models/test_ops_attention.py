@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.models.attention_case import Shape, int32, make_batch, make_kv
 from tests.models.isas import instruction_set
 from trireme.models.cpu import ops
-from trireme.models.cpu.kernels import load_native
 from trireme.models.forward import ForwardBatch, KVLayer
+from trireme.models.native import load_native
 
 native = load_native()
 ALL_VARIANTS = ["portable", "avx2", "avx512vnni"]

@@ -10,8 +10,8 @@ import torch
 from tests.models.attention_case import int32
 from tests.models.isas import instruction_set
 from trireme.models.cpu import ops
-from trireme.models.cpu.kernels import load_native
 from trireme.models.forward import KVLayer
+from trireme.models.native import load_native
 
 native = load_native()
 ALL_VARIANTS = ["portable", "avx2", "avx512vnni"]

@@ -18,7 +18,7 @@ from tests.models.tiny import EOS, make_stub
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from trireme.errors import ModelError
 from trireme.model.reader import ArchSpec
-from trireme.models.arch.stub import StubModel
+from trireme.models.cpu.stub import StubModel
 from trireme.models.forward import HostBatch
 from trireme.params import RowParams
 from trireme.topology.mesh import Mesh

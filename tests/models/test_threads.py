@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from trireme.errors import ConfigError
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 
 NATIVE = load_native()
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.models.tiny import BOS, EOS, PAD, byte_vocab
-from trireme.models.cuda.weights.quantize import q4_k_from
+from trireme.models.cuda.layers.quantize import q4_k_from
 
 TOKEN_NORMAL, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_BYTE = 1, 2, 3, 4, 6
 

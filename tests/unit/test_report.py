@@ -10,12 +10,12 @@ import pytest
 
 from trireme.errors import ConfigError
 from trireme.launch.api.startup import breakdown, lives_of
-from trireme.launch.bench.plot import Line, _ceiling, bars, lines
 from trireme.launch.bench.samples import ratio_row
 from trireme.launch.bench.serve import steps_of
 from trireme.launch.bench.startup import phases_of, tree_memory
 from trireme.launch.cli import main
 from trireme.launch.commands.serve import timeline
+from trireme.launch.plot import Line, _ceiling, bars, lines
 from trireme.launch.processes.supervisor import AllReady
 from trireme.transport.wire.messages import Ready
 

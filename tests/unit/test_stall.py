@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine_core.lifecycle.stall import FIRST_STEP_S, StepTimes, Watch
+from trireme.engine_core.stall import FIRST_STEP_S, StepTimes, Watch
 
 TIMEOUT_S = 15.0
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from trireme.errors import CollectiveError, ConfigError
-from trireme.models.cpu.kernels import load_native
 from trireme.models.forward import SoloGroup
+from trireme.models.native import load_native
 from trireme.topology.arena import MAX_WORKERS, Arena, arena_bytes, create_arena
 from trireme.topology.mesh import Mesh
 from trireme.workers.collectives import make_group

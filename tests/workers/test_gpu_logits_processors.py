@@ -1,4 +1,4 @@
-"""Logit rules on the device: a record says what workers.sampling.logits_processors does; rows that have one, or want
+"""Logit rules on the device: a record says what workers.logits_processors does; rows that have one, or want
 log-probabilities, never wait for the host."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trireme.workers.cuda.device_state import job_of
 from trireme.workers.cuda.logits_processors import DeviceRules, is_for_device
 from trireme.workers.cuda.runner import ALL_BARRED, GpuRunner
 from trireme.workers.cuda.staging import Answer
-from trireme.workers.sampling.logits_processors import LogitRules, Tokens
+from trireme.workers.logits_processors import LogitRules, Tokens
 from trireme.workers.sampling.sampler import Sampler
 
 PENALTIES = RowParams(8, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.isas import instruction_set
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 from trireme.workers.sampling.gumbel import Floats, NoiseField, gumbels, noise_key, race_among, uniforms
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.models.isas import instruction_set
 from tests.workers.test_sampler import Logits, batch_of
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 from trireme.params import RowParams
 from trireme.workers.sampling.logprobs import logprob_row, logprob_row_reference
 from trireme.workers.sampling.sampler import Sampler

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from tests.models.rows import new_row, plan_of
 from trireme.params import RowParams
 from trireme.workers.batch import Batch
+from trireme.workers.logits_processors import LogitRules
 from trireme.workers.sampling.gumbel import gumbels, noise_key
-from trireme.workers.sampling.logits_processors import LogitRules
 from trireme.workers.sampling.logprobs import logprob_row
 from trireme.workers.sampling.sampler import Sampled, Sampler
 from trireme.workers.sampling.top_k_top_p import nucleus, top_ids

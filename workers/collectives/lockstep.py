@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.errors import CollectiveError, EngineError
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 from trireme.topology.lockstep import Agreed, Ballot, agree
 
 Item = TypeVar("Item", bound=np.generic)

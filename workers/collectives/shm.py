@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trireme.errors import CollectiveError
-from trireme.models.cpu.kernels import load_native
+from trireme.models.native import load_native
 from trireme.topology.mesh import Mesh
 
 T = TypeVar("T")

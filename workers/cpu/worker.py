@@ -20,9 +20,9 @@ from trireme.errors import ConfigError, EngineError
 from trireme.machine.runtime import TORCH, choose_runtime
 from trireme.model.files import files_of
 from trireme.model.reader import ArchSpec, read_arch
-from trireme.models.cpu.kernels import load_native
 from trireme.models.forward import Group, HostKV, Model
 from trireme.models.load import load_model
+from trireme.models.native import load_native
 from trireme.phases import Phases
 from trireme.sleep import NO_SLEEP
 from trireme.topology.mesh import Mesh

@@ -26,8 +26,8 @@ from trireme.models.cuda.ops import (
     touched_words,
 )
 from trireme.params import RowParams
+from trireme.workers.logits_processors import LogitRules, RuleParts, Tokens
 from trireme.workers.sampling.gumbel import Ids
-from trireme.workers.sampling.logits_processors import LogitRules, RuleParts, Tokens
 
 Ints = NDArray[np.int32]
 Send = Callable[[Ids, Ints], tuple[Tensor, Tensor]]

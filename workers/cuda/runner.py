@@ -29,7 +29,7 @@ from trireme.workers.cuda.logits_processors import DeviceRules, is_for_device
 from trireme.workers.cuda.staging import Answer
 from trireme.workers.cuda.steps import Mixed, Steps
 from trireme.workers.inputs import StepRows
-from trireme.workers.sampling.logits_processors import LogitRules
+from trireme.workers.logits_processors import LogitRules
 from trireme.workers.sampling.sampler import Sampler
 
 NOT_FINITE = "sampling failed: the model gave logits that are not finite"

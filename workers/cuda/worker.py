@@ -25,7 +25,6 @@ from trireme.machine.graph_sizes import graph_sizes
 from trireme.machine.weight_bytes import stored_of
 from trireme.model.files import files_of
 from trireme.model.reader import ArchSpec, read_arch
-from trireme.models.cpu.kernels import find_native
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda.decoder import DTYPES, CudaModel
 from trireme.models.cuda.host_adapter import HostModel
@@ -34,6 +33,7 @@ from trireme.models.cuda.weight_offload import Shelf, tensors_of
 from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.forward import HostKV, Model, SoloGroup
 from trireme.models.load import as_decoder, open_checked
+from trireme.models.native import find_native
 from trireme.models.weights.tp_shards import Shares
 from trireme.phases import Phases
 from trireme.sizes import format_bytes

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from trireme.models.cpu.kernels import find_native
+from trireme.models.native import find_native
 from trireme.transport.wire.messages import LogprobRow
+from trireme.workers.logits_processors import Tokens
 from trireme.workers.sampling.gumbel import Floats
-from trireme.workers.sampling.logits_processors import Tokens
 from trireme.workers.sampling.top_k_top_p import top_ids
 
 _NOT_FINITE = -2  # a rank of the kernel

@@ -3,7 +3,7 @@
 The compiled sampler (workers.sampling.native_sampler) answers a whole batch in one call; the numpy path here defines its decisions,
 takes a row that it leaves open, and is used where it is not built. Every row is worked alone, so its token cannot depend on
 its batch-mates and an error in it ends in a RowFault for it alone. Order per row: penalties, bias, bars
-(workers.sampling.logits_processors), temperature, top-k, top-p, min-p (workers.sampling.top_k_top_p), noise
+(workers.logits_processors), temperature, top-k, top-p, min-p (workers.sampling.top_k_top_p), noise
 (workers.sampling.gumbel). Greedy takes the lowest id among equals.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from trireme.models.cpu.kernels import find_native
+from trireme.models.native import find_native
 from trireme.params import RowParams
 from trireme.transport.wire.messages import LogprobRow, RowFault
 from trireme.workers.batch import ROW_ERRORS, Batch

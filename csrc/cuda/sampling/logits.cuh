@@ -1,5 +1,5 @@
 // One row's logits as the draw sees them: as the model gave them, or after the row's rules. The meaning and the order of rules are
-// those of workers/sampling/logits_processors.py, in float32, one rounding each. Used by sampling.cu.
+// those of workers/logits_processors.py, in float32, one rounding each. Used by sampling.cu.
 //
 // A record of rules (see SampleJob in ops.h) has a bit for every token that any rule may concern; the others cost no more than that bit.
 #pragma once

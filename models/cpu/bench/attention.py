@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from trireme.models.cpu import ops
-from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.kv_layout import kv_shapes
 from trireme.models.forward import ForwardBatch, KVLayer
+from trireme.models.native import load_native
 
 HEADS, KV_HEADS, DIM, HIDDEN, FFN, BLOCK = 9, 3, 64, 576, 1536, 16  # SmolLM2-135M
 # rows, context, new tokens of each

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from trireme.models.cpu.kernels import load_native
 from trireme.models.cpu.packed_ops import BLOCKS, PACKED_KINDS, PackedWeight, linear, pack, row_bytes
+from trireme.models.native import load_native
 from trireme.models.weights.packed import int8_rows
 from trireme.models.weights.sources import DENSE_KINDS
 

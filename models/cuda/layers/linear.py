@@ -18,8 +18,8 @@ from trireme.models.cuda.layers.gemm_autotune import Launch, rows_of_own_kernel
 from trireme.models.cuda.layers.int8_linear import Int8Linear
 from trireme.models.cuda.layers.packed_linear import BlockLinear, Fp8BlocksLinear, Q4Linear, W4Linear
 from trireme.models.cuda.layers.protocol import Linear, OfHalves, narrow_like
+from trireme.models.cuda.layers.quantize import fp8_from
 from trireme.models.cuda.ops import Scales
-from trireme.models.cuda.weights.quantize import fp8_from
 
 _TRIED = (8, 16, 32)  # rows
 _EXACT_ROWS = 8  # whose inputs keep 16 bits where the weight is float8, unless fp8_linear says otherwise
@@ -29,7 +29,7 @@ _UNSCALED_ROWS = 64  # of float8, up to which a product is the faster for leavin
 class DeviceMatrix(NamedTuple):
     """A matrix [n, k] on the device in a format of trireme.machine.gpu_formats: `values` are 16-bit, float8 or int8 [n, k], or
     bytes of blocks [n, row bytes]; `scale` [n] float32 is that of each output, where the format has one, or [n, groups] what
-    groups of its inputs share (models/cuda/weights/quantize)."""
+    groups of its inputs share (models/cuda/layers/quantize)."""
 
     format: str
     values: Tensor

@@ -109,7 +109,7 @@ class _GroupedLinear(NarrowLinear):
 
 
 class W4Linear(_GroupedLinear):
-    """Weight uint8 [n, k / 2], groups int32, both as models.cuda.weights.quantize.w4_layout gives them. 128 divides k."""
+    """Weight uint8 [n, k / 2], groups int32, both as models.cuda.layers.quantize.w4_layout gives them. 128 divides k."""
 
     __slots__ = ()
 

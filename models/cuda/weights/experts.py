@@ -14,9 +14,9 @@ from trireme.errors import ModelError
 from trireme.machine.gpu_support import EXPERT_UNIT
 from trireme.model.bodies import MoeBody
 from trireme.model.reader import ArchSpec
-from trireme.models.cpu.moe import MXFP4_VALUES_PER_BLOCK, gate_up_rows
 from trireme.models.cuda.layers.moe import ExpertWeights
 from trireme.models.cuda.weights.sources import DeviceWeights
+from trireme.models.weights.layouts import MXFP4_VALUES_PER_BLOCK, gate_up_rows
 from trireme.topology.mesh import Span
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from trireme.machine.gpu_formats import format_of
 from trireme.models.cuda.layers.linear import DeviceMatrix
-from trireme.models.cuda.weights.gguf_blocks import laid_out
-from trireme.models.cuda.weights.quantize import (
+from trireme.models.cuda.layers.quantize import (
     fp8_blocks_from,
     fp8_blocks_layout,
     fp8_from,
@@ -28,6 +27,7 @@ from trireme.models.cuda.weights.quantize import (
     w4_from,
     w4_layout,
 )
+from trireme.models.cuda.weights.gguf_blocks import laid_out
 from trireme.models.cuda.weights.staging import THREADS, Staging
 from trireme.models.weights.dummy import DEVIATION, DummySource
 from trireme.models.weights.packed import GROUPED, Floats

@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.params import RowParams
-from trireme.workers.sampling.gumbel import Floats, Ids
 
 Tokens = NDArray[np.int32]
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
 
 
 class SeenTokens:

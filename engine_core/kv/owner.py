@@ -1,0 +1,42 @@
+"""What the KV cache asks of the sequence that owns a block table, so that it depends on no scheduler."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Protocol
+
+
+class BlockOwner(Protocol):
+    """A sequence with a block table. Counts are of tokens unless they say blocks."""
+
+    blocks: list[int]
+    hashes: list[bytes]
+    num_adopted: int
+    num_sealed: int
+    num_scored: int
+    salt: bytes
+
+    @property
+    def tokens(self) -> array[int]: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_computed(self) -> int: ...
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    @capacity.setter
+    def capacity(self, value: int) -> None: ...
+
+    @property
+    def wants_scores(self) -> bool: ...
+
+    def take_tail(self, tail: bytes) -> None:
+        """The known tokens end with `tail`."""
+        ...
