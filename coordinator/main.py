@@ -1,4 +1,4 @@
-"""The coordinator's process: one socket, one loop; shell.Shell does the rest.
+"""The coordinator's process: one socket, one loop; shell.CoordinatorShell does the rest.
 
 Started by launch/processes/supervisor.py when there are several engines. Engines send Load, front ends Route and Released; every
 front end gets a View when something has changed. May be killed at any moment: nothing depends on its memory.
@@ -12,7 +12,7 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.coordinator.core import Coordinator
-from trireme.coordinator.shell import Shell
+from trireme.coordinator.shell import CoordinatorShell
 from trireme.log import configure
 from trireme.topology.zones import fleet_of
 from trireme.transport.process.boot import BootChannel
@@ -36,7 +36,7 @@ def main(channel: BootChannel) -> None:
         in_lockstep=config.in_lockstep,
     )
     with Server.open(boot, "coordinator", ToCoordinator) as server:
-        shell = Shell(core, server)
+        shell = CoordinatorShell(core, server)
         orders: list[object] = []
         poller = Poller()
         poller.add(server, shell.on_messages)

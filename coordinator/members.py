@@ -23,7 +23,7 @@ LEGAL: dict[State, frozenset[State]] = {
 
 
 @dataclass(slots=True)
-class Engine:
+class EngineMember:
     """One engine as the coordinator knows it. `load` is None until its present life has reported."""
 
     index: int
@@ -42,15 +42,15 @@ class Members:
     """All engines of the deployment. Every method says whether anything changed."""
 
     def __init__(self, num_engines: int) -> None:
-        self._engines = [Engine(index) for index in range(num_engines)]
+        self._engines = [EngineMember(index) for index in range(num_engines)]
 
-    def __iter__(self) -> Iterator[Engine]:
+    def __iter__(self) -> Iterator[EngineMember]:
         return iter(self._engines)
 
     def __len__(self) -> int:
         return len(self._engines)
 
-    def __getitem__(self, index: int) -> Engine:
+    def __getitem__(self, index: int) -> EngineMember:
         return self._engines[index]
 
     def __contains__(self, index: int) -> bool:

@@ -50,7 +50,7 @@ class PeerServer(Protocol):
     def counts(self) -> dict[str, int]: ...
 
 
-class Shell:
+class CoordinatorShell:
     """Owned by one loop: `turn` when something is due, `on_messages` when something has arrived."""
 
     def __init__(self, core: Coordinator, server: PeerServer, *, clock: Callable[[], float] = time.monotonic) -> None:

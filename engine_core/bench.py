@@ -22,7 +22,7 @@ STEPS = 200
 BLOCK_SIZE = 16
 
 
-class Timing(NamedTuple):
+class StepTiming(NamedTuple):
     """Microseconds per step (medians) for one batch size, and what they allow."""
 
     num_rows: int
@@ -57,7 +57,7 @@ def answer(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, pack(rows), pack(7 + rows % 100))
 
 
-def measure(num_rows: int, num_steps: int = STEPS) -> Timing:
+def measure(num_rows: int, num_steps: int = STEPS) -> StepTiming:
     """Times steady decoding of `num_rows` rows with prompts of different lengths (blocks fill at different steps)."""
     core = make_core(num_rows, 64 + num_steps + 2 * BLOCK_SIZE)
     dice = np.random.default_rng(1)
@@ -81,7 +81,7 @@ def measure(num_rows: int, num_steps: int = STEPS) -> Timing:
         core.take_outputs()
         samples.append((planned - start, applied - before, clock() - applied))
     plan_s, result_s, outputs_s = (median(column) for column in zip(*samples, strict=True))
-    return Timing(num_rows, plan_s * 1e6, result_s * 1e6, outputs_s * 1e6)
+    return StepTiming(num_rows, plan_s * 1e6, result_s * 1e6, outputs_s * 1e6)
 
 
 def main(sizes: list[int]) -> None:

@@ -17,7 +17,7 @@ from trireme.engine_core.integrity import Audit, IntegrityError, audit, check_id
 from trireme.engine_core.kv.events import BlockLog
 from trireme.engine_core.outputs import Outbox, end_reason
 from trireme.engine_core.scheduling.decode_batch import Cohort, Ints
-from trireme.engine_core.scheduling.pending_step import Draft, Place
+from trireme.engine_core.scheduling.pending_step import Draft, PlannedTokens
 from trireme.engine_core.scheduling.policies.base import POLICIES, PolicySettings
 from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.scheduler import Limits, Scheduler
@@ -351,7 +351,7 @@ class EngineCore:
             raise EngineError(f"step {result.step} sampled {wrong}, not in 0..{self.limits.vocab_size - 1}")
         return tokens
 
-    def _check_complete(self, places: dict[int, Place], result: StepResult) -> None:
+    def _check_complete(self, places: dict[int, PlannedTokens], result: StepResult) -> None:
         """Every sampling row is answered exactly once, with a token or a fault."""
         rows = unpack(result.rows).tolist()
         answered = {*rows, *(fault.row for fault in result.faults)}
@@ -364,7 +364,7 @@ class EngineCore:
                 f"missing {sorted(expected - answered)[:8]}, unknown {sorted((answered | scored) - places.keys())[:8]}"
             )
 
-    def _on_fault(self, draft: Draft, place: Place, fault: RowFault) -> None:
+    def _on_fault(self, draft: Draft, place: PlannedTokens, fault: RowFault) -> None:
         """Ends one row. What it wrote in this step may be garbage: nobody may find or go on reading it."""
         if fault.row not in draft.dropped:
             self.counters.row_faults += 1
@@ -437,7 +437,7 @@ class EngineCore:
             outputs = self.outbox.to(request.front)
             outputs.logprobs.append(LogprobRow(request.rid, scores.token_ids, scores.logprobs, scores.ranks))
 
-    def _on_scores(self, draft: Draft, place: Place, scores: LogprobRow) -> None:
+    def _on_scores(self, draft: Draft, place: PlannedTokens, scores: LogprobRow) -> None:
         """Prompt log-probabilities of a chunk: those computed again after a preemption are cut off."""
         if scores.rid in draft.dropped:
             return

@@ -19,7 +19,7 @@ from trireme.engine_core.executor.base import Executor
 from trireme.engine_core.lifecycle.graph_capture import Captures
 from trireme.engine_core.lifecycle.sleep import Rest
 from trireme.engine_core.lifecycle.stepping import Alone, Pace
-from trireme.engine_core.stall import Watch
+from trireme.engine_core.stall import StallWatch
 from trireme.errors import EngineError
 from trireme.log import facts
 from trireme.topology.lockstep import is_pause, pause_mode
@@ -94,7 +94,7 @@ class EngineLoop:
         self._executor = executor
         self._server = server
         self._poller = poller
-        self._watch = Watch(core.step_times, step_timeout, most_tokens=self.pace.most_tokens)
+        self._watch = StallWatch(core.step_times, step_timeout, most_tokens=self.pace.most_tokens)
         self._halted, self._next_halt = "", 0.0
         self._on_load = on_load
         self._on_turn = on_turn

@@ -1,7 +1,7 @@
 """Whether an engine makes progress, judged by its steps alone. Pure: time is passed in, and so is what the system says of workers.
 
-Used by core (StepTimes, fed with every step) and loop (Watch). A long honest step is no stall: a step is late only when it has run
-for a second, and three times as long as steps of its size have taken. A step whose size was never seen is judged by
+Used by core (StepTimes, fed with every step) and loop (StallWatch). A long honest step is no stall: a step is late only when
+it has run for a second, and three times as long as steps of its size have taken. A step whose size was never seen is judged by
 the nearest smaller one, scaled by its tokens; the very first one by nothing but FIRST_STEP_S. A worker that the system has
 stopped makes no progress whatever its step may take. Time in which the loop itself did not turn, because the whole deployment
 was stopped, counts against nobody. What is late makes the engine not ready, and may still recover; only
@@ -38,7 +38,7 @@ class StepTimes:
         return max(scaled, *(self._longest[size] for size in known))
 
 
-class Watch:
+class StallWatch:
     """`look` on every turn of the loop; then `stalled` says why there is no progress ("" when there is), and `stuck` why there
     will be none."""
 

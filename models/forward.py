@@ -120,7 +120,7 @@ class SoloGroup:
         raise AssertionError("a single stage has no previous stage")
 
 
-class ModelFacts(Protocol):
+class KVShape(Protocol):
     """What the KV memory of one stage of a model on one rank must fit."""
 
     num_kv_layers: int  # layers of this stage
@@ -128,7 +128,7 @@ class ModelFacts(Protocol):
     head_dim: int
 
 
-class Model(ModelFacts, Protocol):
+class Model(KVShape, Protocol):
     """One stage of a model on one rank, as the worker runs it. Built by models.load.load_model."""
 
     vocab_size: int
@@ -140,7 +140,7 @@ class Model(ModelFacts, Protocol):
         ...
 
 
-class TensorModel(ModelFacts, Protocol):
+class TensorModel(KVShape, Protocol):
     """The same in torch; models.cpu.tensors.OverTensors makes a Model of it."""
 
     vocab_size: int

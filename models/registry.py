@@ -48,7 +48,7 @@ class Family(NamedTuple):
     gguf_names: Mapping[str, str] = {}  # parts of GGUF names that mean another weight than usual
     gguf_seen: Seen = _as_stored
     seen: Seen = _as_stored
-    body: tuple[str, str] = ("trireme.models.cpu.decoder", "Decoder")  # module and class, in torch
+    body: tuple[str, str] = ("trireme.models.cpu.decoder", "TorchDecoder")  # module and class, in torch
     as_decoder: Seen = _as_stored
     names: str = "trireme.models.cpu.stage_weights"  # module of weight_names and ignorable_names
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from trireme.launch.processes.parts import Modules
 from trireme.launch.processes.restarts import RestartLimits
-from trireme.launch.processes.supervisor import Died, Event, Supervisor, Timing
+from trireme.launch.processes.supervisor import Died, Event, Supervisor, SupervisorTimeouts
 from trireme.resolve import prepare
 from trireme.settings import load
 
@@ -37,7 +37,9 @@ class Deployment:
     ) -> None:
         self.died: list[tuple[float, Died]] = []  # with the readings of time.monotonic
         self.config = prepare(load(DEFAULTS | settings).config).config
-        self.supervisor = Supervisor(self.config, self._on_event, modules=modules, timing=Timing(restarts=PATIENT))
+        self.supervisor = Supervisor(
+            self.config, self._on_event, modules=modules, timing=SupervisorTimeouts(restarts=PATIENT)
+        )
         self._around = around
         self._stop = False
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -232,10 +232,10 @@ def row_cases() -> Iterator[Case]:
 def make_cache(tokens: int, dtype: Any) -> Any:
     import torch
 
-    from trireme.models.cuda.ops import PagedKV
+    from trireme.models.cuda.ops import CudaPagedKV
 
     shape = (-(-tokens // BLOCK_SIZE), KV_HEADS, BLOCK_SIZE, DIM)
-    return PagedKV(*(torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)))
+    return CudaPagedKV(*(torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)))
 
 
 def attention_cases() -> Iterator[Case]:
@@ -270,17 +270,17 @@ def prompt_cases() -> Iterator[Case]:
     """Attention of new prompts by what is chosen for this card, bound by operations; the rival is torch's flash attention."""
     import torch
 
-    from trireme.models.cuda.attention.registry import KERNELS, Need, Trial, choose_on_card
+    from trireme.models.cuda.attention.registry import KERNELS, AttentionTrial, Need, choose_on_card
 
     need, tokens = Need(torch.bfloat16, DIM), 8192
     flash = next(kernel for kernel in KERNELS if kernel.name == "torch flash")
 
     def chosen(length: int) -> Callable[[], object]:
         attention = choose_on_card(need, HEADS, KV_HEADS).attention()
-        return Trial(length, need, HEADS, KV_HEADS, tokens=tokens).launch(attention)
+        return AttentionTrial(length, need, HEADS, KV_HEADS, tokens=tokens).launch(attention)
 
     def rival(length: int) -> Callable[[], object]:
-        trial = Trial(length, need, HEADS, KV_HEADS, tokens=tokens)
+        trial = AttentionTrial(length, need, HEADS, KV_HEADS, tokens=tokens)
         return trial.launch(trial.attention("fresh", flash.load()))
 
     for length in (128, 1024, tokens):

@@ -34,7 +34,7 @@ from trireme.serving.api.openai.wire import (
 )
 from trireme.serving.engines.replay import Replay
 from trireme.serving.front import Front
-from trireme.serving.http.middleware import Admin, Gate, Keys, send_body
+from trireme.serving.http.middleware import Admin, ApiKeys, Middleware, send_body
 from trireme.serving.http.sse import FIRST_EVENT_S, EventStream, Format, Outcome
 from trireme.serving.metrics.telemetry import CONTENT_TYPE, merged, page
 from trireme.serving.text.generation import Generation
@@ -90,8 +90,8 @@ def make_app(front: Front) -> ASGIApp:
     table = [Route(path, _Endpoint(front, method, handler)) for method, path, handler in routes]
     router = Router(table, redirect_slashes=False, default=_Unknown())
     serving = front.config.serving
-    admin = Admin(control.ADMIN, Keys(serving.admin_key))
-    return Gate(_Counted(front, router), keys=front.door.keys, host=serving.host, admin=admin)
+    admin = Admin(control.ADMIN, ApiKeys(serving.admin_key))
+    return Middleware(_Counted(front, router), keys=front.door.keys, host=serving.host, admin=admin)
 
 
 class _Endpoint:

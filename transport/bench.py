@@ -22,7 +22,7 @@ from trireme.transport.process.rundir import RunDir
 from trireme.transport.sockets.aio import AsyncConnection
 from trireme.transport.sockets.framing import HEAD_BYTES, head_of
 from trireme.transport.sockets.names import Connection, Poller, Server
-from trireme.transport.wire.codec import Decoder, Encoder
+from trireme.transport.wire.codec import MessageDecoder, MessageEncoder
 from trireme.transport.wire.columns import pack, pack_ids
 from trireme.transport.wire.messages import (
     Abort,
@@ -72,7 +72,7 @@ def microseconds(work: Callable[[], object], count: int = 5000) -> float:
 
 def bench_codec() -> None:
     for name, message, union in messages():
-        encoder, decoder = Encoder(), Decoder(union)
+        encoder, decoder = MessageEncoder(), MessageDecoder(union)
         frames = encoder.encode(message)
         size = sum(len(frame) for frame in frames)
         encode_us = microseconds(partial(encoder.encode, message))
@@ -180,7 +180,7 @@ async def bench_zmq_asyncio(boot: Boot, name: str) -> None:
     socket.linger = 0
     socket.connect(f"ipc://{boot.run_dir}/engine-0.front")
     hello = Hello(PROTOCOL_VERSION, boot.config_hash, "front", "front-zmq", 0, boot.index)
-    encoder, decoder = Encoder(), Decoder(EngineToFront)
+    encoder, decoder = MessageEncoder(), MessageDecoder(EngineToFront)
     await socket.send(head_of(0, encode(hello)) + encode(hello)[0])
     await socket.recv_multipart()
     sequence = 0

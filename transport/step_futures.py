@@ -14,7 +14,7 @@ from typing import Protocol
 from trireme.transport.wire.messages import StepResult
 
 
-class Ticket(Protocol):
+class StepFuture(Protocol):
     """A launched step."""
 
     def result(self) -> StepResult | None:
@@ -28,13 +28,13 @@ class Waiter:
     def __init__(self, wake: Callable[[], None], results: deque[StepResult]) -> None:
         self.error: BaseException | None = None
         self._wake, self._results = wake, results
-        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._tickets: queue.SimpleQueue[StepFuture | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="results", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, ticket: Ticket) -> None:
+    def put(self, ticket: StepFuture) -> None:
         self._tickets.put(ticket)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""FakeWorker: a worker without tensors, used by tests of everything above the model. Same methods as workers.cpu.worker.Worker.
+"""FakeWorker: a worker without tensors, used by tests of everything above the model. Same methods as workers.cpu.worker.CpuWorker.
 
 It writes (position, token) of every computed token into a fake KV memory through the block tables, and draws the next
 token from a hash of what it reads back. So any mistake with blocks, prefixes, chunks or preemption changes the tokens.

@@ -21,7 +21,7 @@ from trireme.errors import EngineError, TriremeError
 from trireme.phases import Phases
 from trireme.transport.process.boot import BootChannel, settle_memory
 from trireme.transport.sockets.names import Connection, Left, Poller, Waker
-from trireme.transport.step_futures import Ticket, Waiter
+from trireme.transport.step_futures import StepFuture, Waiter
 from trireme.transport.wire.messages import (
     Boot,
     Call,
@@ -45,7 +45,7 @@ MODULES = {"torch": "trireme.workers.cpu.worker", "cuda": "trireme.workers.cuda.
 
 
 class AnyWorker(Protocol):
-    """What workers.cpu.worker.Worker and workers.fake.FakeWorker have in common."""
+    """What workers.cpu.worker.CpuWorker and workers.fake.FakeWorker have in common."""
 
     def load(self) -> WorkerLoaded: ...
 
@@ -74,7 +74,7 @@ def socket_name(boot: Boot) -> str:
     return boot.name.partition(".")[0] + ".workers"
 
 
-class Shell:
+class WorkerShell:
     """Carries one order at a time from the connection to the worker, and its answer back.
 
     A worker with `launch` gets the next plan while one runs; `waker` is set when a launched one has ended.
@@ -86,7 +86,7 @@ class Shell:
         self._index = boot.index
         self._connection = connection
         self._worker: AnyWorker | None = None
-        self._launch: Callable[[StepPlan], Ticket] | None = None
+        self._launch: Callable[[StepPlan], StepFuture] | None = None
         self._results: deque[StepResult] = deque()
         self._waiter = Waiter(self.waker.set, self._results)
         self._plan: StepPlan | None = None  # the last one
@@ -171,7 +171,7 @@ def main(channel: BootChannel) -> None:
     """Runs one worker until its engine core goes away or asks it to drain."""
     boot = channel.boot
     connection = Connection.open(boot, socket_name(boot), ORDERS, silence_s=None)
-    shell = Shell(boot, connection, channel.phases)
+    shell = WorkerShell(boot, connection, channel.phases)
     poller = Poller()
     poller.add(connection, shell.on_readable)
     poller.add(shell.waker, shell.on_results)

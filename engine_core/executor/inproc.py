@@ -22,7 +22,7 @@ from trireme.engine_core.executor.base import MODULES, OnReply, WorkerPlace, dep
 from trireme.errors import ConfigError, TriremeError
 from trireme.phases import Phases
 from trireme.transport.sockets.poller import Poller, Waker
-from trireme.transport.step_futures import Ticket, Waiter
+from trireme.transport.step_futures import StepFuture, Waiter
 from trireme.transport.wire.messages import LoadProgress, StepPlan, StepResult, WorkerInit, WorkerLoaded
 
 
@@ -46,7 +46,7 @@ class InprocExecutor:
         self._done: deque[Any] = deque()  # answers to load and setup_kv
         self._error: BaseException | None = None
         self._worker: Any = None
-        self._launch: Callable[[StepPlan], Ticket] | None = None
+        self._launch: Callable[[StepPlan], StepFuture] | None = None
         self._is_set_up = False
         self._on_progress: Callable[[LoadProgress], None] = lambda message: None
         self._thread = threading.Thread(target=self._work, name="worker", daemon=True)

@@ -18,14 +18,14 @@ Mask = NDArray[np.bool_]
 Slots = NDArray[np.intp]
 Ints = NDArray[np.int32]
 
-NOTHING = -2  # in `Columns.token`: no token that the next plan could compute
+NOTHING = -2  # in `SlotColumns.token`: no token that the next plan could compute
 HELD = -1  # a token that the workers hold themselves, or will when the steps before have run
 MANY_STOPS = 64  # a union of stop ids beyond this is made anew when rows leave
 TAIL_BLOCKS = 8  # a decoding row is looked at by itself once in so many blocks
 FEW_STOPS = 8  # up to here comparing with each is faster than searching
 
 
-class Columns:
+class SlotColumns:
     """One entry per slot of the persistent batch; entries of free slots mean nothing, except that `known` is 0."""
 
     def __init__(self, num_rows: int, block_size: int) -> None:
@@ -51,7 +51,7 @@ class Columns:
         self._flat_tail[slots * self.tail.shape[1] + place] = tokens
 
 
-class Member(Protocol):
+class BatchMember(Protocol):
     """A sequence that decodes: what of it the parallel arrays repeat."""
 
     row: int
@@ -60,7 +60,7 @@ class Member(Protocol):
     stops: frozenset[int]
 
 
-class Share(NamedTuple):
+class FrontendShare(NamedTuple):
     """What of a cohort belongs to one front end: request ids, and their places (None: all of it)."""
 
     front: str
@@ -87,7 +87,7 @@ class Cohort:
         self.fronts = fronts
         self.stops = stops  # every id that ends one of the rows, and maybe a few more
         self._rows: Column | None = None
-        self._shares: list[Share] = []
+        self._shares: list[FrontendShare] = []
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -100,16 +100,16 @@ class Cohort:
         return self._rows
 
     @property
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[FrontendShare]:
         """The rows by front end."""
         if not self._shares and len(self):
             first = self.fronts[0]
             if (self.fronts == first).all():
-                self._shares = [Share(first, pack_ids(self.rids), None)]
+                self._shares = [FrontendShare(first, pack_ids(self.rids), None)]
             else:
                 for front in dict.fromkeys(self.fronts.tolist()):
                     places = np.flatnonzero(self.fronts == front)
-                    self._shares.append(Share(front, pack_ids(self.rids[places]), places))
+                    self._shares.append(FrontendShare(front, pack_ids(self.rids[places]), places))
         return self._shares
 
     def stopping(self, tokens: Ints) -> list[int]:
@@ -129,7 +129,7 @@ class Cohort:
         stops = self.stops if len(self.stops) <= MANY_STOPS else union_of_stops(requests.tolist())
         return Cohort(self.slots[mask], requests, self.rids[mask], self.fronts[mask], stops)
 
-    def plus(self, requests: Sequence[Member]) -> Cohort:
+    def plus(self, requests: Sequence[BatchMember]) -> Cohort:
         """With more rows behind the ones it has."""
         added = cohort_of(requests)
         return Cohort(
@@ -141,7 +141,7 @@ class Cohort:
         )
 
 
-def cohort_of(requests: Sequence[Member]) -> Cohort:
+def cohort_of(requests: Sequence[BatchMember]) -> Cohort:
     """A cohort of rows that have slots, in the given order."""
     return Cohort(
         np.array([row.row for row in requests], np.intp),
@@ -152,7 +152,7 @@ def cohort_of(requests: Sequence[Member]) -> Cohort:
     )
 
 
-def union_of_stops(requests: Sequence[Member]) -> frozenset[int]:
+def union_of_stops(requests: Sequence[BatchMember]) -> frozenset[int]:
     return frozenset().union(*{row.stops for row in requests})
 
 

@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     sample: bool  # the last of them yields a new token
 
 
-class Place(NamedTuple):
+class PlannedTokens(NamedTuple):
     """What a draft planned for one row."""
 
     request: Request
@@ -125,14 +125,14 @@ class Draft:
             yield from self.cohort.requests
         yield from (chunk.request for chunk in self.chunks)
 
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, PlannedTokens]:
         """What is planned, by row. For rare questions: it walks all of them."""
-        found: dict[int, Place] = {}
+        found: dict[int, PlannedTokens] = {}
         if self.cohort is not None:
             columns = zip(self.cohort.slots.tolist(), self.cohort.requests, self.at.tolist(), strict=True)
-            found = {row: Place(request, at, True) for row, request, at in columns}
+            found = {row: PlannedTokens(request, at, True) for row, request, at in columns}
         for chunk in self.chunks:
-            found[chunk.row] = Place(chunk.request, chunk.num_computed, chunk.sample)
+            found[chunk.row] = PlannedTokens(chunk.request, chunk.num_computed, chunk.sample)
         return found
 
     def to_message(self) -> StepPlan:

@@ -14,7 +14,7 @@ from enum import Enum
 
 import numpy as np
 
-from trireme.engine_core.scheduling.decode_batch import Columns
+from trireme.engine_core.scheduling.decode_batch import SlotColumns
 from trireme.errors import EngineError
 from trireme.transport.wire.messages import Submit
 
@@ -103,7 +103,7 @@ class Request:
         self.state = State.WAITING
         self.row = -1
         self.blocks: list[int] = []
-        self.columns: Columns | None = None
+        self.columns: SlotColumns | None = None
         self.hashes: list[bytes] = []  # chain over the full blocks hashed so far
         self.num_adopted = 0  # leading blocks that others, or this row before, had written
         self.num_sealed = 0  # leading blocks that the prefix cache knows
@@ -205,7 +205,7 @@ class Request:
         """A copy of all known tokens as int32."""
         return np.array(self.tokens, np.int32)
 
-    def take_slot(self, row: int, columns: Columns) -> None:
+    def take_slot(self, row: int, columns: SlotColumns) -> None:
         """A slot of the batch, with nothing computed yet."""
         columns.clear(row, self.limit)
         count = len(self._tokens)

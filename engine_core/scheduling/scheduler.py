@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from trireme.engine_core.kv.cache import KVCache
-from trireme.engine_core.scheduling.decode_batch import HELD, NOTHING, Cohort, Columns, Mask, cohort_of
+from trireme.engine_core.scheduling.decode_batch import HELD, NOTHING, Cohort, Mask, SlotColumns, cohort_of
 from trireme.engine_core.scheduling.pending_step import Draft
 from trireme.engine_core.scheduling.policies.base import Policy
 from trireme.engine_core.scheduling.request import Request, State
@@ -58,7 +58,7 @@ class Scheduler:
         self.ahead = ahead
         self.cache = KVCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
         self.waiting = WaitingQueue(policy)
-        self.columns = Columns(limits.max_num_seqs, limits.block_size)
+        self.columns = SlotColumns(limits.max_num_seqs, limits.block_size)
         self.running: list[Request] = []  # in policy order, as the two parts of it are:
         self.prefilling: list[Request] = []  # rows with known tokens to compute
         self.cohort = cohort_of([])  # rows that decode

@@ -26,7 +26,7 @@ from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.replay import Replay
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.generation import Generation, TextDelta
-from trireme.serving.text.generation import TokenLogprob as Scored
+from trireme.serving.text.generation import TextLogprob as Scored
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.templates import find_template
 from trireme.serving.text.tokens import Tokenizer, load_tokenizer
@@ -51,7 +51,7 @@ class PromptSource(NamedTuple):
         return cls(messages=messages)
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """A checked request: all its choices, ready to submit."""
 
     prompt: str | None
@@ -98,18 +98,20 @@ class TextSide:
             default_max_tokens=self._default_max_tokens,
         )
 
-    def request(self, source: PromptSource, params: SamplingParams, salt: str | None) -> Request:
+    def request(self, source: PromptSource, params: SamplingParams, salt: str | None) -> BatchRequest:
         """Raises RequestError that names the field at fault."""
         processor = self._processor
         assert processor is not None, "set_facts first"
         if source.messages is not None:
             segments = self._renderer.segments(self._chat_request(source.messages))
-            return Request(None, params, processor.rows([processor.prompt_from_segments(segments)], params, salt=salt))
+            return BatchRequest(
+                None, params, processor.rows([processor.prompt_from_segments(segments)], params, salt=salt)
+            )
         if source.text is not None:
             ids = processor.prompt_from_text(source.text)
         else:
             ids = processor.prompt_from_ids(source.ids or ())
-        return Request(source.text, params, processor.rows([ids], params, salt=salt))
+        return BatchRequest(source.text, params, processor.rows([ids], params, salt=salt))
 
     @staticmethod
     def _chat_request(messages: Sequence[Mapping[str, Any]]) -> ChatRequest:
@@ -128,7 +130,7 @@ class InFlight:
     def __init__(self, max_rows: int, max_tokens: int) -> None:
         self._max = (max_rows, max_tokens)
         self._used = [0, 0]
-        self._waiting: deque[tuple[Request, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[BatchRequest, asyncio.Future[None]]] = deque()
 
     @classmethod
     def for_engines(cls, facts: EngineFacts, num_engines: int) -> InFlight:
@@ -137,7 +139,7 @@ class InFlight:
         return cls(rows * num_engines, max(1, facts.max_waiting_tokens // 2) * num_engines)
 
     @asynccontextmanager
-    async def room_for(self, request: Request) -> AsyncIterator[None]:
+    async def room_for(self, request: BatchRequest) -> AsyncIterator[None]:
         """Waits until the request fits, and holds its room."""
         if self._waiting or not self._fits(request):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -155,15 +157,15 @@ class InFlight:
         finally:
             self._give_back(request)
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: BatchRequest) -> bool:
         need = (len(request.rows), request.num_tokens)
         return not any(self._used) or all(u + n <= m for u, n, m in zip(self._used, need, self._max, strict=True))
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: BatchRequest) -> None:
         self._used[0] += len(request.rows)
         self._used[1] += request.num_tokens
 
-    def _give_back(self, request: Request) -> None:
+    def _give_back(self, request: BatchRequest) -> None:
         self._used[0] -= len(request.rows)
         self._used[1] -= request.num_tokens
         while self._waiting and (self._waiting[0][1].cancelled() or self._fits(self._waiting[0][0])):
@@ -176,7 +178,9 @@ class InFlight:
 # ---------------------------------------------------------------- running one
 
 
-async def stream_request(client: EngineClient, text: TextSide, request: Request) -> AsyncGenerator[OutputDelta, None]:
+async def stream_request(
+    client: EngineClient, text: TextSide, request: BatchRequest
+) -> AsyncGenerator[OutputDelta, None]:
     """Deltas of all choices until the last has ended; leaving early aborts. Raises EngineDeadError and its kin."""
     generation = Generation(client, text.table, request.rows, request.params)
     try:
@@ -188,10 +192,10 @@ async def stream_request(client: EngineClient, text: TextSide, request: Request)
         generation.close()
 
 
-async def run_request(client: EngineClient, text: TextSide, request: Request) -> RequestOutput:
+async def run_request(client: EngineClient, text: TextSide, request: BatchRequest) -> RequestOutput:
     """All choices, whole."""
     generation = Generation(client, text.table, request.rows, request.params)
-    parts = [_Choice() for _ in request.rows]
+    parts = [_BatchChoice() for _ in request.rows]
     try:
         await generation.submit()
         async for deltas in generation.deltas():
@@ -212,7 +216,7 @@ async def run_request(client: EngineClient, text: TextSide, request: Request) ->
     )
 
 
-class _Choice:
+class _BatchChoice:
     """One answer being put together."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from trireme.config import Decision, EngineConfig
 from trireme.errors import EngineDeadError
-from trireme.launch.api.batch import InFlight, PromptSource, Request, TextSide, run_request, stream_request
+from trireme.launch.api.batch import BatchRequest, InFlight, PromptSource, TextSide, run_request, stream_request
 from trireme.launch.api.blocking import LoopThread
 from trireme.launch.api.deployment import Deployment
 from trireme.launch.api.startup import breakdown
@@ -142,11 +142,11 @@ class AsyncSession:
         """The answer to a conversation, token by token."""
         return self._stream(PromptSource.talk(messages), params, salt)
 
-    def prepare(self, source: PromptSource, params: SamplingParams | None, salt: str | None = None) -> Request:
+    def prepare(self, source: PromptSource, params: SamplingParams | None, salt: str | None = None) -> BatchRequest:
         """Tokenizes and checks; raises RequestError before anything is sent."""
         return self._ready()[1].request(source, params or SamplingParams(), salt)
 
-    async def run(self, request: Request) -> RequestOutput:
+    async def run(self, request: BatchRequest) -> RequestOutput:
         """A prepared request, as soon as the engines have room for it."""
         client, text, in_flight = self._ready()
         async with in_flight.room_for(request):
@@ -389,7 +389,7 @@ class Session:
             view.close()
 
 
-async def _all_in_order(session: AsyncSession, requests: list[Request], view: ProgressView) -> list[RequestOutput]:
+async def _all_in_order(session: AsyncSession, requests: list[BatchRequest], view: ProgressView) -> list[RequestOutput]:
     tasks = [asyncio.create_task(session.run(request)) for request in requests]
     try:
         for num_done, task in enumerate(asyncio.as_completed(tasks), 1):

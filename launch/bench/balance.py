@@ -10,7 +10,7 @@ from collections import Counter
 
 from trireme.errors import ConfigError
 from trireme.launch.bench import route as bench_route
-from trireme.launch.bench.samples import Row, publish
+from trireme.launch.bench.samples import RunSummary, publish
 from trireme.launch.options import Invocation
 from trireme.launch.simulation.balance_sim import ALONE, Asked, World, burst, talk
 from trireme.metrics import percentile
@@ -31,12 +31,12 @@ def run(invocation: Invocation) -> int:
         raise ConfigError(f"--fronts is {fronts}; each must be 1..256", hint="--fronts 1,4,16")
     count = invocation.options["num_requests"]
     rows = [
-        Row(f"{policy}, {number} front ends", measure(policy, number, count, seed=number), policy)
+        RunSummary(f"{policy}, {number} front ends", measure(policy, number, count, seed=number), policy)
         for policy in POLICIES
         for number in fronts
     ]
     rows += [
-        Row(f"{policy}, over sockets", bench_route.measure(policy, NUM_ROUTES), policy)
+        RunSummary(f"{policy}, over sockets", bench_route.measure(policy, NUM_ROUTES), policy)
         for policy in bench_route.POLICIES
     ]
     publish(invocation, "none", rows, None)

@@ -20,7 +20,7 @@ import numpy as np
 
 from trireme.config import CacheConfig, EngineConfig, LaunchConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from trireme.errors import ConfigError, EngineError
-from trireme.launch.bench.samples import Row, publish
+from trireme.launch.bench.samples import RunSummary, publish
 from trireme.launch.options import Invocation
 from trireme.metrics import percentile
 from trireme.params import RowParams
@@ -68,7 +68,7 @@ def run(invocation: Invocation) -> int:
     if not all(1 <= size <= 8192 for size in sizes):
         raise ConfigError(f"--running is {sizes}; each must be 1..8192", hint="--running 1,64,256")
     num_tokens = invocation.options["output_len"]
-    rows = [Row(f"{size} running", _measure_size(size, num_tokens)) for size in sizes]
+    rows = [RunSummary(f"{size} running", _measure_size(size, num_tokens)) for size in sizes]
     publish(invocation, "none", rows, None)
     return 0
 

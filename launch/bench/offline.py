@@ -13,7 +13,7 @@ import msgspec
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
 from trireme.launch.api.llm import AsyncLLM
-from trireme.launch.bench.samples import Row, Sample, make_ids, publish, summarize
+from trireme.launch.bench.samples import RunSummary, Sample, make_ids, publish, summarize
 from trireme.launch.options import Invocation
 from trireme.params import SamplingParams
 
@@ -34,7 +34,7 @@ async def _run(invocation: Invocation) -> int:
                 hint="--input-len and --output-len, smaller",
             )
         await measure(llm, invocation, -1)  # warm-up: first touch of memory, threads, caches
-        rows = [Row(f"run {i + 1}", await measure(llm, invocation, i)) for i in range(options["repeats"])]
+        rows = [RunSummary(f"run {i + 1}", await measure(llm, invocation, i)) for i in range(options["repeats"])]
         publish(invocation, llm.config.model.served_name or "", rows, llm.config)
     return 0
 

@@ -39,7 +39,7 @@ class Sample(NamedTuple):
     error: str = ""
 
 
-class Row(NamedTuple):
+class RunSummary(NamedTuple):
     """A summary of one run: its name and its figures. `series` groups rows that make one line of a plot."""
 
     name: str
@@ -83,14 +83,14 @@ def make_ids(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
 COUNTS = ("requests", "errors", "clients", "rate")
 
 
-def ratio_row(name: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> Row:
+def ratio_row(name: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> RunSummary:
     """Median over pairs of runs of (first / second), figure by figure; the runs of a pair followed one another."""
     first = pairs[0][0]
     figures = {key: percentile([a[key] / b[key] for a, b in pairs if b[key]], 50) for key in first if key not in COUNTS}
-    return Row(name, figures, "ratio")
+    return RunSummary(name, figures, "ratio")
 
 
-def publish(invocation: Invocation, model: str, rows: Sequence[Row], config: EngineConfig | None) -> None:
+def publish(invocation: Invocation, model: str, rows: Sequence[RunSummary], config: EngineConfig | None) -> None:
     """Prints the result. `config` is the resolved one of the engine measured; None for a server that we did not start."""
     if invocation.options["json"]:
         print(json.dumps(_document(invocation, model, rows, config), indent=1))
@@ -108,7 +108,9 @@ def _figure(value: float | None) -> str:
     return f"{value:.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
 
 
-def _document(invocation: Invocation, model: str, rows: Sequence[Row], config: EngineConfig | None) -> dict[str, Any]:
+def _document(
+    invocation: Invocation, model: str, rows: Sequence[RunSummary], config: EngineConfig | None
+) -> dict[str, Any]:
     device = read_device()
     values = [] if config is None else [(s, getattr(getattr(config, s.group), s.name)) for s in table()]
     return {

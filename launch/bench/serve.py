@@ -24,7 +24,7 @@ from trireme.errors import ConfigError
 from trireme.launch.api.deployment import UnderSupervisor
 from trireme.launch.api.http import Endpoint, ServerError, endpoint, get_json, stream
 from trireme.launch.api.view import ProgressView
-from trireme.launch.bench.samples import Row, Sample, make_text, publish, ratio_row, summarize
+from trireme.launch.bench.samples import RunSummary, Sample, make_text, publish, ratio_row, summarize
 from trireme.launch.options import Invocation
 from trireme.resolve import prepare
 
@@ -33,7 +33,7 @@ RATE_S = 20.0  # how long requests keep arriving at one rate
 OWN, PEER = "trireme", "peer"
 
 
-class Step(NamedTuple):
+class LoadPoint(NamedTuple):
     """One load: so many clients in closed loops, or requests a second in an open one."""
 
     what: str  # clients | rate
@@ -91,14 +91,14 @@ def _endpoints(urls: str, key: str = "") -> list[Endpoint]:
 
 
 async def _measure(
-    invocation: Invocation, servers: dict[str, list[Endpoint]], steps: list[Step]
-) -> tuple[list[Row], str]:
+    invocation: Invocation, servers: dict[str, list[Endpoint]], steps: list[LoadPoint]
+) -> tuple[list[RunSummary], str]:
     options = invocation.options
     models = {name: str((await get_json(to[0], "/v1/models"))["data"][0]["id"]) for name, to in servers.items()}
     for name, to in servers.items():
         await asyncio.gather(*(_one(one, models[name], "warm up", WARM_UP_TOKENS) for one in to))
-    rows: list[Row] = []
-    ratios: list[Row] = []
+    rows: list[RunSummary] = []
+    ratios: list[RunSummary] = []
     for step in steps:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
         for repeat in range(options["repeats"]):
@@ -107,14 +107,14 @@ async def _measure(
                 figures = {step.what: step.amount, **await _load(servers[name], models[name], options, step, repeat)}
                 found[name].append(figures)
                 shown = f"{name} {step.name}" if len(servers) > 1 else step.name
-                rows.append(Row(shown, figures, name))
+                rows.append(RunSummary(shown, figures, name))
         if len(servers) > 1:
             pairs = list(zip(found[OWN], found[PEER], strict=True))
             ratios.append(ratio_row(f"{OWN} / {PEER} {step.name}", pairs))
     return [*rows, *ratios], models[OWN]
 
 
-def steps_of(options: dict[str, Any]) -> list[Step]:
+def steps_of(options: dict[str, Any]) -> list[LoadPoint]:
     """The steps that the flags ask for. Raises ConfigError."""
     what = "rate" if options.get("rate") else "concurrency"
     words = options[what]
@@ -124,10 +124,12 @@ def steps_of(options: dict[str, Any]) -> list[Step]:
         raise ConfigError(f"--{what} is {','.join(words)!r}; it must be numbers") from error
     if not all(0 < amount < 1e6 for amount in amounts):
         raise ConfigError(f"--{what} is {','.join(words)!r}; each must be above 0")
-    return [Step("rate" if what == "rate" else "clients", float(amount)) for amount in amounts]
+    return [LoadPoint("rate" if what == "rate" else "clients", float(amount)) for amount in amounts]
 
 
-async def _load(to: list[Endpoint], model: str, options: dict[str, Any], step: Step, repeat: int) -> dict[str, float]:
+async def _load(
+    to: list[Endpoint], model: str, options: dict[str, Any], step: LoadPoint, repeat: int
+) -> dict[str, float]:
     """Puts one step's load on a server; the prompts depend on step and repeat only."""
     count = options["num_requests"] or (max(4, round(RATE_S * step.amount)) if step.is_open else round(3 * step.amount))
     first = repeat * 1_000_000 + round(step.amount * 1000)

@@ -23,7 +23,7 @@ import msgspec
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
 from trireme.launch.api.http import Endpoint, ServerError, get_json, stream
-from trireme.launch.bench.samples import Row, publish
+from trireme.launch.bench.samples import RunSummary, publish
 from trireme.launch.options import Invocation
 from trireme.phases import PART
 from trireme.resolve import Prepared, prepare
@@ -49,7 +49,7 @@ def run(invocation: Invocation) -> int:
         file = Path(folder) / "settings.yaml"
         file.write_text(to_yaml(_for_measuring(invocation.loaded.config)))
         for i in range(invocation.options["repeats"]):
-            rows.append(Row(f"run {i + 1}", _start_once(file, prepared), "startup"))
+            rows.append(RunSummary(f"run {i + 1}", _start_once(file, prepared), "startup"))
     publish(invocation, prepared.model.name, rows, prepared.config)
     return 0
 

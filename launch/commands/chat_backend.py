@@ -16,7 +16,7 @@ from trireme.params import SamplingParams
 Messages = Sequence[dict[str, str]]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Text as it comes; `finish` with the last one."""
 
     text: str
@@ -28,9 +28,9 @@ class Talker(Protocol):
 
     name: str
 
-    def answer(self, messages: Messages) -> Iterator[Piece]: ...
+    def answer(self, messages: Messages) -> Iterator[TextPiece]: ...
 
-    def go_on(self, prompt: str) -> Iterator[Piece]: ...
+    def go_on(self, prompt: str) -> Iterator[TextPiece]: ...
 
     def close(self) -> None: ...
 
@@ -58,13 +58,13 @@ class LocalTalker:
         self._params = params
         self.name = self._llm.config.model.served_name or ""
 
-    def answer(self, messages: Messages) -> Iterator[Piece]:
+    def answer(self, messages: Messages) -> Iterator[TextPiece]:
         for delta in self._llm.stream_chat(messages, self._params):
-            yield Piece(delta.text, delta.finish_reason)
+            yield TextPiece(delta.text, delta.finish_reason)
 
-    def go_on(self, prompt: str) -> Iterator[Piece]:
+    def go_on(self, prompt: str) -> Iterator[TextPiece]:
         for delta in self._llm.stream(prompt, self._params):
-            yield Piece(delta.text, delta.finish_reason)
+            yield TextPiece(delta.text, delta.finish_reason)
 
     def close(self) -> None:
         self._llm.close()
@@ -83,18 +83,18 @@ class RemoteTalker:
             self._loop.close()
             raise
 
-    def answer(self, messages: Messages) -> Iterator[Piece]:
+    def answer(self, messages: Messages) -> Iterator[TextPiece]:
         return self._loop.iterate(self._pieces("/v1/chat/completions", {"messages": list(messages)}))
 
-    def go_on(self, prompt: str) -> Iterator[Piece]:
+    def go_on(self, prompt: str) -> Iterator[TextPiece]:
         return self._loop.iterate(self._pieces("/v1/completions", {"prompt": prompt}))
 
-    async def _pieces(self, path: str, what: dict[str, Any]) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, path: str, what: dict[str, Any]) -> AsyncGenerator[TextPiece, None]:
         body = {"model": self.name, "stream": True, **self._wanted, **what}
         async for event in stream(self._to, path, body):
             for choice in event.get("choices") or ():
-                found = msgspec.convert(choice, _Choice)
-                yield Piece(found.text or found.delta.content or "", found.finish_reason)
+                found = msgspec.convert(choice, _LocalChoice)
+                yield TextPiece(found.text or found.delta.content or "", found.finish_reason)
 
     def close(self) -> None:
         self._loop.close()
@@ -104,7 +104,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _LocalChoice(msgspec.Struct):
     text: str | None = None
     delta: _Delta = msgspec.field(default_factory=_Delta)
     finish_reason: str | None = None

@@ -17,7 +17,14 @@ from trireme.errors import ConfigError
 from trireme.launch.options import Invocation
 from trireme.machine.device import DeviceFacts, GpuFacts, read_device, read_gpu
 from trireme.machine.gpu_formats import gpu_weight_bytes
-from trireme.machine.memory_budget import DTYPE_BYTES, Share, gpu_shares, kv_token_bytes, memory_shares, too_little_kv
+from trireme.machine.memory_budget import (
+    DTYPE_BYTES,
+    MemoryLine,
+    gpu_shares,
+    kv_token_bytes,
+    memory_shares,
+    too_little_kv,
+)
 from trireme.machine.weight_bytes import loaded_bytes
 from trireme.resolve import ModelFacts, describe, read_model, resolve
 from trireme.settings import SECRET, table
@@ -42,7 +49,7 @@ class Plan(NamedTuple):
     asked: EngineConfig
     config: EngineConfig  # what became of it
     decisions: list[Decision]
-    shares: list[Share]
+    shares: list[MemoryLine]
     contexts: list[Context]
     largest_len: int  # longest request that the KV memory holds, within the model's positions
     possible_len: int  # the same if KV got all memory that is free

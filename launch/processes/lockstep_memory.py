@@ -8,7 +8,7 @@ from trireme.topology.arena import Arena, create_peers_arena
 HIDDEN = 1024  # what engines exchange per token; more of it passes in pieces
 
 
-class PeerMemory:
+class LockstepMemory:
     """Nothing for engines that do not step together."""
 
     def __init__(self, config: EngineConfig) -> None:

@@ -22,7 +22,7 @@ class Modules(NamedTuple):
     front: str = "trireme.serving.main"
 
 
-class Place(NamedTuple):
+class PartId(NamedTuple):
     """One part of a deployment; `number` counts those of one role."""
 
     role: Literal["coordinator", "engine", "front"]
@@ -31,11 +31,11 @@ class Place(NamedTuple):
     module: str
 
 
-def parts_of(dp: int, num_fronts: int, modules: Modules) -> list[Place]:
+def parts_of(dp: int, num_fronts: int, modules: Modules) -> list[PartId]:
     """All parts, in start order."""
-    places = [Place("coordinator", 0, "coordinator", modules.coordinator)] if dp > 1 else []
-    places += [Place("engine", i, f"engine-{i}", modules.engine) for i in range(dp)]
-    return places + [Place("front", i, f"front-{i}", modules.front) for i in range(num_fronts)]
+    places = [PartId("coordinator", 0, "coordinator", modules.coordinator)] if dp > 1 else []
+    places += [PartId("engine", i, f"engine-{i}", modules.engine) for i in range(dp)]
+    return places + [PartId("front", i, f"front-{i}", modules.front) for i in range(num_fronts)]
 
 
 def run(invocation: Any) -> int:

@@ -18,7 +18,7 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
-from trireme.launch.processes.lockstep_memory import PeerMemory
+from trireme.launch.processes.lockstep_memory import LockstepMemory
 from trireme.launch.processes.parts import Modules, parts_of
 from trireme.launch.processes.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 from trireme.topology.lockstep import Mode
@@ -36,7 +36,7 @@ AWAY_S = 2.0  # later than it wanted to turn: it was the supervisor itself, and 
 PartState = Literal["new", "starting", "ready", "waiting", "down", "stopped"]
 
 
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
+class SupervisorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of the supervisor's patience, in seconds."""
 
     restarts: RestartLimits = RestartLimits()  # of engines and front ends
@@ -93,7 +93,7 @@ class Stopped(msgspec.Struct, frozen=True):
 Event: TypeAlias = Progress | Ready | Died | AllReady | Restarted | Stopping | Stopped
 
 
-class Part:
+class ManagedProcess:
     """One child of the deployment over its several lives."""
 
     def __init__(self, role: Role, index: int, name: str, module: str, limits: RestartLimits) -> None:
@@ -128,13 +128,13 @@ class Supervisor:
         *,
         modules: Modules | None = None,
         num_fronts: int | None = None,
-        timing: Timing | None = None,
+        timing: SupervisorTimeouts | None = None,
         eggs: dict[str, Egg] | None = None,
     ) -> None:
         """`num_fronts` replaces config.serving.api_servers (0: no HTTP, no listening socket). `eggs` are processes that
         already wait to become the parts of those names; they stay the caller's until then."""
         self.config = config
-        self.timing = timing or Timing()
+        self.timing = timing or SupervisorTimeouts()
         self.is_ready = False  # all parts have been ready once
         self.is_finished = False
         self.failed: Failed | None = None
@@ -153,7 +153,7 @@ class Supervisor:
         self._run_dir: RunDir | None = None
         self._listeners: list[socket.socket] = []  # one for all front ends, or one for each
         self._secret_keys: dict[str, bytes] = {}
-        self._peers = PeerMemory(config)
+        self._peers = LockstepMemory(config)
         self._started_at = 0.0
         self._turn_due = NEVER  # when the present wait, or what the owner does between two steps, should be over
         self._phase: Literal["running", "draining", "leaving"] = "running"
@@ -163,7 +163,7 @@ class Supervisor:
     # ------------------------------------------------------------ for the owner
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ManagedProcess, ...]:
         """In start order. For reading only."""
         return self._parts
 
@@ -265,13 +265,13 @@ class Supervisor:
 
     # ------------------------------------------------------------ parts
 
-    def _make_parts(self, modules: Modules, num_fronts: int) -> tuple[Part, ...]:
+    def _make_parts(self, modules: Modules, num_fronts: int) -> tuple[ManagedProcess, ...]:
         places = parts_of(self.config.parallel.dp, num_fronts, modules)
         timing = self.timing
         limits = {"coordinator": timing.coordinator, "engine": timing.restarts, "front": timing.restarts}
-        return tuple(Part(*place, limits[place.role]) for place in places)
+        return tuple(ManagedProcess(*place, limits[place.role]) for place in places)
 
-    def _launch(self, part: Part) -> None:
+    def _launch(self, part: ManagedProcess) -> None:
         """Starts the next life of `part`, in place: same name, same addresses, next epoch."""
         part.epoch += 1
         if part.role == "engine":
@@ -281,7 +281,7 @@ class Supervisor:
         part.child = spawn(part.module, boot, egg=self._egg_for(part))
         self._poller.add(part.child, lambda: self._on_reports(part))
 
-    def _egg_for(self, part: Part) -> Egg | None:
+    def _egg_for(self, part: ManagedProcess) -> Egg | None:
         egg = self._eggs.pop(part.name, None) or self._spares.pop(part.name, None)
         if egg is not None and egg.process.poll() is not None:
             egg.discard()
@@ -294,7 +294,7 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     self._spares[part.name] = hatch(part.module, f"spare-{part.name}", part.role)
 
-    def _on_reports(self, part: Part) -> None:
+    def _on_reports(self, part: ManagedProcess) -> None:
         child = part.child
         if child is None:
             return
@@ -314,13 +314,13 @@ class Supervisor:
         if child.is_dead:
             self._on_death(part, failed)
 
-    def _tell_fronts(self, part: Part, report: Progress) -> None:
+    def _tell_fronts(self, part: ManagedProcess, report: Progress) -> None:
         """Front ends answer /ready while engines load: they must know how far those are."""
         for front in self._parts:
             if part.role == "engine" and front.role == "front" and front.child is not None:
                 front.child.tell(report)
 
-    def _on_ready(self, part: Part, report: Ready) -> None:
+    def _on_ready(self, part: ManagedProcess, report: Ready) -> None:
         part.state, part.ready, part.ready_at = "ready", report, time.monotonic()
         if self.is_ready:
             self._notify(Restarted(part.name, part.epoch))
@@ -336,7 +336,7 @@ class Supervisor:
             self._notify(AllReady(self.address, ready, seconds, stamps, self.addresses, born))
             self._keep_spares()
 
-    def _on_death(self, part: Part, failed: Failed | None) -> None:
+    def _on_death(self, part: ManagedProcess, failed: Failed | None) -> None:
         """Before the first readiness a death is fatal, later it is a restart, and in a drain it is what was asked for."""
         was_ready = part.state == "ready"
         self._discard(part, "stopped")
@@ -360,7 +360,7 @@ class Supervisor:
         if part.role != "coordinator" and all(p.state == "down" for p in alike):
             self._abort(failed)  # nothing is left that could ever serve again
 
-    def _end_group(self, dead: Part) -> None:
+    def _end_group(self, dead: ManagedProcess) -> None:
         """Engines in lock step end together, and start again together when the one that died does."""
         self._peers.abort()
         for part in self._parts:
@@ -368,14 +368,14 @@ class Supervisor:
                 self._discard(part, dead.state)
                 part.restart_at = dead.restart_at
 
-    def _discard(self, part: Part, state: PartState) -> None:
+    def _discard(self, part: ManagedProcess, state: PartState) -> None:
         if part.child is not None:
             self._poller.remove(part.child)
             part.child.close()
             part.child = None
         part.state, part.restart_at = state, NEVER
 
-    def _kill(self, part: Part, error: str) -> None:
+    def _kill(self, part: ManagedProcess, error: str) -> None:
         self._on_death(part, Failed(part.name, error))
 
     def _abort(self, failed: Failed) -> None:
@@ -413,7 +413,7 @@ class Supervisor:
             self._on_stop_request(*self._stop_requests.pop(0))
         self._advance_stop(now)
 
-    def _start_ends(self, part: Part) -> float:
+    def _start_ends(self, part: ManagedProcess) -> float:
         """When a part that starts is late. A front end waits for the engines, so it is late only after those that still start."""
         awaited = [p.started_at for p in self._parts if p.role == "engine" and p.state == "starting"]
         ends = part.started_at
@@ -421,7 +421,7 @@ class Supervisor:
             ends = max(ends, max(awaited) + self.timing.after_engines_s)
         return ends + self.config.launch.start_timeout
 
-    def _describe_slow_start(self, part: Part) -> str:
+    def _describe_slow_start(self, part: ManagedProcess) -> str:
         text = f"{part.name} did not become ready within {self.config.launch.start_timeout:g} s"
         last = part.last_progress
         return f"{text}; its last step was {last.phase} {last.done}/{last.total}" if last else text

@@ -61,7 +61,7 @@ class Asked:
     tokens: list[int] = field(default_factory=list)
 
 
-class Engine:
+class SimulatedEngine:
     """An engine core that steps when it has work and reports when it has changed."""
 
     def __init__(self, world: World, index: int, limits: Limits, *, tells_blocks: bool) -> None:
@@ -140,7 +140,7 @@ class World:
             fleet=Fleet(),
             block_size=limits.block_size,
         )
-        self.engines = [Engine(self, i, limits, tells_blocks=self._by_prefix) for i in range(num_engines)]
+        self.engines = [SimulatedEngine(self, i, limits, tells_blocks=self._by_prefix) for i in range(num_engines)]
         for engine in self.engines:
             self.coordinator.engine_connected(engine.core.engine, 0)
             self.coordinator.engine_reported(engine.core.stats(0.0))

@@ -38,7 +38,7 @@ def _tensor(vector: Floats | None) -> Tensor | None:
     return None if vector is None else torch.from_numpy(vector)
 
 
-class _Layer:
+class _DecoderLayer:
     """The weights of one layer, seen as tensors."""
 
     def __init__(self, weights: LayerWeights, norm: Callable[[NormWeights | None], Norm | None]) -> None:
@@ -51,7 +51,7 @@ class _Layer:
         self.cos_sin = torch.from_numpy(weights.cos_sin)
 
 
-class Decoder:
+class TorchDecoder:
     """One stage on one rank; satisfies models.forward.TensorModel. `weight_bytes` counts packed matrices and tables."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Decoder:
         build, rank = weights.shares, mesh.tp_rank
         self.num_kv_layers = len(weights.layers)
         self.kv_heads = build.kv[rank].size // arch.head_dim
-        self._layers = [_Layer(layer, self._norm_of) for layer in weights.layers]
+        self._layers = [_DecoderLayer(layer, self._norm_of) for layer in weights.layers]
         self._head = None if weights.head is None else Linear(weights.head)
         self._norm = self._norm_of(weights.norm)
         self._vocab_sizes = sizes_of(build.vocab)
@@ -146,7 +146,7 @@ class Decoder:
 
     def _attend(
         self,
-        layer: _Layer,
+        layer: _DecoderLayer,
         x: Tensor,
         layer_kv: KVLayer,
         batch: ForwardBatch,
@@ -174,7 +174,7 @@ class Decoder:
         )
         return self._project(layer.o, attended, self._q_sizes)
 
-    def _norm_qk(self, layer: _Layer, qkv: Tensor) -> None:
+    def _norm_qk(self, layer: _DecoderLayer, qkv: Tensor) -> None:
         """Norms of q and k other than one vector for every head, in place."""
         rank, eps = self._mesh.tp_rank, self.arch.norm_eps
         q_width, kv_width = self._q_sizes[rank], self._kv_sizes[rank]

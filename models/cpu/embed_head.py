@@ -58,7 +58,7 @@ class PrefixedSource:
         return tensor_from_stored(self._source.tensor(self._name_of[name], shape))
 
 
-class Cut:
+class RankWeights:
     """Which part of everything this rank has. As in the decoder, every matrix is split by output rows, so that TP changes no
     bit: each output is one sum in one order."""
 
@@ -83,8 +83,8 @@ class Cut:
         unit = 16 if total % 16 == 0 and total // 16 >= tp else 1
         return [split_evenly(total, tp, rank, unit=unit) for rank in range(tp)]
 
-    def columns(self, spans: list[Span]) -> Columns:
-        return Columns([span.size for span in spans], self.rank)
+    def columns(self, spans: list[Span]) -> ColumnShard:
+        return ColumnShard([span.size for span in spans], self.rank)
 
     def packed(self, matrices: list[RawMatrix], biases: list[Tensor] | None = None) -> Linear:
         """A layer of matrices one under the other, each cut to this rank's rows already."""
@@ -102,7 +102,7 @@ class Cut:
         return self.packed([self.source.matrix(name + ".weight", n, k).rows(own)], biases)
 
 
-class Columns:
+class ColumnShard:
     """The columns of a tensor that is spread over the ranks of a stage."""
 
     def __init__(self, sizes: list[int], rank: int) -> None:
@@ -124,7 +124,7 @@ class Ends:
     """Embedding on the first stage, final norm and head on the last, hand-over between stages; one matrix serves both ends
     where they are tied."""
 
-    def __init__(self, cut: Cut, mesh: Mesh, group: Group, names: tuple[str, str], norm: Norm | None) -> None:
+    def __init__(self, cut: RankWeights, mesh: Mesh, group: Group, names: tuple[str, str], norm: Norm | None) -> None:
         """`names` of the embedding and of the head; `norm` is needed on the last stage."""
         arch = cut.arch
         embed, head = names

@@ -17,7 +17,7 @@ from trireme.model.reader import ArchSpec
 from trireme.models.arch.gpt_names import NAMES, Names, gpt_body, norm_names, qkv_heads
 from trireme.models.arch.rope import cos_sin_table
 from trireme.models.cpu import ops
-from trireme.models.cpu.embed_head import Cut, Ends, PrefixedSource, dense_tensor, identity_table
+from trireme.models.cpu.embed_head import Ends, PrefixedSource, RankWeights, dense_tensor, identity_table
 from trireme.models.cpu.linear import Linear
 from trireme.models.cpu.ops_reference import gelu, layer_norm
 from trireme.models.forward import ForwardBatch, Group, KVLayer
@@ -68,7 +68,7 @@ def ignorable_names(arch: ArchSpec) -> list[str]:
 class _Norm:
     """A layer norm with its weights."""
 
-    def __init__(self, cut: Cut, name: str, arch: ArchSpec) -> None:
+    def __init__(self, cut: RankWeights, name: str, arch: ArchSpec) -> None:
         self._weight = cut.vector(name + ".weight", arch.hidden)
         self._bias = cut.vector(name + ".bias", arch.hidden)
         self._eps = arch.norm_eps
@@ -77,10 +77,10 @@ class _Norm:
         return layer_norm(x, self._weight, self._bias, self._eps)
 
 
-class _Layer:
+class _GptLayer:
     """Weights of one layer."""
 
-    def __init__(self, cut: Cut, index: int) -> None:
+    def __init__(self, cut: RankWeights, index: int) -> None:
         arch, names = cut.arch, NAMES[cut.arch.family]
         body, at = gpt_body(arch), f"{names.layer}.{index}."
         self.norms = [_Norm(cut, at + name, arch) for name in norm_names(arch)]
@@ -97,13 +97,13 @@ class _Layer:
         return self.qkv.nbytes + self.o.nbytes + self.up.nbytes + self.down.nbytes
 
 
-def _matrix(cut: Cut, name: str, n: int, k: int, names: Names) -> RawMatrix:
+def _matrix(cut: RankWeights, name: str, n: int, k: int, names: Names) -> RawMatrix:
     if names.inputs_first:
         return cut.source.matrix(name + ".weight", k, n).transposed()
     return cut.source.matrix(name + ".weight", n, k)
 
 
-def _rows(cut: Cut, name: str, n: int, k: int, names: Names, *, bias: bool) -> Linear:
+def _rows(cut: RankWeights, name: str, n: int, k: int, names: Names, *, bias: bool) -> Linear:
     if not names.inputs_first:
         return cut.rows(name, n, k, bias=bias)
     own = cut.spans(n)[cut.rank]
@@ -111,7 +111,7 @@ def _rows(cut: Cut, name: str, n: int, k: int, names: Names, *, bias: bool) -> L
     return cut.packed([_matrix(cut, name, n, k, names).rows(own)], biases)
 
 
-def _fused_qkv(cut: Cut, name: str, names: Names) -> Linear:
+def _fused_qkv(cut: RankWeights, name: str, names: Names) -> Linear:
     """This rank's q, k and v rows out of the stored order, one under the other."""
     arch = cut.arch
     heads = arch.num_heads + 2 * arch.num_kv_heads
@@ -143,7 +143,7 @@ class GptModel:
             raise ModelError(f"{source.path} has {body.learned_positions} positions; {positions} are asked for")
         self.vocab_size, self.head_dim = arch.vocab_size, arch.head_dim
         self._group = group
-        cut = Cut(arch, mesh, source, dense)
+        cut = RankWeights(arch, mesh, source, dense)
         heads = cut.heads()
         stage = mesh.layers(arch.num_layers)
         self.num_kv_layers = stage.size
@@ -159,7 +159,7 @@ class GptModel:
         self._layers = []
         progress("weights", 0, stage.size + 1)
         for done, index in enumerate(range(stage.start, stage.stop), start=1):
-            self._layers.append(_Layer(cut, index))
+            self._layers.append(_GptLayer(cut, index))
             progress("weights", done, stage.size + 1)
         norm = _Norm(cut, names.norm, arch) if mesh.is_last_stage else None
         self._ends = Ends(cut, mesh, group, (names.embed, names.head), norm)
@@ -195,12 +195,12 @@ class GptModel:
                 hidden += self._feed_forward(layer, layer.norms[-1](hidden))
         return self._ends.finish(hidden, batch.logits_index)
 
-    def _attention(self, layer: _Layer, normed: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
+    def _attention(self, layer: _GptLayer, normed: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         qkv = layer.qkv(normed, torch.empty(normed.shape[0], layer.qkv.n))
         attended = ops.rope_cache_attention(qkv, kv, batch, self._cos_sin, layer.scale)
         return self._product(layer.o, self._q.gather(attended, self._group))
 
-    def _feed_forward(self, layer: _Layer, normed: Tensor) -> Tensor:
+    def _feed_forward(self, layer: _GptLayer, normed: Tensor) -> Tensor:
         wide = self._activate(layer.up(normed, torch.empty(normed.shape[0], layer.up.n)))
         return self._product(layer.down, self._ffn.gather(wide, self._group))
 

@@ -19,7 +19,7 @@ from trireme.model.reader import ArchSpec
 from trireme.models.arch.names import FEED_FORWARD, router_name
 from trireme.models.arch.rope import cos_sin_table
 from trireme.models.cpu import ops
-from trireme.models.cpu.embed_head import Columns, Cut, Ends, PrefixedSource, identity_table
+from trireme.models.cpu.embed_head import ColumnShard, Ends, PrefixedSource, RankWeights, identity_table
 from trireme.models.cpu.linear import Linear
 from trireme.models.cpu.ops_reference import clamped_swiglu, rows_by_chunk, torch_attention
 from trireme.models.cpu.tensors import raw_from_tensor
@@ -89,7 +89,7 @@ def _body(arch: ArchSpec) -> MoeBody:
 class _Dense:
     """SwiGLU network; ranks have some of its columns."""
 
-    def __init__(self, cut: Cut, at: str, ffn: int) -> None:
+    def __init__(self, cut: RankWeights, at: str, ffn: int) -> None:
         hidden = cut.arch.hidden
         own = cut.spans(ffn)[cut.rank]
         self._wide, self._hidden = cut.columns(cut.spans(ffn)), cut.columns(cut.spans(hidden))
@@ -114,7 +114,7 @@ class _Experts:
     elsewhere before the results of a token are summed: so it is the same to the bit on any number of engines.
     """
 
-    def __init__(self, cut: Cut, at: str, peers: ExpertGroup | None = None) -> None:
+    def __init__(self, cut: RankWeights, at: str, peers: ExpertGroup | None = None) -> None:
         arch, self._body = cut.arch, _body(cut.arch)
         body, hidden, ffn = self._body, arch.hidden, arch.ffn
         self._router = cut.packed(
@@ -179,7 +179,7 @@ def _runs(edges: list[int], own: Span) -> Iterator[tuple[int, int, int]]:
 
 
 def _separate(
-    cut: Cut, experts: list[str], names: tuple[str, ...], rows: tuple[Span, Span]
+    cut: RankWeights, experts: list[str], names: tuple[str, ...], rows: tuple[Span, Span]
 ) -> tuple[list[Linear], list[Linear]]:
     """Gates with ups, and downs, of experts whose matrices are stored one by one; `rows` are this rank's of either."""
     (gate, up, down), (wide, narrow), hidden, ffn = names, rows, cut.arch.hidden, cut.arch.ffn
@@ -199,7 +199,7 @@ class _Stored:
     def __init__(self, source: PrefixedSource, at: str, body: MoeBody, own: Span) -> None:
         self._source, self._at, self._body, self._own = source, at, body, own
 
-    def linears(self, cut: Cut, name: str, n: int, k: int, rows: np.ndarray) -> list[Linear]:
+    def linears(self, cut: RankWeights, name: str, n: int, k: int, rows: np.ndarray) -> list[Linear]:
         """One layer per own expert, of the given rows of its n x k matrix."""
         count, bias = self._body.num_experts, None
         pick = torch.from_numpy(rows)
@@ -236,10 +236,10 @@ def mxfp4_rows(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- layers
 
 
-class _Layer:
+class _MoeLayer:
     """Weights of one layer."""
 
-    def __init__(self, cut: Cut, index: int, peers: ExpertGroup | None = None) -> None:
+    def __init__(self, cut: RankWeights, index: int, peers: ExpertGroup | None = None) -> None:
         arch, body, at = cut.arch, _body(cut.arch), f"model.layers.{index}."
         dim, own = arch.head_dim, cut.heads()[cut.rank]
         self.attn_norm = cut.vector(at + "input_layernorm.weight", arch.hidden)
@@ -297,16 +297,16 @@ class MoeModel:
         assert isinstance(source, PrefixedSource)
         self.arch, self._body, self._group = arch, _body(arch), group
         self.vocab_size, self.head_dim = arch.vocab_size, arch.head_dim
-        cut = Cut(arch, mesh, source, dense)
+        cut = RankWeights(arch, mesh, source, dense)
         heads = [own.q.size * arch.head_dim for own in cut.heads()]
         stage = mesh.layers(arch.num_layers)
         self.num_kv_layers = stage.size
         self.kv_heads = cut.heads()[cut.rank].kv.size
-        self._q, self._hidden = Columns(heads, cut.rank), cut.columns(cut.spans(arch.hidden))
+        self._q, self._hidden = ColumnShard(heads, cut.rank), cut.columns(cut.spans(arch.hidden))
         self._layers = []
         progress("weights", 0, stage.size + 1)
         for done, index in enumerate(range(stage.start, stage.stop), start=1):
-            self._layers.append(_Layer(cut, index, experts))
+            self._layers.append(_MoeLayer(cut, index, experts))
             progress("weights", done, stage.size + 1)
         norm = cut.vector("model.norm.weight", arch.hidden) if mesh.is_last_stage else None
         final = None if norm is None else lambda x: ops.rms_norm(x, norm, arch.norm_eps)
@@ -346,7 +346,7 @@ class MoeModel:
         return rows_by_chunk(batch, chunk, block_size) if chunk else batch
 
     def _attention(
-        self, layer: _Layer, normed: Tensor, batch: ForwardBatch, chunked: ForwardBatch | None, kv: KVLayer
+        self, layer: _MoeLayer, normed: Tensor, batch: ForwardBatch, chunked: ForwardBatch | None, kv: KVLayer
     ) -> Tensor:
         """Heads of this rank [T, Hq * D]."""
         qkv, scale, eps = _apply(layer.qkv, normed), self.head_dim**-0.5, self.arch.norm_eps

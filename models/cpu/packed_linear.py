@@ -17,7 +17,7 @@ from trireme.models.weights.packed import Bytes, Floats, PackedWeight, address_o
 from trireme.models.weights.sources import RawMatrix
 
 
-class Piece(NamedTuple):
+class OutputSlice(NamedTuple):
     """A product that writes the output columns [start, stop)."""
 
     start: int
@@ -36,12 +36,12 @@ class PackedLinear:
         self.k = matrices[0].k
         self.n = sum(matrix.n for matrix in matrices)
         bias = np.concatenate(biases) if biases else None
-        self.pieces: list[Piece] = []
+        self.pieces: list[OutputSlice] = []
         start = 0
         for kind, run in itertools.groupby(matrices, key=lambda matrix: matrix.kind):
             weight = _pack_run(kind, list(run), self.k)
             stop = start + weight.n
-            self.pieces.append(Piece(start, stop, weight, None if bias is None else bias[start:stop]))
+            self.pieces.append(OutputSlice(start, stop, weight, None if bias is None else bias[start:stop]))
             start = stop
         self.nbytes = sum(piece.weight.nbytes for piece in self.pieces)
 

@@ -57,7 +57,7 @@ class NormWeights(NamedTuple):
     bias: Floats | None
 
 
-class Shares:
+class ColumnShares:
     """Which columns each rank has, by rank. Every matrix is split by output rows, never along the inputs: each output is
     then one sum in one order whatever the number of ranks, and TP changes no bit."""
 
@@ -76,7 +76,9 @@ class Shares:
 class _Builder:
     """Cuts one rank's share out of the source, layer by layer. Nothing keeps it: the files are unmapped with it."""
 
-    def __init__(self, arch: ArchSpec, shares: Shares, rank: int, source: WeightSource, dense: str | None) -> None:
+    def __init__(
+        self, arch: ArchSpec, shares: ColumnShares, rank: int, source: WeightSource, dense: str | None
+    ) -> None:
         self.arch = arch
         self.shares = shares
         self.rank = rank
@@ -198,7 +200,7 @@ class StageWeights:
         max_len: int | None,
     ) -> None:
         self.arch = arch
-        self.shares = Shares(arch, mesh.tp)
+        self.shares = ColumnShares(arch, mesh.tp)
         build = _Builder(arch, self.shares, mesh.tp_rank, source, dense)
         stage = mesh.layers(arch.num_layers)
         total = stage.size + (1 if mesh.is_first_stage or mesh.is_last_stage else 0)

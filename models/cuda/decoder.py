@@ -31,14 +31,14 @@ from trireme.models.cuda.attention.registry import Need, choose_on_card
 from trireme.models.cuda.layer_weights import CudaLayer, Parts, make_rotations
 from trireme.models.cuda.layers.linear import CudaLinear
 from trireme.models.cuda.layers.norm import CudaNorm
-from trireme.models.cuda.layers.protocol import Linear, narrow_like
+from trireme.models.cuda.layers.protocol import LinearLayer, narrow_like
 from trireme.models.cuda.layers.quantized_io import Narrow, Product, multiply, narrowed
 from trireme.models.cuda.layers.row_amax import LargestOfRows
-from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.ops import CudaPagedKV
 from trireme.models.cuda.sequence_parallel import RowGroup, Rows, SplitRows, WholeRows
 from trireme.models.cuda.weights.sources import DeviceWeights
 from trireme.models.forward import Group, SoloGroup
-from trireme.models.weights.tp_shards import Shares
+from trireme.models.weights.tp_shards import RankSpans
 from trireme.topology.mesh import Mesh
 
 ALONE = Mesh(1, 1, 1)
@@ -91,7 +91,7 @@ class CudaModel:
         mesh, group = place
         self.mesh, self.group = mesh, group or SoloGroup()
         self._split_from = split_from if mesh.tp > 1 else 0
-        self.shares = Shares(arch, mesh)
+        self.shares = RankSpans(arch, mesh)
         self.arch, self.form = arch, form_of(arch)
         self._norms_in_rotary = arch.qk_norm_kind == "head"
         if 0 < self.form.learned_positions < max_len:
@@ -139,23 +139,23 @@ class CudaModel:
         if mesh.is_first_stage or arch.tie_embeddings:
             self._embedding = parts.matrix("model.embed_tokens.weight", rows, arch.hidden)
         if arch.tie_embeddings:
-            self._head: Linear = CudaLinear(self._embedding, None)
+            self._head: LinearLayer = CudaLinear(self._embedding, None)
         elif arch.unit_head and mesh.is_last_stage:
             self._head = CudaLinear(parts.unit_matrix("lm_head.weight", rows, arch.hidden), None)
         elif mesh.is_last_stage:
             self._head = parts.linear("", [("lm_head", rows)], arch.hidden, bias=False)
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
+    def allocate_kv(self, num_blocks: int, block_size: int) -> list[CudaPagedKV]:
         """Zeroed caches of all layers."""
         shape = (num_blocks, self.kv_heads, block_size, self.head_dim)
         pairs = [[torch.zeros(shape, dtype=self.kv_dtype, device="cuda") for _ in range(2)] for _ in self._layers]
-        return [PagedKV(k, v) for k, v in pairs]
+        return [CudaPagedKV(k, v) for k, v in pairs]
 
     def scratch_floats(self, rows: int, splits: int) -> int:
         """Room that decode attention needs for `rows` rows."""
         return ops.decode_scratch(rows, self.q_heads, self.head_dim, splits)
 
-    def run(self, batch: CudaBatch, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
+    def run(self, batch: CudaBatch, kv: list[CudaPagedKV], scratch: Tensor | None = None) -> Tensor:
         """Logits [S, V] of one step, in the model's dtype. A stage that is not the last passes its hidden states [T, H] on, and
         gives them too."""
         rows = self._rows(batch.token_ids.shape[0], batch.prompts)
@@ -263,13 +263,13 @@ class CudaModel:
                 part.copy_(ops.rms_norm(whole, weight, arch.norm_eps, whole)[:, own.start : own.stop])
         return Product(out)
 
-    def _product(self, linear: Linear, x: Tensor | Narrow, out: Tensor) -> Product:
+    def _product(self, linear: LinearLayer, x: Tensor | Narrow, out: Tensor) -> Product:
         """Of x, in `out`."""
         if isinstance(x, Tensor):
             return Product(linear(x, out))
         return Product(out, linear.unscaled(x.values, x.scale, out))
 
-    def _branch(self, rows: Rows, linear: Linear, x: Tensor | Narrow, out: Tensor) -> Product:
+    def _branch(self, rows: Rows, linear: LinearLayer, x: Tensor | Narrow, out: Tensor) -> Product:
         """The product of x summed over the ranks that have a part of it, in `out`: the rows of it that are kept here."""
         some = out[: rows.num]
         if self.mesh.tp == 1:
@@ -300,7 +300,13 @@ class CudaModel:
         return Product(rows.summed(normed))
 
     def _normed(
-        self, rows: Rows, linear: Linear, out: Tensor, norm: CudaNorm | None, residual: Tensor, branch: Product | None
+        self,
+        rows: Rows,
+        linear: LinearLayer,
+        out: Tensor,
+        norm: CudaNorm | None,
+        residual: Tensor,
+        branch: Product | None,
     ) -> Tensor | Narrow:
         """residual += branch; all rows of what is normed as `linear` wants it, in the same pass."""
         dtype = linear.narrow_type(rows.num)
@@ -350,7 +356,7 @@ class CudaModel:
         batch: CudaBatch,
         layer: CudaLayer,
         qkv: Tensor,
-        cache: PagedKV,
+        cache: CudaPagedKV,
         out: Tensor,
         scratch: Tensor | None,
         largest: Tensor | None,

@@ -16,7 +16,7 @@ from trireme.models.arch.rope import POSITIONS, TableRows
 from trireme.models.cuda.attention.prefill import Prompts
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules, order_prompts, plan_prompts
 from trireme.models.cuda.decoder import CudaBatch, CudaModel
-from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.ops import CudaPagedKV
 from trireme.models.forward import HostBatch, Logits
 
 
@@ -88,7 +88,7 @@ class HostModel:
         self.vocab_size = model.vocab_size
         self.num_kv_layers, self.kv_heads, self.head_dim = model.num_kv_layers, model.kv_heads, model.head_dim
 
-    def forward(self, batch: HostBatch, kv: list[PagedKV]) -> Logits | None:
+    def forward(self, batch: HostBatch, kv: list[CudaPagedKV]) -> Logits | None:
         """Logits [S, V] float32, None on a stage that is not the last."""
         with torch.inference_mode():
             model = self.model

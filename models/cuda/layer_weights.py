@@ -18,12 +18,12 @@ from trireme.models.arch.names import FEED_FORWARD, router_name
 from trireme.models.arch.rope import complete_rope, cos_sin_table, long_table
 from trireme.models.cuda.layers.linear import CudaLinear, make_linear
 from trireme.models.cuda.layers.moe import CudaExperts
-from trireme.models.cuda.layers.moe_ops import Gate
+from trireme.models.cuda.layers.moe_ops import ExpertActivation
 from trireme.models.cuda.layers.norm import CudaNorm
-from trireme.models.cuda.layers.protocol import Linear
+from trireme.models.cuda.layers.protocol import LinearLayer
 from trireme.models.cuda.weights.experts import load_experts
 from trireme.models.cuda.weights.sources import DeviceWeights
-from trireme.models.weights.tp_shards import Shares
+from trireme.models.weights.tp_shards import RankSpans
 from trireme.topology.mesh import Span
 
 
@@ -34,7 +34,9 @@ class Parts:
     `source` gives a rank's share by name (models/weights/tp_shards.py).
     """
 
-    def __init__(self, arch: ArchSpec, form: Form, shares: Shares, source: DeviceWeights, dtype: torch.dtype) -> None:
+    def __init__(
+        self, arch: ArchSpec, form: Form, shares: RankSpans, source: DeviceWeights, dtype: torch.dtype
+    ) -> None:
         self.arch, self.form, self.shares, self.dtype = arch, form, shares, dtype
         self.source = source
         self.weight_bytes = 0
@@ -69,7 +71,7 @@ class Parts:
         weight = self.matrix(name, n, k)
         return torch.nn.functional.normalize(weight.float(), eps=1e-12).to(weight.dtype)
 
-    def linear(self, at: str, parts: list[tuple[str, int]], k: int, *, bias: bool) -> Linear:
+    def linear(self, at: str, parts: list[tuple[str, int]], k: int, *, bias: bool) -> LinearLayer:
         """Matrices with k inputs, one under the other."""
         factors = [self.source.factor(f"{at}{name}.weight", n, k) for name, n in parts]
         biases = [self.vector(f"{at}{name}.bias", n) for name, n in parts] if bias else []
@@ -85,7 +87,9 @@ class Parts:
         bias = self.vector(name + ".bias", body.num_experts) if body.biases else None
         weights = load_experts(self.source, at, self.arch, shares.ffn, self.dtype, adds_bias=shares.rank == 0)
         self.weight_bytes += weights.nbytes
-        return CudaExperts(CudaLinear(router, bias), weights, body.top_k, Gate(body.glu_limit, body.glu_alpha))
+        return CudaExperts(
+            CudaLinear(router, bias), weights, body.top_k, ExpertActivation(body.glu_limit, body.glu_alpha)
+        )
 
     def sinks(self, name: str) -> Tensor | None:
         """One logit for each of this rank's heads, in float32."""

@@ -75,7 +75,7 @@ def load() -> Any:
 
 
 @dataclass(slots=True)
-class PagedKV:
+class CudaPagedKV:
     """Cache of one layer on a GPU: k and v [blocks, Hk, block_size, D]; float8 holds value / scale."""
 
     k: Tensor
@@ -240,7 +240,7 @@ def quantize_rows(x: Tensor, out: Tensor, scale: Tensor, largest: Tensor | None 
 def rotary_and_cache(
     qkv: Tensor,
     q_heads: int,
-    kv: PagedKV,
+    kv: CudaPagedKV,
     cos_sin: Tensor,
     positions: Tensor,
     slots: Tensor,
@@ -291,7 +291,7 @@ def rotary_and_cache(
 def decode_attention(
     q: Tensor,
     q_heads: int,
-    kv: PagedKV,
+    kv: CudaPagedKV,
     block_table: Tensor,
     context_len: Tensor,
     scale: float,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trireme.models.cuda.attention.prefill import Prompts
-from trireme.models.cuda.layers.moe_ops import Gate, Sorted
+from trireme.models.cuda.layers.moe_ops import ExpertActivation, Sorted
 from trireme.models.cuda.ops import (
     ALLOWED,
     BARRED,
@@ -24,7 +24,7 @@ from trireme.models.cuda.ops import (
     MOST_WORD,
     OUTPUTS,
     Q4_K_BYTES,
-    PagedKV,
+    CudaPagedKV,
     Scales,
     touched_words,
 )
@@ -120,7 +120,7 @@ def layer_norm_narrow_reference(
 def rotary_and_cache_reference(
     qkv: Tensor,
     q_heads: int,
-    kv: PagedKV,
+    kv: CudaPagedKV,
     cos_sin: Tensor,
     positions: Tensor,
     slots: Tensor,
@@ -159,7 +159,7 @@ def rotary_and_cache_reference(
 def decode_attention_reference(
     q: Tensor,
     q_heads: int,
-    kv: PagedKV,
+    kv: CudaPagedKV,
     block_table: Tensor,
     context_len: Tensor,
     scale: float,
@@ -198,7 +198,7 @@ def decode_attention_reference(
 def piece_attention_reference(
     qkv: Tensor,
     q_heads: int,
-    kv: PagedKV,
+    kv: CudaPagedKV,
     prompts: Prompts,
     scale: float,
     window: int,
@@ -503,7 +503,13 @@ def _tiles_of(order: Sorted) -> list[list[int]]:
 
 
 def expert_gates_reference(
-    x: Tensor, weight: Tensor, out: Tensor, order: Sorted, top_k: int, gate: Gate, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    order: Sorted,
+    top_k: int,
+    gate: ExpertActivation,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """In float64, rounded once."""
     for expert, first, count in _tiles_of(order):

@@ -20,7 +20,7 @@ from trireme.topology.mesh import Span
 Rows = np.ndarray  # row numbers
 
 
-class Part(NamedTuple):
+class StoredRows(NamedTuple):
     """Rows of a stored matrix that the decoder knows by a name of their own; `stored` is relative to the layer."""
 
     stored: str
@@ -37,7 +37,7 @@ class LaidOutSource:
         source: WeightSource,
         *,
         renames: dict[str, str] | None = None,
-        parts: dict[str, Part] | None = None,
+        parts: dict[str, StoredRows] | None = None,
         stacked: dict[str, str] | None = None,
         pair_dims: tuple[int, int] = (0, 0),
     ) -> None:
@@ -89,7 +89,7 @@ class LaidOutSource:
         values = self._source.vector(self._name_of[name], size)
         return values[self._halves(size)] if self._is_paired(name) else values
 
-    def _part_of(self, name: str) -> Part | None:
+    def _part_of(self, name: str) -> StoredRows | None:
         stem = name.rpartition(".")[0]
         return next((part for wanted, part in self._parts.items() if stem.endswith("." + wanted)), None)
 
@@ -107,11 +107,11 @@ def _number_in(name: str) -> int:
     return int(name.split(".")[-2])
 
 
-def _consecutive(stored: str, sizes: dict[str, int]) -> dict[str, Part]:
+def _consecutive(stored: str, sizes: dict[str, int]) -> dict[str, StoredRows]:
     """Parts that lie one under the other."""
     total, start, parts = sum(sizes.values()), 0, {}
     for name, size in sizes.items():
-        parts[name] = Part(stored, total, _Range(start, start + size))
+        parts[name] = StoredRows(stored, total, _Range(start, start + size))
         start += size
     return parts
 
@@ -176,7 +176,7 @@ def internlm2(source: WeightSource, arch: ArchSpec) -> WeightSource:
     group, total = arch.num_heads // arch.num_kv_heads, sum(_qkv_sizes(arch).values())
     spans = {"q": (0, group), "k": (group, group + 1), "v": (group + 1, group + 2)}
     parts = {
-        f"self_attn.{side}_proj": Part("self_attn.qkv_proj", total, _Grouped(arch, *span))
+        f"self_attn.{side}_proj": StoredRows("self_attn.qkv_proj", total, _Grouped(arch, *span))
         for side, span in spans.items()
     }
     return LaidOutSource(source, renames=renames, parts=parts)

@@ -30,7 +30,7 @@ UNITS = (
 )  # of feed-forward columns: what kernels and blocks of weights like, the greatest that goes round
 
 
-class Cut(NamedTuple):
+class MatrixSlice(NamedTuple):
     """A part of a stored matrix [n, k]: its `rows` (outputs) and `columns` (inputs)."""
 
     n: int
@@ -39,7 +39,7 @@ class Cut(NamedTuple):
     columns: Span
 
 
-class Shares:
+class RankSpans:
     """What one rank of `tp` has: spans of heads, of feed-forward columns and of the vocabulary."""
 
     def __init__(self, arch: ArchSpec, mesh: Mesh) -> None:
@@ -54,7 +54,7 @@ class Shares:
         self.vocab = vocabulary[mesh.tp_rank]
         self.vocab_sizes = [span.size for span in vocabulary]
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str) -> MatrixSlice:
         """Which part of the matrix `name` this rank has."""
         arch = self.arch
         hidden, ffn = arch.hidden, arch.ffn
@@ -76,12 +76,12 @@ class Shares:
         if part == "embed_positions":
             assert isinstance(arch.body, GptBody)
             positions = arch.body.learned_positions
-            return Cut(positions, hidden, Span(0, positions), Span(0, hidden))
+            return MatrixSlice(positions, hidden, Span(0, positions), Span(0, hidden))
         if part in by_input:
             k, columns = by_input[part]
-            return Cut(hidden, k, Span(0, hidden), columns)
+            return MatrixSlice(hidden, k, Span(0, hidden), columns)
         n, rows = by_output[part]
-        return Cut(n, hidden, rows, Span(0, hidden))
+        return MatrixSlice(n, hidden, rows, Span(0, hidden))
 
     def own(self, source: WeightSource, name: str, size: int) -> Floats:
         """The vector `name`, of which this rank has `size` values: all of a norm, its share of another bias."""
@@ -97,7 +97,7 @@ class Shares:
 class ShardSource:
     """A WeightSource that has one rank's share of another."""
 
-    def __init__(self, source: WeightSource, shares: Shares) -> None:
+    def __init__(self, source: WeightSource, shares: RankSpans) -> None:
         self.path: Path = source.path
         self._source, self._shares = source, shares
 

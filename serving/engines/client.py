@@ -29,13 +29,13 @@ from trireme.errors import (
     TriremeError,
 )
 from trireme.hashing import prompt_keys
-from trireme.serving.engines.engine import Connect, Engine, EngineState
+from trireme.serving.engines.engine import Connect, EngineLink, EngineState
 from trireme.serving.engines.migration import judge
 from trireme.serving.engines.pauses import Pauses
 from trireme.serving.engines.placement import Placement
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.resubmit import Moves
-from trireme.serving.engines.stream import PromptLogprobs, Row, Stream
+from trireme.serving.engines.stream import PromptLogprobs, Stream, StreamChoice
 from trireme.topology.lockstep import Mode
 from trireme.transport.sockets.names import Left
 from trireme.transport.wire.columns import unpack, unpack_ids
@@ -102,13 +102,13 @@ class EngineClient:
         self._tells_prefix = tells_prefix
         self._connects = tuple(engines)
         self._connect_coordinator = coordinator
-        self._engines = [Engine(first_engine + i) for i in range(len(engines))]
+        self._engines = [EngineLink(first_engine + i) for i in range(len(engines))]
         if in_lockstep:
             for engine in self._engines:
                 engine.company = self._engines
         self._rids = itertools.count(1)
         self._placement = Placement(self._engines, self._rids, clock, is_coordinated=coordinator is not None, rng=rng)
-        self._calls: dict[int, tuple[Engine, asyncio.Future[CallReply]]] = {}
+        self._calls: dict[int, tuple[EngineLink, asyncio.Future[CallReply]]] = {}
         self._pauses = Pauses(
             self,
             self._placement,
@@ -120,7 +120,7 @@ class EngineClient:
         self.num_moved = self.num_quarantined = 0
         self._migration_limit = migration_limit
         self._engine_wait_s = engine_wait_s
-        self._moves: Moves[Row] = Moves(self._place_again)
+        self._moves: Moves[StreamChoice] = Moves(self._place_again)
 
     # ------------------------------------------------------------ life
 
@@ -281,10 +281,10 @@ class EngineClient:
             engine, ticket = await self._placement.place(route, until)
             for replay in replays:
                 replay.stays = pin >= 0
-                self._send(Row(stream, index, replay, next(self._rids), route.label, until), engine, ticket)
+                self._send(StreamChoice(stream, index, replay, next(self._rids), route.label, until), engine, ticket)
                 index += 1
 
-    def _send(self, row: Row, engine: Engine, ticket: int) -> None:
+    def _send(self, row: StreamChoice, engine: EngineLink, ticket: int) -> None:
         engine.rows[row.rid] = row
         self._placement.chooser.started(engine.index)
         row.stream.rids[row.index] = row.rid
@@ -294,7 +294,7 @@ class EngineClient:
             self._placement.chooser.ended(engine.index)
             self._on_unsent(row, f"engine {engine.index} takes no more messages" if engine.is_up else engine.reason)
 
-    def _on_unsent(self, row: Row, why: str) -> None:
+    def _on_unsent(self, row: StreamChoice, why: str) -> None:
         """The engine's queue is full, or its link is about to be down: once more, soon."""
         if self._clock() + RESEND_S < row.wait_until:
             self._moves.start([row], [], RESEND_S)
@@ -314,7 +314,7 @@ class EngineClient:
 
     # ------------------------------------------------------------ moves
 
-    def _resubmit(self, source: Engine, returned: Iterable[tuple[int, int, float]]) -> None:
+    def _resubmit(self, source: EngineLink, returned: Iterable[tuple[int, int, float]]) -> None:
         """Rows that an engine has given back, without an end and without having run them, go on elsewhere (at the engine it
         names, if that is up). What they have waited counts against their deadlines."""
         rows = []
@@ -326,7 +326,7 @@ class EngineClient:
         self._placement.chooser.ended(source.index, len(rows))
         self._send_on(rows, [])
 
-    def _move(self, rows: Sequence[Row], cause: str, *, is_death: bool) -> None:
+    def _move(self, rows: Sequence[StreamChoice], cause: str, *, is_death: bool) -> None:
         """These rows have lost their engine: they go on elsewhere, or end with an error that says why not."""
         verdict = judge(rows, self._migration_limit, is_death=is_death)
         for row in verdict.guilty:
@@ -340,13 +340,13 @@ class EngineClient:
             row.pin = -1
         self._send_on(verdict.free, verdict.trials)
 
-    def _send_on(self, free: Sequence[Row], trials: Sequence[Sequence[Row]]) -> None:
+    def _send_on(self, free: Sequence[StreamChoice], trials: Sequence[Sequence[StreamChoice]]) -> None:
         for row in (*free, *itertools.chain.from_iterable(trials)):
             self.num_moved += 1
             row.started_over(self._wait_until(row.replay))
         self._moves.start(free, trials)
 
-    async def _place_again(self, row: Row) -> None:
+    async def _place_again(self, row: StreamChoice) -> None:
         """Sends a row that has no engine to one. Never raises for want of an engine: the row ends then."""
         try:
             engine, ticket = await self._place_soon(row)
@@ -361,7 +361,7 @@ class EngineClient:
         row.rid = next(self._rids)
         self._send(row, engine, ticket)
 
-    async def _place_soon(self, row: Row) -> tuple[Engine, int]:
+    async def _place_soon(self, row: StreamChoice) -> tuple[EngineLink, int]:
         """At the engine that it is meant for, if it is there at once; else as any other."""
         route = self._route_for(row.replay, 1, row.pin, row.label)
         if route.pin >= 0:
@@ -393,7 +393,7 @@ class EngineClient:
         self._placement.on_message(message)
         self._pauses.on_message(message)
 
-    def _on_engine(self, engine: Engine, message: Any) -> None:
+    def _on_engine(self, engine: EngineLink, message: Any) -> None:
         if isinstance(message, StepOutputs):
             if engine.has_missed:
                 self._end_doubtful(engine)
@@ -422,7 +422,7 @@ class EngineClient:
         elif isinstance(message, Refused):
             engine.reason = message.reason
 
-    def _end_doubtful(self, engine: Engine) -> None:
+    def _end_doubtful(self, engine: EngineLink) -> None:
         """What an engine said was not taken in to the end, as for want of memory: its rows end with an error, since they would go
         on without tokens. May be tried again, should there be no memory for this either."""
         rids = list(engine.rows)
@@ -435,7 +435,7 @@ class EngineClient:
             engine.link.send(Abort(rids=rids))
         engine.has_missed = False
 
-    def _on_outputs(self, engine: Engine, message: StepOutputs) -> None:
+    def _on_outputs(self, engine: EngineLink, message: StepOutputs) -> None:
         """The hot path: appends events to the streams concerned and wakes each once."""
         rows = engine.rows
         touched: dict[Stream, None] = {}  # in order
@@ -466,7 +466,7 @@ class EngineClient:
         for stream in touched:
             stream.nudge()
 
-    def _on_first(self, row: Row, first: First) -> None:
+    def _on_first(self, row: StreamChoice, first: First) -> None:
         """A row's first token on its engine. What the prompt cost is told once, by the first engine."""
         row.was_placed = True
         row.replay.is_suspect = False
@@ -475,13 +475,13 @@ class EngineClient:
             row.replay.has_first = True
             row.stream.pending.append((row.index, first))
 
-    def _finish(self, engine: Engine, rid: int, end: End) -> None:
+    def _finish(self, engine: EngineLink, rid: int, end: End) -> None:
         row = engine.rows.pop(rid, None)
         if row is not None:
             self._placement.chooser.ended(engine.index)
             self._end(row, end)
 
-    def _end(self, row: Row, end: End) -> None:
+    def _end(self, row: StreamChoice, end: End) -> None:
         """The one way out for a row that was not aborted."""
         row.settle()
         stream = row.stream
@@ -491,11 +491,11 @@ class EngineClient:
             stream.num_open -= 1
             stream.nudge()
 
-    def _lose(self, engine: Engine, reason: str, *, is_death: bool = True) -> None:
+    def _lose(self, engine: EngineLink, reason: str, *, is_death: bool = True) -> None:
         """The engine is gone, or the connection to it: its rows go on elsewhere; nobody else's are touched, unless others step
         together with it and so ended with it."""
         text = f"engine {engine.index} {'died' if is_death else 'was lost'}: {reason}"
-        rows: list[Row] = []
+        rows: list[StreamChoice] = []
         for lost in engine.lost_with() if is_death else [engine]:
             rows += lost.rows.values()
             if lost is not engine and lost.rows and lost.link is not None:

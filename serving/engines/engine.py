@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from trireme.serving.engines.stream import Row
+from trireme.serving.engines.stream import StreamChoice
 from trireme.transport.wire.messages import EngineFacts, Welcome, Wire
 
 SILENT_S = 1.0  # an engine whose loop answers no Ping for so long makes no progress
@@ -46,15 +46,15 @@ class EngineState(NamedTuple):
     reason: str  # why it is down
 
 
-class Engine:
+class EngineLink:
     """One engine's link and the rows this front end has on it."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.link: Link | None = None
         self.welcome: Welcome | None = None
-        self.rows: dict[int, Row] = {}
-        self.company: Sequence[Engine] = (self,)  # those that step together with it: none works without the others
+        self.rows: dict[int, StreamChoice] = {}
+        self.company: Sequence[EngineLink] = (self,)  # those that step together with it: none works without the others
         self.has_missed = False  # something that its engine said
         self.lost_epoch = -1  # the last life that has ended
         self.reason = "it has not started yet"
@@ -85,7 +85,7 @@ class Engine:
     def is_linked_in(self, epoch: int) -> bool:
         return self.welcome is not None and self.welcome.epoch == epoch and self.link is not None and self.link.is_up
 
-    def lost_with(self) -> list[Engine]:
+    def lost_with(self) -> list[EngineLink]:
         """The engine, and those of its company that end with its present life."""
         epoch = self.welcome.epoch if self.welcome is not None else self.lost_epoch
         return [self, *(other for other in self.company if other is not self and other.is_no_later_than(epoch))]

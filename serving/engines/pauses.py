@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from trireme.errors import EngineDeadError, EngineError
-from trireme.serving.engines.engine import Engine
+from trireme.serving.engines.engine import EngineLink
 from trireme.serving.engines.placement import Placement
 from trireme.topology.lockstep import Mode
 from trireme.transport.sockets.names import Left
@@ -19,7 +19,7 @@ from trireme.transport.wire.messages import Call, CallReply
 RETRY_S = 0.05  # while there is no coordinator, or no engine
 
 
-class Caller(Protocol):
+class PauseClient(Protocol):
     """What is needed of EngineClient."""
 
     async def call(self, engine: int, method: str, timeout_s: float = ..., **args: Any) -> Any: ...
@@ -30,7 +30,7 @@ class Pauses:
 
     def __init__(
         self,
-        caller: Caller,
+        caller: PauseClient,
         placement: Placement,
         numbers: Iterator[int],
         *,
@@ -60,7 +60,7 @@ class Pauses:
                 calls = (self._ask_engine(engine, method, timeout_s, args) for engine in self._placement.engines)
                 await asyncio.gather(*calls)
 
-    async def _ask_engine(self, engine: Engine, method: str, timeout_s: float, args: dict[str, Any]) -> None:
+    async def _ask_engine(self, engine: EngineLink, method: str, timeout_s: float, args: dict[str, Any]) -> None:
         """Asks its next life when this one ends before it has answered, unless another pause or resume was asked for since."""
         number, until = self._num_directed, None
         while True:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from trireme.errors import EngineDeadError
-from trireme.serving.engines.engine import Engine, Link
+from trireme.serving.engines.engine import EngineLink, Link
 from trireme.serving.engines.fallback_router import Chooser
 from trireme.transport.sockets.names import Left
 from trireme.transport.wire.messages import Released, Route, Routed, View
@@ -32,7 +32,7 @@ class Placement:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[EngineLink],
         numbers: Iterator[int],
         clock: Callable[[], float],
         *,
@@ -67,7 +67,7 @@ class Placement:
                     answer.set_exception(TimeoutError())
             log.warning("coordinator is away, choosing engines from the last view. reason=%s", message.reason)
 
-    async def place(self, route: Route, until: float) -> tuple[Engine, int]:
+    async def place(self, route: Route, until: float) -> tuple[EngineLink, int]:
         """An engine that is up, and the ticket for it. Raises EngineDeadError when none comes up before `until`."""
         candidates = [self.at(route.pin)] if route.pin >= 0 else self.engines
         while True:
@@ -79,13 +79,13 @@ class Placement:
                 if self._clock() >= until:
                     raise
 
-    async def _wait_up(self, candidates: Sequence[Engine], until: float) -> None:
+    async def _wait_up(self, candidates: Sequence[EngineLink], until: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(until - self._clock()):
                 while not any(engine.is_up for engine in candidates):
                     await self.wait_change()
 
-    async def place_once(self, route: Route) -> tuple[Engine, int]:
+    async def place_once(self, route: Route) -> tuple[EngineLink, int]:
         pin = route.pin
         if not self._is_coordinated:
             return self._place_alone(pin), 0
@@ -108,7 +108,7 @@ class Placement:
     def _num_working(self) -> int:
         return sum(engine.is_up and not engine.stalled for engine in self.engines)
 
-    def _place_alone(self, pin: int) -> Engine:
+    def _place_alone(self, pin: int) -> EngineLink:
         if pin >= 0:
             engine = self.at(pin)
             if not engine.is_up:
@@ -123,7 +123,7 @@ class Placement:
     def has(self, engine: int) -> bool:
         return 0 <= engine - self.engines[0].index < len(self.engines)
 
-    def at(self, engine: int) -> Engine:
+    def at(self, engine: int) -> EngineLink:
         return self.engines[engine - self.engines[0].index]
 
     async def _route(self, route: Route) -> Routed | None:
@@ -152,7 +152,7 @@ class Placement:
         if answer.done() and not answer.cancelled() and answer.exception() is None:
             self.release(answer.result())
 
-    async def _is_there(self, engine: Engine, routed: Routed) -> bool:
+    async def _is_there(self, engine: EngineLink, routed: Routed) -> bool:
         """Waits a moment for the link to the engine's present life; gives the place back when it does not come, or was that in a
         life whose end the coordinator has not seen yet."""
         try:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
-class Trial:
+class Probe:
     """Suspects that run together; over when each of them has gained a token, ended, or lost its engine again."""
 
     def __init__(self, size: int) -> None:
@@ -29,7 +29,7 @@ class Trial:
 
 class Movable(Protocol):
     rid: int
-    trial: Trial | None
+    trial: Probe | None
 
 
 Row = TypeVar("Row", bound=Movable)
@@ -55,7 +55,7 @@ class Moves(Generic[Row]):
         if free:
             self._keep(self._send_all(free, delay_s))
         for rows in trials:
-            trial = Trial(len(rows))
+            trial = Probe(len(rows))
             for row in rows:
                 self._rows[row.rid], row.trial = row, trial
         self._trials.extend(trials)

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from trireme.errors import TriremeError
 from trireme.serving.engines.replay import Replay
-from trireme.serving.engines.resubmit import Trial
+from trireme.serving.engines.resubmit import Probe
 from trireme.transport.wire.messages import End, First, LogprobRow
 
 
@@ -26,7 +26,7 @@ Event: TypeAlias = tuple[int, int | First | LogprobRow | PromptLogprobs | End]
 tokens they belong to, End comes last."""
 
 
-class Row:
+class StreamChoice:
     """One choice of a stream, over all its moves. `rid` is that of its last submit."""
 
     __slots__ = (
@@ -51,7 +51,7 @@ class Row:
         self.was_placed = False  # has run on its engine
         self.has_gained = False  # a token there
         self.num_scored = 0  # prompt positions whose log-probabilities came from there
-        self.trial: Trial | None = None
+        self.trial: Probe | None = None
         self.pin = -1
         self.label = label
         self.wait_until = wait_until  # while it has no engine

@@ -36,7 +36,7 @@ class ForbiddenError(RequestError):
     code = "forbidden"
 
 
-class Keys:
+class ApiKeys:
     """API keys, kept as digests. Comparison takes the same time whatever is presented."""
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -64,18 +64,18 @@ class Admin(NamedTuple):
     """Paths that change what the server does, and the keys that open these and all others; without keys they stay closed."""
 
     paths: Container[str]
-    keys: Keys
+    keys: ApiKeys
 
 
-class Gate:
+class Middleware:
     """The outermost ASGI application. Puts `request_id` into scope["state"] and on every answer."""
 
     def __init__(
         self, app: ASGIApp, *, keys: Sequence[str] = (), host: str = "127.0.0.1", admin: Admin | None = None
     ) -> None:
         self._app = app
-        self._keys = Keys(keys)
-        self._admin = admin or Admin((), Keys(()))
+        self._keys = ApiKeys(keys)
+        self._admin = admin or Admin((), ApiKeys(()))
         # A web page may point its own name at 127.0.0.1: without a key, a loopback server answers only to loopback names.
         self._checks_host = host in _LOOPBACK and not keys
 

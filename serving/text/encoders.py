@@ -31,7 +31,7 @@ class AddedText(NamedTuple):
     special: bool
 
 
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """Text to ids. Safe to use from several threads."""
 
     @property

@@ -20,7 +20,7 @@ from trireme.transport.wire.messages import End, First, LogprobRow
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class TokenLogprob(NamedTuple):
+class TextLogprob(NamedTuple):
     """One token with its log-probability and rank, and the k likeliest tokens at its place, best first."""
 
     token: int
@@ -35,7 +35,7 @@ class TextDelta(NamedTuple):
     choice: int
     text: str
     tokens: list[int]
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[TextLogprob] | None = None
     finish: FinishReason | None = None
     stop: str | int | None = None  # the stop string or stop token that ended it
 
@@ -46,14 +46,14 @@ class Usage(NamedTuple):
     cached_tokens: int
 
 
-class _Choice:
+class _ChoiceState:
     __slots__ = ("cached", "detokenizer", "done", "logprobs", "num_tokens", "replay", "wants_logprobs")
 
     def __init__(self, replay: Replay, detokenizer: Detokenizer) -> None:
         self.replay = replay
         self.detokenizer = detokenizer
         self.wants_logprobs = replay.params.logprobs >= 0
-        self.logprobs: deque[TokenLogprob] = deque()
+        self.logprobs: deque[TextLogprob] = deque()
         self.num_tokens = 0
         self.cached = 0
         self.done = False
@@ -71,7 +71,7 @@ class Generation:
     ) -> None:
         self.params = params
         self.replays = replays
-        self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by choice; one entry per prompt token but the first
+        self.prompt_logprobs: dict[int, list[TextLogprob]] = {}  # by choice; one entry per prompt token but the first
         self.queued_s = 0.0
         self.prefill_s = 0.0
         self.start = time.monotonic()
@@ -82,7 +82,7 @@ class Generation:
         self._stream: Stream | None = None
         self._error: Exception | None = None
         self._choices = [
-            _Choice(
+            _ChoiceState(
                 replay,
                 Detokenizer(
                     table,
@@ -179,7 +179,7 @@ class Generation:
 
     # ------------------------------------------------------------ one event
 
-    def _on_token(self, index: int, choice: _Choice, token: int, out: list[TextDelta]) -> None:
+    def _on_token(self, index: int, choice: _ChoiceState, token: int, out: list[TextDelta]) -> None:
         choice.num_tokens += 1
         detokenizer = choice.detokenizer
         text = detokenizer.push(token)
@@ -193,7 +193,7 @@ class Generation:
             assert self._stream is not None
             self._stream.abort(index)
 
-    def _on_end(self, index: int, choice: _Choice, end: End, out: list[TextDelta]) -> None:
+    def _on_end(self, index: int, choice: _ChoiceState, end: End, out: list[TextDelta]) -> None:
         if choice.done:
             return
         choice.done = True
@@ -208,11 +208,11 @@ class Generation:
         out.append(TextDelta(index, tail, [], [] if choice.wants_logprobs else None, end.reason, stop))
 
 
-def token_logprobs(rows: LogprobRow) -> list[TokenLogprob]:
+def token_logprobs(rows: LogprobRow) -> list[TextLogprob]:
     """Columns of a LogprobRow as one entry per position."""
     found = []
     for ids, values, rank in zip(rows.token_ids.tolist(), rows.logprobs.tolist(), rows.ranks.tolist(), strict=True):
-        found.append(TokenLogprob(ids[0], values[0], rank, list(zip(ids[1:], values[1:], strict=True))))
+        found.append(TextLogprob(ids[0], values[0], rank, list(zip(ids[1:], values[1:], strict=True))))
     return found
 
 

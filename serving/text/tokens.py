@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from trireme.errors import ModelError
 from trireme.model.files import ModelFiles, read_json
-from trireme.serving.text.encoders import Encoder, LibraryEncoder
+from trireme.serving.text.encoders import LibraryEncoder, TextEncoder
 from trireme.serving.text.tokens_gguf import tokenizer_from_gguf
 
 _HEAD = 3  # characters of a name that are looked for first
@@ -32,7 +32,7 @@ class Tokenizer:
     space that SentencePiece-style tokenizers put before a text and after each added token (`adds_space`).
     """
 
-    def __init__(self, encoder: Encoder, *, special: dict[str, str], chat_template: str | None) -> None:
+    def __init__(self, encoder: TextEncoder, *, special: dict[str, str], chat_template: str | None) -> None:
         """`special` maps bos_token, eos_token, ... to their strings."""
         self._encoder = encoder
         self.adds_space = encoder.adds_space
@@ -159,7 +159,7 @@ def load_tokenizer(
     return Tokenizer(encoder, special=special, chat_template=template)
 
 
-def _read_directory(path: Path) -> tuple[Encoder, dict[str, str], str | None]:
+def _read_directory(path: Path) -> tuple[TextEncoder, dict[str, str], str | None]:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ModelError(f"no tokenizer.json in {path}", hint="--tokenizer DIR names a directory that has one")

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from trireme.errors import ModelError
 from trireme.model.gguf_header import GgufFile, read_gguf
-from trireme.serving.text.encoders import ADDED, INERT, PLAIN, SPECIAL, Encoder, LibraryEncoder, SpmEncoder
+from trireme.serving.text.encoders import ADDED, INERT, PLAIN, SPECIAL, LibraryEncoder, SpmEncoder, TextEncoder
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _OF_KIND = {_UNKNOWN: SPECIAL, _CONTROL: SPECIAL, _USER_DEFINED: ADDED, _UNUSED: INERT}
@@ -57,7 +57,7 @@ _IGNORE_MERGES = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "gpt-4
 _NFC = {"qwen2", "deepseek-r1-qwen", "stablelm2"}
 
 
-def tokenizer_from_gguf(path: Path) -> tuple[Encoder, dict[str, str], str | None]:
+def tokenizer_from_gguf(path: Path) -> tuple[TextEncoder, dict[str, str], str | None]:
     """The encoder, its named special tokens (bos_token, ...), and the chat template of a GGUF file."""
     file = read_gguf(path)
     if "tokenizer.ggml.model" not in file.metadata:
@@ -65,7 +65,7 @@ def tokenizer_from_gguf(path: Path) -> tuple[Encoder, dict[str, str], str | None
     kind = file.text("tokenizer.ggml.model")
     tokens = file.texts("tokenizer.ggml.tokens")
     special = _named_tokens(file, tokens)
-    encoder: Encoder
+    encoder: TextEncoder
     if kind == "gpt2":
         encoder = _byte_level(file, tokens, special)
     elif kind == "llama":

@@ -43,7 +43,7 @@ class Driven:
     def __init__(self, model: Path, **parallel: Any) -> None:
         from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
         from trireme.resolve import prepare
-        from trireme.workers.cuda.worker import Worker
+        from trireme.workers.cuda.worker import CudaWorker
 
         config = EngineConfig(
             model=ModelConfig(model=str(model), max_len=1024),
@@ -52,7 +52,7 @@ class Driven:
             scheduler=SchedulerConfig(max_num_seqs=NUM_ROWS),
         )
         init = WorkerInit(msgspec.msgpack.encode(prepare(config).config), 0, 0)
-        self.worker, self.step = Worker(init, lambda phase, done, total: None), 0
+        self.worker, self.step = CudaWorker(init, lambda phase, done, total: None), 0
         self.worker.load()
         self.worker.setup_kv(512)
         self.known: dict[str, float] = self.worker.call("adapt", {"known": None, "is_idle": True})

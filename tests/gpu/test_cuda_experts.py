@@ -26,7 +26,7 @@ from trireme.models.cuda.layers import moe as layer
 from trireme.models.cuda.layers import moe_ops as ops
 from trireme.models.cuda.layers.linear import CudaLinear
 from trireme.models.cuda.layers.moe import CudaExperts, ExpertWeights
-from trireme.models.cuda.layers.moe_ops import TILE_ROWS, Gate, Sorted, room_for_pairs
+from trireme.models.cuda.layers.moe_ops import TILE_ROWS, ExpertActivation, Sorted, room_for_pairs
 from trireme.models.cuda.weights.experts import mxfp4_values
 
 pytestmark = [
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(300),
 ]
-GATES = [Gate(), Gate(1.5, 1.702)]
+GATES = [ExpertActivation(), ExpertActivation(1.5, 1.702)]
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,9 @@ def test_pairs_by_expert(tokens: int, experts: int, top_k: int, skewed: bool) ->
     ],
     ids=str,
 )
-def test_products(dtype: torch.dtype, gate: Gate, tokens: int, experts: int, top_k: int, hidden: int, ffn: int) -> None:
+def test_products(
+    dtype: torch.dtype, gate: ExpertActivation, tokens: int, experts: int, top_k: int, hidden: int, ffn: int
+) -> None:
     """Widths that are no whole tile or piece, experts without tokens, and every size of tile, which changes no bit."""
     x = random(tokens, hidden + 16, dtype=dtype)[:, 8 : 8 + hidden]
     gate_up, down = random(experts, 2 * ffn, hidden, dtype=dtype), random(experts, hidden, ffn, dtype=dtype)
@@ -180,7 +182,9 @@ def test_what_no_kernel_takes_is_refused() -> None:
 # ---------------------------------------------------------------- a layer
 
 
-def random_layer(dtype: torch.dtype, gate: Gate, experts: int = 32, hidden: int = 320, ffn: int = 200) -> CudaExperts:
+def random_layer(
+    dtype: torch.dtype, gate: ExpertActivation, experts: int = 32, hidden: int = 320, ffn: int = 200
+) -> CudaExperts:
     weights = ExpertWeights(
         random(experts, 2 * ffn, hidden, dtype=dtype) * hidden**-0.5,
         random(experts, hidden, ffn, dtype=dtype) * ffn**-0.5,

@@ -339,7 +339,7 @@ class Paged:
         num_blocks = rows * self.width
         values = (random(num_blocks + 1, heads, block_size, dim).to(dtype) for _ in range(2))
         scales = (0.5, 0.25) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
-        self.kv = ops.PagedKV(*values, *scales)
+        self.kv = ops.CudaPagedKV(*values, *scales)
         self.context = torch.tensor(contexts, device="cuda", dtype=torch.int32)
         self.table = torch.randperm(num_blocks, device="cuda").view(rows, self.width).int()
         self.table[torch.arange(self.width, device="cuda") * block_size >= self.context[:, None]] = num_blocks
@@ -473,7 +473,9 @@ def test_rotary_and_cache(
     qkv = random(tokens, (q_heads + 2 * kv_heads) * dim, dtype=dtype)
     same = qkv.clone()
     caches = [
-        ops.PagedKV(*(torch.zeros(num_blocks, kv_heads, block_size, dim, device="cuda", dtype=dtype) for _ in range(2)))
+        ops.CudaPagedKV(
+            *(torch.zeros(num_blocks, kv_heads, block_size, dim, device="cuda", dtype=dtype) for _ in range(2))
+        )
         for _ in range(2)
     ]
     slots = torch.randperm(num_blocks * block_size, device="cuda")[:tokens].int()
@@ -499,7 +501,7 @@ def test_rotary_applies_the_scales_of_a_product(dtype: torch.dtype, dim: int, no
     tokens, width = 37, (6 + 4) * dim
     qkv, scales = random(tokens, width, dtype=dtype) * 100, some_scales(tokens, width)
     same, table = qkv.clone(), random(tokens, dim)
-    caches = [ops.PagedKV(*(random(4, 2, 16, dim, dtype=dtype) * 0 for _ in range(2))) for _ in range(2)]
+    caches = [ops.CudaPagedKV(*(random(4, 2, 16, dim, dtype=dtype) * 0 for _ in range(2))) for _ in range(2)]
     at = torch.arange(tokens, device="cuda", dtype=torch.int32)
     norms = {"q_norm": random(dim, dtype=dtype), "k_norm": random(dim, dtype=dtype)} if normed else {}
     ops.rotary_and_cache(qkv, 6, caches[0], table, at, at, scales=scales, **norms)
@@ -513,7 +515,7 @@ def test_rotary_of_many_tokens() -> None:
     tokens, heads, dim = 600, 20, 128
     qkv = random(tokens, (heads + 4) * dim, dtype=torch.bfloat16)
     same, table = qkv.clone(), random(tokens, dim)
-    caches = [ops.PagedKV(*(random(40, 2, 16, dim, dtype=torch.bfloat16) * 0 for _ in range(2))) for _ in range(2)]
+    caches = [ops.CudaPagedKV(*(random(40, 2, 16, dim, dtype=torch.bfloat16) * 0 for _ in range(2))) for _ in range(2)]
     at = torch.arange(tokens, device="cuda", dtype=torch.int32)
     ops.rotary_and_cache(qkv, heads, caches[0], table, at, at)
     reference.rotary_and_cache_reference(same, heads, caches[1], table, at, at)
@@ -526,7 +528,7 @@ def test_rotary_of_many_tokens() -> None:
 def test_rotary_writes_an_fp8_cache(dtype: torch.dtype) -> None:
     qkv = random(20, (8 + 4) * 128, dtype=dtype)
     shape = (4, 2, 16, 128)
-    kv = ops.PagedKV(*(torch.zeros(shape, device="cuda").to(torch.float8_e4m3fn) for _ in range(2)), 0.5, 0.25)
+    kv = ops.CudaPagedKV(*(torch.zeros(shape, device="cuda").to(torch.float8_e4m3fn) for _ in range(2)), 0.5, 0.25)
     table = torch.cat((torch.ones(64, 64), torch.zeros(64, 64)), 1).cuda()  # rotates by nothing
     slots = torch.arange(20, device="cuda", dtype=torch.int32)
     ops.rotary_and_cache(qkv, 8, kv, table, slots, slots)

@@ -12,7 +12,7 @@ from torch import Tensor
 from trireme.models.cuda.attention.prefill import PromptAttention, Prompts
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules, order_prompts, plan_prompts
 from trireme.models.cuda.attention.registry import KERNELS, Kernel, Need, candidates, choose_on_card
-from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.ops import CudaPagedKV
 from trireme.models.cuda.reference import piece_attention_reference
 
 pytestmark = [
@@ -36,7 +36,7 @@ class Case:
         width = int(-(-(counts + computed).max() // block_size)) + 1
         self.table = torch.randperm(counts.size * width, device="cuda").view(-1, width).int()
         shape = (counts.size * width, heads[1], block_size, dim)
-        self.cache = PagedKV(*(torch.randn(shape, device="cuda").to(dtype) for _ in range(2)))
+        self.cache = CudaPagedKV(*(torch.randn(shape, device="cuda").to(dtype) for _ in range(2)))
         row = torch.repeat_interleave(torch.arange(counts.size), torch.from_numpy(counts).long()).cuda()
         start = torch.from_numpy(counts.cumsum() - counts).cuda()
         at = torch.arange(len(row), device="cuda") - start[row] + torch.from_numpy(computed).cuda()[row]
@@ -98,6 +98,6 @@ def test_scores_have_a_soft_cap(window: int, dim: int) -> None:
 def test_pieces_read_an_fp8_cache_and_any_block_size(kernel: Kernel) -> None:
     case = Case((4, 2), 64, torch.bfloat16, block_size=32)
     cache = case.cache
-    case.cache = PagedKV(*((x.float() / 0.5).to(torch.float8_e4m3fn) for x in (cache.k, cache.v)), 0.5, 0.5)
+    case.cache = CudaPagedKV(*((x.float() / 0.5).to(torch.float8_e4m3fn) for x in (cache.k, cache.v)), 0.5, 0.5)
     expected = case.run(piece_attention_reference, PIECES, 0)
     assert error(case.run(kernel.load(), PIECES, 0), expected) < 6e-3

@@ -28,14 +28,14 @@ from trireme.models.cuda.decoder import CudaModel
 from trireme.models.cuda.host_adapter import HostModel
 from trireme.models.cuda.layers import moe as layer
 from trireme.models.cuda.layers import moe_ops as cuda_experts
-from trireme.models.cuda.layers.moe_ops import TILE_ROWS, Gate, room_for_pairs, tile_rows
+from trireme.models.cuda.layers.moe_ops import TILE_ROWS, ExpertActivation, room_for_pairs, tile_rows
 from trireme.models.cuda.weight_offload import Shelf, tensors_of
 from trireme.models.cuda.weights.experts import mxfp4_values
 from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.cuda.weights.sources import device_weights
 from trireme.models.forward import SoloGroup
 from trireme.models.load import load_model, open_checked, open_weights
-from trireme.models.weights.tp_shards import Shares
+from trireme.models.weights.tp_shards import RankSpans
 from trireme.topology.mesh import Mesh
 
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def test_ranks_have_columns_of_every_expert(name: str, tp: int, pp: int, tmp_pat
     files = find_model(make(tmp_path, name))
     arch = read_arch(files)
 
-    def own(shares: Shares) -> Any:
+    def own(shares: RankSpans) -> Any:
         return own_weights(open_weights(files, arch), torch.float32, CPU, shares)
 
     alone, spread = (torch.stack(spread_logits(arch, *parts, own)) for parts in ((1, 1), (tp, pp)))
@@ -146,7 +146,7 @@ def test_noise_in_place_of_weights(name: str, is_packed: bool, tmp_path: Path) -
     files = files_of(ModelConfig(model=str(path), load_format="dummy"))
     arch = read_arch(files)
 
-    def own(shares: Shares) -> Any:
+    def own(shares: RankSpans) -> Any:
         return own_weights(open_checked(files, arch, dummy=True), torch.float32, CPU, shares)
 
     alone, spread = (torch.stack(spread_logits(arch, tp, 1, own)) for tp in (1, 2))
@@ -237,7 +237,7 @@ def test_the_gate_without_a_limit_is_swiglu() -> None:
     chosen = torch.tensor([[0], [1], [1]], dtype=torch.int32)
     order = room_for_pairs(3, 2, chosen)
     cuda_reference.sort_pairs_reference(chosen, order, 2)
-    out = cuda_reference.expert_gates_reference(x, weight, torch.empty(3, 8), order, 1, Gate())
+    out = cuda_reference.expert_gates_reference(x, weight, torch.empty(3, 8), order, 1, ExpertActivation())
     silu, pairs = torch.nn.functional.silu, zip(weight[[0, 1, 1]], x, strict=True)
     expected = torch.stack([silu(w[:8] @ row) * (w[8:] @ row) for w, row in pairs])
     torch.testing.assert_close(out, expected)

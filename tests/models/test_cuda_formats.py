@@ -32,7 +32,7 @@ from trireme.models.cuda.weight_offload import Shelf, tensors_of
 from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.cuda.weights.sources import device_weights
 from trireme.models.load import as_decoder, open_weights
-from trireme.models.weights.tp_shards import Shares
+from trireme.models.weights.tp_shards import RankSpans
 
 LAYERED = ("cohere", "cohere-plus", "olmo2", "stablelm", "stablelm-2")  # layer norms, or norms of whole q and k
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def test_ranks_round_their_own_part_of_the_inputs(tmp_path: Path) -> None:
     files = find_model(path)
     arch = read_arch(files)
 
-    def own(shares: Shares) -> Any:
+    def own(shares: RankSpans) -> Any:
         return own_weights(open_weights(files, arch), torch.float32, CPU, shares)
 
     alone, spread = (torch.stack(spread_logits(arch, tp, 1, own)) for tp in (1, 2))

@@ -36,7 +36,7 @@ from trireme.models.load import open_weights
 from trireme.models.weights.dummy import DummySource
 from trireme.models.weights.gguf_expand import dequantize
 from trireme.models.weights.packed import quantize_rows
-from trireme.models.weights.tp_shards import Shares, columns_of
+from trireme.models.weights.tp_shards import RankSpans, columns_of
 from trireme.topology.mesh import Mesh, Span
 
 CPU = torch.device("cpu")
@@ -422,7 +422,7 @@ def test_int8_checkpoints(strategy: str, tmp_path: Path) -> None:
     assert device_weights(source, torch.bfloat16, CPU).factor("lm_head.weight", 320, 256).format == "half"
     halves = []
     for rank in range(2):
-        shares = Shares(arch, Mesh(1, 1, 2).at_worker(rank))
+        shares = RankSpans(arch, Mesh(1, 1, 2).at_worker(rank))
         own = own_weights(source, torch.bfloat16, CPU, shares)
         halves.append(own.factor(name, 256, 256))
         rows = own.factor("model.layers.0.mlp.up_proj.weight", 256, 256)

@@ -12,7 +12,7 @@ from trireme.models.cpu import ops
 from trireme.models.cpu.packed_ops import linear, pack
 from trireme.models.cuda import reference
 from trireme.models.cuda.layers.linear import Fp8Linear
-from trireme.models.cuda.ops import FP8_MAX, PagedKV, Scales
+from trireme.models.cuda.ops import FP8_MAX, CudaPagedKV, Scales
 from trireme.models.forward import ForwardBatch, KVLayer
 from trireme.models.weights.gguf_expand import dequantize
 from trireme.models.weights.packed import int8_rows
@@ -45,7 +45,7 @@ def test_scales_of_a_product_are_as_if_they_had_been_applied() -> None:
     torch.testing.assert_close(mine, theirs)
     found = reference.gated_activation_reference(x, torch.empty(5, 48), "silu", scales)
     torch.testing.assert_close(found, reference.gated_activation_reference(applied, torch.empty(5, 48), "silu"))
-    caches = [PagedKV(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)) for _ in range(2)]
+    caches = [CudaPagedKV(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)) for _ in range(2)]
     at, table = torch.arange(5, dtype=torch.int32), torch.randn(5, 16)
     reference.rotary_and_cache_reference(x, 2, caches[0], table, at, at, scales=scales)
     reference.rotary_and_cache_reference(applied, 2, caches[1], table, at, at)
@@ -93,7 +93,7 @@ def test_rotary_and_cache(normed: bool, rotary: int) -> None:
     slots = torch.randperm(4 * 8)[:tokens].int()
     slots[2] = -1
     norms = [torch.randn(dim), torch.randn(dim)] if normed else [None, None]
-    mine = PagedKV(*(torch.zeros(4, kv_heads, 8, dim) for _ in range(2)))
+    mine = CudaPagedKV(*(torch.zeros(4, kv_heads, 8, dim) for _ in range(2)))
     theirs = make_kv(make_batch([(8, 1)], 8), Shape(heads, kv_heads, dim, 8), torch.float32)
     q, k, v = qkv.clone().unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
     ops.rope_and_cache(q, k, v, table, positions, slots, theirs, *norms)
@@ -131,7 +131,7 @@ def decode(
     return reference.decode_attention_reference(
         q.flatten(1),
         shape.heads,
-        PagedKV(k, v),
+        CudaPagedKV(k, v),
         batch.block_table.clamp(min=0),
         batch.context_len,
         0.3,
@@ -145,14 +145,16 @@ def test_decode_attention_of_padding_sinks_and_fp8() -> None:
     k, v, q = torch.randn(3, 1, 4, 16), torch.randn(3, 1, 4, 16), torch.randn(2, 32)
     table, context = torch.tensor([[2, 0], [1, 1]], dtype=torch.int32), torch.tensor([6, 0], dtype=torch.int32)
     out = torch.full((2, 32), float("nan"))
-    reference.decode_attention_reference(q, 2, PagedKV(k, v), table, context, 1.0, out, sinks=torch.full((2,), -1e9))
+    reference.decode_attention_reference(
+        q, 2, CudaPagedKV(k, v), table, context, 1.0, out, sinks=torch.full((2,), -1e9)
+    )
     keys, values = (torch.cat((x[2, 0], x[0, 0]))[:6] for x in (k, v))
     expected = (q[0].view(2, 16) @ keys.T).softmax(-1) @ values
     torch.testing.assert_close(out[0].view(2, 16), expected)
     assert (out[1] == 0).all()
-    reference.decode_attention_reference(q, 2, PagedKV(k, v), table, context, 1.0, out, sinks=torch.full((2,), 1e9))
+    reference.decode_attention_reference(q, 2, CudaPagedKV(k, v), table, context, 1.0, out, sinks=torch.full((2,), 1e9))
     assert out[0].abs().max() < 1e-6  # a sink takes all the weight
-    narrow = PagedKV((k / 0.5).to(FP8), (v / 0.25).to(FP8), 0.5, 0.25)
+    narrow = CudaPagedKV((k / 0.5).to(FP8), (v / 0.25).to(FP8), 0.5, 0.25)
     reference.decode_attention_reference(q, 2, narrow, table, context, 1.0, out)
     assert float((out[0].view(2, 16) - expected).norm() / expected.norm()) < 0.15
 
@@ -160,7 +162,7 @@ def test_decode_attention_of_padding_sinks_and_fp8() -> None:
 def test_fp8_is_written_with_its_scale_and_saturates() -> None:
     qkv = torch.randn(2, 3 * 16)
     qkv[0, 32] = 1e4
-    kv = PagedKV(*(torch.zeros(1, 1, 4, 16).to(FP8) for _ in range(2)), 0.5, 0.25)
+    kv = CudaPagedKV(*(torch.zeros(1, 1, 4, 16).to(FP8) for _ in range(2)), 0.5, 0.25)
     identity = torch.cat((torch.ones(4, 8), torch.zeros(4, 8)), 1)
     slots = torch.tensor([0, 3], dtype=torch.int32)
     reference.rotary_and_cache_reference(qkv, 1, kv, identity, slots, slots)

@@ -24,10 +24,10 @@ from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda import reference as cuda_reference
 from trireme.models.cuda.attention.prefill import PromptAttention, Prompts
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules, plan_prompts
-from trireme.models.cuda.attention.registry import LENGTHS, Kernel, Timing, choose
+from trireme.models.cuda.attention.registry import LENGTHS, Kernel, KernelTiming, choose
 from trireme.models.cuda.decoder import CudaBatch, CudaModel
 from trireme.models.cuda.weights.shards import own_weights
-from trireme.models.weights.tp_shards import Shares
+from trireme.models.weights.tp_shards import RankSpans
 from trireme.topology.mesh import Mesh
 
 CPU = torch.device("cpu")
@@ -72,7 +72,9 @@ def make_plain(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda_ops, name, getattr(cuda_reference, name + "_reference"))
     monkeypatch.setattr(cuda_ops, "fp8_linear_rows", lambda k: 0)
     kernel = Kernel("reference", "pieces", lambda: cuda_reference.piece_attention_reference)
-    monkeypatch.setattr(cuda, "choose_on_card", lambda need, *_: choose(need, [Timing(kernel, (1.0,) * len(LENGTHS))]))
+    monkeypatch.setattr(
+        cuda, "choose_on_card", lambda need, *_: choose(need, [KernelTiming(kernel, (1.0,) * len(LENGTHS))])
+    )
 
 
 class Meeting:
@@ -130,16 +132,16 @@ def batch_of(step: int) -> CudaBatch:
     )
 
 
-def run_rank(arch: ArchSpec, mesh: Mesh, meeting: Meeting, make_source: Callable[[Shares], Any]) -> list[Tensor]:
+def run_rank(arch: ArchSpec, mesh: Mesh, meeting: Meeting, make_source: Callable[[RankSpans], Any]) -> list[Tensor]:
     with OnCpu(), torch.inference_mode():
         place = (mesh, ThreadGroup(mesh, meeting) if mesh.num_workers > 1 else None)
-        source = make_source(Shares(arch, mesh))
+        source = make_source(RankSpans(arch, mesh))
         model = CudaModel(arch, source, torch.float32, max_len=16, progress=lambda *_: None, place=place)
         kv = model.allocate_kv(ROWS * 2, BLOCK)
         return [model.run(batch_of(step), kv).clone() for step in range(STEPS)]
 
 
-def logits_of(arch: ArchSpec, tp: int, pp: int, make_source: Callable[[Shares], Any]) -> list[Tensor]:
+def logits_of(arch: ArchSpec, tp: int, pp: int, make_source: Callable[[RankSpans], Any]) -> list[Tensor]:
     """Of every step; all ranks of the last stage must agree to the bit."""
     mesh = Mesh(1, pp, tp)
     meeting = Meeting(mesh)
@@ -152,7 +154,7 @@ def logits_of(arch: ArchSpec, tp: int, pp: int, make_source: Callable[[Shares], 
     return last[0]
 
 
-def stored(arch: ArchSpec) -> Callable[[Shares], Any]:
+def stored(arch: ArchSpec) -> Callable[[RankSpans], Any]:
     """Weights small enough that logits stay comparable, through the same classes as a model's files."""
 
     class Small(Stored):
@@ -198,7 +200,7 @@ def test_prompts_give_what_their_tokens_give_one_by_one(rules: Rules) -> None:
     expected = torch.stack(logits_of(arch, 1, 1, make_source), 1)  # [rows, steps, vocabulary]
     with OnCpu(), torch.inference_mode():
         model = CudaModel(
-            arch, make_source(Shares(arch, Mesh(1, 1, 1))), torch.float32, max_len=16, progress=lambda *_: None
+            arch, make_source(RankSpans(arch, Mesh(1, 1, 1))), torch.float32, max_len=16, progress=lambda *_: None
         )
         model.prompt_attention = PromptAttention(
             rules, cuda_reference.piece_attention_reference, whole=whole, fresh=fresh

@@ -21,8 +21,17 @@ from trireme.models.cuda.attention.prefill_plan import (
     square_of,
     usual_squares,
 )
-from trireme.models.cuda.attention.registry import KERNELS, LENGTHS, UNTRIED, Kernel, Need, Timing, candidates, choose
-from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.attention.registry import (
+    KERNELS,
+    LENGTHS,
+    UNTRIED,
+    Kernel,
+    KernelTiming,
+    Need,
+    candidates,
+    choose,
+)
+from trireme.models.cuda.ops import CudaPagedKV
 from trireme.models.cuda.reference import piece_attention_reference
 
 RULES = [
@@ -114,7 +123,7 @@ def test_prepared_are_the_shapes_that_plans_ask_for() -> None:
     prepared = set(shapes)
     counts = np.array([16, 8, 8, 8], np.int32)
     plan = plan_prompts(counts, 0 * counts, rules)
-    cache = PagedKV(torch.empty(1, KV_HEADS, BLOCK, DIM), torch.empty(1, KV_HEADS, BLOCK, DIM))
+    cache = CudaPagedKV(torch.empty(1, KV_HEADS, BLOCK, DIM), torch.empty(1, KV_HEADS, BLOCK, DIM))
     prompts = Prompts.of(plan, torch.zeros(4, 1).int(), map(torch.from_numpy, plan.columns))
     shapes.clear()
     attention(qkv, HEADS, cache, prompts, 0.3, 0, torch.empty(40, HEADS * DIM))
@@ -152,7 +161,7 @@ def fresh(q: Tensor, k: Tensor, v: Tensor, start: Tensor, longest: int, scale: f
 
 
 def over_copies(
-    qkv: Tensor, heads: int, cache: PagedKV, prompts: Prompts, scale: float, window: int, out: Tensor
+    qkv: Tensor, heads: int, cache: CudaPagedKV, prompts: Prompts, scale: float, window: int, out: Tensor
 ) -> None:
     """Like the kernel that gathers first."""
     where = gather(prompts, cache.k.shape[2])
@@ -178,7 +187,7 @@ def test_parts_together_are_attention_over_whole_contexts(pieces: Any, rules: Ru
     qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * DIM)
     width = int(-(-(counts + computed).max() // BLOCK))
     table = torch.randperm(len(counts) * width).view(-1, width).int()
-    cache = PagedKV(*torch.randn(2, len(counts) * width, KV_HEADS, BLOCK, DIM))
+    cache = CudaPagedKV(*torch.randn(2, len(counts) * width, KV_HEADS, BLOCK, DIM))
     starts = np.concatenate(([0], np.cumsum(counts)))
     for row, (begin, stop) in enumerate(zip(starts, starts[1:], strict=False)):  # a step's own keys are in the cache
         for i in range(begin, stop):
@@ -199,8 +208,8 @@ def test_parts_together_are_attention_over_whole_contexts(pieces: Any, rules: Ru
 # ---------------------------------------------------------------- the choice
 
 
-def timing(name: str, *us: float) -> Timing:
-    return Timing(next(kernel for kernel in KERNELS if kernel.name == name), us)
+def timing(name: str, *us: float) -> KernelTiming:
+    return KernelTiming(next(kernel for kernel in KERNELS if kernel.name == name), us)
 
 
 COPIES = timing("torch flash over copies", 90, 90, 90, 90)

@@ -31,7 +31,7 @@ from trireme.models.cuda.layers.linear import Fp8Linear
 from trireme.models.cuda.sequence_parallel import SPLIT_FROM, SplitRows, WholeRows
 from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.forward import HostBatch
-from trireme.models.weights.tp_shards import Shares
+from trireme.models.weights.tp_shards import RankSpans
 from trireme.topology.arena import create_arena
 from trireme.topology.mesh import Mesh
 from trireme.workers.collectives.shm import ShmGroup
@@ -120,7 +120,7 @@ class ShmRows(ShmGroup):
         return x
 
 
-Source = Callable[[Shares], Any]
+Source = Callable[[RankSpans], Any]
 
 
 def logits_of(
@@ -141,7 +141,7 @@ def logits_of(
             group = group_of(place) if mesh.num_workers > 1 else None
             model = CudaModel(
                 arch,
-                make_source(Shares(arch, place)),
+                make_source(RankSpans(arch, place)),
                 dtype,
                 max_len=MAX_LEN,
                 progress=lambda *_: None,
@@ -230,7 +230,7 @@ def test_float8_inputs_travel_with_their_scales(tp: int, biased: bool, monkeypat
     sizes = {"hidden": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "ffn": 256, "vocab_size": 64}
     arch = arch_of(tie_embeddings=True, **sizes, **biases)
 
-    def source(shares: Shares) -> Any:
+    def source(shares: RankSpans) -> Any:
         return own_weights(Stored(), torch.bfloat16, CPU, shares, scheme="fp8")
 
     whole, parts = (

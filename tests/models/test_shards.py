@@ -18,7 +18,7 @@ from trireme.models.cuda.weights.sources import NoiseWeights
 from trireme.models.weights.dummy import DummySource
 from trireme.models.weights.packed import quantize_rows
 from trireme.models.weights.sources import RawMatrix, raw_from_floats
-from trireme.models.weights.tp_shards import ShardSource, Shares, columns_of
+from trireme.models.weights.tp_shards import RankSpans, ShardSource, columns_of
 from trireme.topology.mesh import Mesh, Span
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ class Stored:
 
 
 def whole_shape(arch: ArchSpec, name: str) -> tuple[int, int]:
-    cut = Shares(arch, Mesh(1, 1, 1)).cut(name)
+    cut = RankSpans(arch, Mesh(1, 1, 1)).cut(name)
     return cut.n, cut.k
 
 
@@ -68,7 +68,7 @@ def test_the_ranks_parts_make_up_every_matrix(tp: int) -> None:
         whole = Stored().matrix(name, *whole_shape(arch, name)).as_float32()
         parts = []
         for rank in range(tp):
-            shares = Shares(arch, Mesh(1, 1, tp, tp_rank=rank))
+            shares = RankSpans(arch, Mesh(1, 1, tp, tp_rank=rank))
             cut = shares.cut(name)
             source = ShardSource(Stored(), shares)
             parts.append(source.matrix(name, cut.rows.size, cut.columns.size).as_float32())
@@ -84,7 +84,7 @@ def test_partial_products_and_biases_add_up(tp: int) -> None:
     weight, bias = Stored().matrix(name + "weight", arch.hidden, arch.ffn), Stored().vector(name + "bias", arch.hidden)
     total = np.zeros((4, arch.hidden))
     for rank in range(tp):
-        shares = Shares(arch, Mesh(1, 1, tp, tp_rank=rank))
+        shares = RankSpans(arch, Mesh(1, 1, tp, tp_rank=rank))
         source, columns = ShardSource(Stored(), shares), shares.ffn
         part = source.matrix(name + "weight", arch.hidden, columns.size).as_float32()
         total += x[:, columns.start : columns.stop] @ part.T + source.vector(name + "bias", arch.hidden)
@@ -93,7 +93,7 @@ def test_partial_products_and_biases_add_up(tp: int) -> None:
 
 def test_a_rank_has_its_share_of_a_bias_and_all_of_a_norm() -> None:
     arch = arch_of()
-    shares = Shares(arch, Mesh(1, 1, 2, tp_rank=1))
+    shares = RankSpans(arch, Mesh(1, 1, 2, tp_rank=1))
     source = ShardSource(Stored(), shares)
     name = "model.layers.1.self_attn.k_proj.bias"
     assert np.array_equal(source.vector(name, shares.kv.size), Stored().vector(name, 24)[shares.kv.start :])
@@ -102,11 +102,11 @@ def test_a_rank_has_its_share_of_a_bias_and_all_of_a_norm() -> None:
 
 
 def test_whole_heads_and_units_go_to_a_rank() -> None:
-    shares = [Shares(arch_of(ffn=14336, vocab_size=128256), Mesh(1, 1, 2, tp_rank=rank)) for rank in range(2)]
+    shares = [RankSpans(arch_of(ffn=14336, vocab_size=128256), Mesh(1, 1, 2, tp_rank=rank)) for rank in range(2)]
     assert [(s.q_heads, s.kv_heads) for s in shares] == [(4, 2), (2, 1)]
     assert [s.ffn for s in shares] == [Span(0, 7168), Span(7168, 14336)]
     assert shares[0].vocab_sizes == [64128, 64128]
-    uneven = [Shares(arch_of(), Mesh(1, 1, 3, tp_rank=rank)) for rank in range(3)]
+    uneven = [RankSpans(arch_of(), Mesh(1, 1, 3, tp_rank=rank)) for rank in range(3)]
     assert [s.ffn.size for s in uneven] == [32, 32, 16]
     assert [s.vocab.size for s in uneven] == [17, 17, 16]
 
@@ -131,7 +131,7 @@ def test_noise_is_the_same_for_every_topology(tp: int) -> None:
     wholes = {name: alone.matrix(name, *whole_shape(arch, name)) for name in names}
     assert not torch.equal(wholes[names[0]], torch.zeros_like(wholes[names[0]]))
     for rank in range(tp):
-        shares = Shares(arch, Mesh(1, 1, tp, tp_rank=rank))
+        shares = RankSpans(arch, Mesh(1, 1, tp, tp_rank=rank))
         mine = own_weights(source, torch.bfloat16, CPU, shares)
         assert isinstance(mine, NoiseShards)
         for name in reversed(names):
@@ -143,7 +143,7 @@ def test_noise_is_the_same_for_every_topology(tp: int) -> None:
 
 def test_stored_weights_reach_the_device_as_shares() -> None:
     arch = arch_of()
-    shares = Shares(arch, Mesh(1, 1, 2, tp_rank=1))
+    shares = RankSpans(arch, Mesh(1, 1, 2, tp_rank=1))
     name = "model.layers.0.self_attn.o_proj.weight"
     found = own_weights(Stored(), torch.bfloat16, CPU, shares).matrix(name, 48, shares.q.size)
     whole = torch.from_numpy(Stored().matrix(name, 48, 48).as_float32()).bfloat16()

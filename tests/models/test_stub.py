@@ -24,25 +24,25 @@ from trireme.params import RowParams
 from trireme.topology.mesh import Mesh
 from trireme.transport.wire.columns import pack, unpack
 from trireme.transport.wire.messages import StepResult, WorkerInit
-from trireme.workers.cpu.worker import Worker
+from trireme.workers.cpu.worker import CpuWorker
 
 GREEDY = RowParams(20, temperature=0.0, eos_token_ids=(EOS,))
 
 
-def start(model: Path, **parallel: Any) -> Worker:
+def start(model: Path, **parallel: Any) -> CpuWorker:
     """A loaded worker with 64 blocks of 16 tokens."""
     config = EngineConfig(
         model=ModelConfig(model=str(model), max_len=128),
         cache=CacheConfig(block_size=16),
         parallel=ParallelConfig(threads=1, **parallel),
     )
-    worker = Worker(WorkerInit(msgspec.msgpack.encode(config), 0, 0), lambda phase, done, total: None)
+    worker = CpuWorker(WorkerInit(msgspec.msgpack.encode(config), 0, 0), lambda phase, done, total: None)
     worker.load()
     worker.setup_kv(64)
     return worker
 
 
-def generate(worker: Worker, rows: list[tuple[list[int], RowParams]], count: int) -> list[list[int]]:
+def generate(worker: CpuWorker, rows: list[tuple[list[int], RowParams]], count: int) -> list[list[int]]:
     """Runs rows together for `count` steps, prompts whole; their outputs."""
     slots = list(range(len(rows)))
     new = [new_row(i, prompt, params, blocks=range(i * 8, i * 8 + 8)) for i, (prompt, params) in enumerate(rows)]

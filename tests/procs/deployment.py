@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from trireme.launch.processes.supervisor import Part, Supervisor
+from trireme.launch.processes.supervisor import ManagedProcess, Supervisor
 from trireme.transport.process.boot import Child, spawn
 from trireme.transport.process.rundir import RunDir
 from trireme.transport.wire.messages import Boot, Ready, Role
@@ -111,7 +111,7 @@ class Supervised:
         assert self.supervisor.address is not None
         return self.supervisor.address[1]
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> ManagedProcess:
         return next(part for part in self.supervisor.parts if part.name == name)
 
     def __enter__(self) -> Self:

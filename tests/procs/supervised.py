@@ -7,10 +7,10 @@ from pathlib import Path
 
 from trireme.config import EngineConfig, LaunchConfig, ModelConfig, ParallelConfig, ServingConfig
 from trireme.launch.processes.restarts import RestartLimits
-from trireme.launch.processes.supervisor import AllReady, Event, Modules, Stopped, Supervisor, Timing
+from trireme.launch.processes.supervisor import AllReady, Event, Modules, Stopped, Supervisor, SupervisorTimeouts
 
 MODULES = Modules(engine="tests.procs.fake_engine", front="tests.procs.fake_front")
-TIMING = Timing(
+TIMING = SupervisorTimeouts(
     restarts=RestartLimits(first_s=0.1, longest_s=0.4, most=3, window_s=60.0), stuck_s=2.5, cleanup_s=1.0, leave_s=2.0
 )
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.procs.deployment import Supervised, wait_for
 from tests.procs.fake_llm import expected, fake_model, prompt_of, until
-from trireme.launch.processes.supervisor import Supervisor, Timing
+from trireme.launch.processes.supervisor import Supervisor, SupervisorTimeouts
 from trireme.resolve import prepare
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.connect import client_over_sockets
@@ -38,7 +38,7 @@ class Node(Supervised):
         settings |= {"max_len": 1024, "num_blocks": 512, "executor": executor, "check": True}
         settings["step_timeout"] = FENCE_S
         self.config = prepare(load(settings).config).config
-        super().__init__(Supervisor(self.config, lambda event: None, timing=Timing(stuck_s=FENCE_S)))
+        super().__init__(Supervisor(self.config, lambda event: None, timing=SupervisorTimeouts(stuck_s=FENCE_S)))
 
     def get(self, path: str, body: Any = None) -> tuple[int, Any]:
         url = f"http://127.0.0.1:{self.port}{path}"

@@ -22,7 +22,7 @@ from tests.procs.deployment import HASH, Deployment, wait_for
 from trireme.errors import ConfigError, TransportError
 from trireme.params import RowParams
 from trireme.transport.process.boot import Child
-from trireme.transport.sockets.address import Keys, check_address, connect_address, make_secret_keys
+from trireme.transport.sockets.address import CurveKeys, check_address, connect_address, make_secret_keys
 from trireme.transport.sockets.aio import AsyncConnection
 from trireme.transport.sockets.framing import HEAD_BYTES, head_of
 from trireme.transport.sockets.local import LocalServer
@@ -452,7 +452,7 @@ def test_wrong_keys_do_not_get_in(tcp_deployment: Deployment, keys: str) -> None
 
 
 def test_addresses_that_must_not_be_used_are_refused() -> None:
-    keys = Keys(**make_secret_keys())
+    keys = CurveKeys(**make_secret_keys())
     for address, given_keys, why in [
         ("tcp://0.0.0.0:5555", keys, "every interface"),
         ("tcp://*:5555", keys, "every interface"),

@@ -37,7 +37,7 @@ from trireme.transport.wire.messages import (
     WorkerReady,
     WorkerToCore,
 )
-from trireme.workers.main import MODULES, Shell, _fault
+from trireme.workers.main import MODULES, WorkerShell, _fault
 
 GREEDY = RowParams(20, temperature=0.0)
 
@@ -183,15 +183,15 @@ class Line:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Shell, Line]]]:
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[WorkerShell, Line]]]:
     """The shell of a worker that launches its steps."""
     monkeypatch.setitem(MODULES, "fake", "tests.procs.launching_worker")
-    made: list[Shell] = []
+    made: list[WorkerShell] = []
 
-    def make(**fake: Any) -> tuple[Shell, Line]:
+    def make(**fake: Any) -> tuple[WorkerShell, Line]:
         config = msgspec.msgpack.encode(make_config(write_fake_model(tmp_path / "m", **fake)))
         wire = Line()
-        made.append(Shell(Boot("worker", "engine-0.worker-0", 0, config, b"", "", index=0), cast(Any, wire)))
+        made.append(WorkerShell(Boot("worker", "engine-0.worker-0", 0, config, b"", "", index=0), cast(Any, wire)))
         wire.arrived += [WorkerInit(config, 0, 0), SetupKV(64)]
         made[-1].on_readable()
         assert [type(message) for message in wire.sent][-2:] == [WorkerLoaded, WorkerReady]
@@ -203,7 +203,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         one.close()
 
 
-def results_of(shell: Shell, wire: Line, count: int) -> list[StepResult]:
+def results_of(shell: WorkerShell, wire: Line, count: int) -> list[StepResult]:
     poller = Poller()
     poller.add(shell.waker, shell.on_results)
     deadline = time.monotonic() + 20
@@ -213,7 +213,7 @@ def results_of(shell: Shell, wire: Line, count: int) -> list[StepResult]:
     return found
 
 
-def test_a_launched_step_does_not_keep_the_next_order_waiting(shell: Callable[..., tuple[Shell, Line]]) -> None:
+def test_a_launched_step_does_not_keep_the_next_order_waiting(shell: Callable[..., tuple[WorkerShell, Line]]) -> None:
     worker, wire = shell(delay_ms=300.0)
     first = plan_of(new=[new_row(0, [5, 6, 7], RowParams(8), blocks=[1, 2])], rows=[0], num_tokens=[3])
     wire.arrived += [first, plan_of(step=2, rows=[0], num_computed=[3], tokens=[-1]), Call(1, "started")]
@@ -223,7 +223,7 @@ def test_a_launched_step_does_not_keep_the_next_order_waiting(shell: Callable[..
     assert [result.step for result in results_of(worker, wire, 2)] == [1, 2]
 
 
-def test_what_a_launched_step_raises_ends_the_worker(shell: Callable[..., tuple[Shell, Line]]) -> None:
+def test_what_a_launched_step_raises_ends_the_worker(shell: Callable[..., tuple[WorkerShell, Line]]) -> None:
     worker, wire = shell(crash_token=7)
     wire.arrived.append(plan_of(new=[new_row(0, [5, 6, 7], RowParams(8), blocks=[1])], rows=[0], num_tokens=[3]))
     worker.on_readable()

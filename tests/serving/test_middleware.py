@@ -13,7 +13,7 @@ import pytest
 from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
-from trireme.serving.http.middleware import PUBLIC, Keys
+from trireme.serving.http.middleware import PUBLIC, ApiKeys
 from trireme.serving.main import drain
 
 TEXT = {"model": "stub", "prompt": "hello"}
@@ -48,12 +48,12 @@ async def test_only_listed_routes_answer_without_a_key(tmp_path: Path) -> None:
 
 
 def test_keys_are_not_kept_in_the_clear() -> None:
-    keys = Keys(["top-secret"])
+    keys = ApiKeys(["top-secret"])
     assert "top-secret" not in repr(vars(keys))
     assert keys.find([(b"authorization", b"bearer top-secret")])
-    assert not Keys([])
-    assert not Keys([""])
-    assert Keys(["", "known"]).find([]) is None
+    assert not ApiKeys([])
+    assert not ApiKeys([""])
+    assert ApiKeys(["", "known"]).find([]) is None
 
 
 async def test_hostnames_of_strangers_are_refused_on_loopback(tmp_path: Path) -> None:

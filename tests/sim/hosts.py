@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from trireme.coordinator.core import Coordinator
-from trireme.coordinator.shell import Shell
+from trireme.coordinator.shell import CoordinatorShell
 from trireme.coordinator.simulation.cost_model import SimulatedExecutor, SimulatedWorker
 from trireme.coordinator.simulation.loop import VirtualLoop
 from trireme.coordinator.simulation.network import ClientEnd
@@ -115,7 +115,7 @@ class CoordinatorHost:
             steals_for=world.scene.steals_for,
         )
         self.server = world.network.bind(self.process, "coordinator")
-        self.shell = Shell(self.core, self.server, clock=self.process.clock)
+        self.shell = CoordinatorShell(self.core, self.server, clock=self.process.clock)
         self.process.turn = self.turn
         self.process.wake()
 

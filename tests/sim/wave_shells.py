@@ -1,6 +1,7 @@
 """The product's own shells around the machines of waves, moved by the events of wave_model: one thread, no socket, no clock.
 
-What the model does with bare machines, these do with the coordinator's Shell and with engines' loops, cores and fake workers.
+What the model does with bare machines, these do with the coordinator's CoordinatorShell and with engines' loops, cores and
+fake workers.
 `Shells.follow` carries out an event of the model, `Shells.difference` says where the two are not in the same state afterwards.
 A loop steps as soon as it may, so the model's votes follow at once (`walk`).
 """
@@ -22,7 +23,7 @@ from tests.sim.hosts import TurningPoller
 from tests.sim.wave_model import Collective, Outside, Rank, Setting, WaveModel, World
 from tests.unit.engine_driver import make_limits, make_worker
 from trireme.coordinator.core import Coordinator
-from trireme.coordinator.shell import Shell, engine_index
+from trireme.coordinator.shell import CoordinatorShell, engine_index
 from trireme.engine_core import main as engine_main
 from trireme.engine_core.core import EngineCore
 from trireme.engine_core.lifecycle.stepping import Together
@@ -256,7 +257,7 @@ class Shells:
         size = len(self.engines)
         self.core = Coordinator(size, "p2c", random.Random(0), epoch=serial, in_lockstep=True)
         self._inbox = Inbox(self._from_coordinator)
-        self._shell = Shell(self.core, self._inbox, clock=lambda: 0.0)
+        self._shell = CoordinatorShell(self.core, self._inbox, clock=lambda: 0.0)
         self.is_welcome = [False] * size
         self.calls.clear()
         for link in (*self.ups, *self.downs):

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from trireme.workers.collectives.allreduce_algos import Step, Way, default_steps, describe, steps_from, usable, way_of
-from trireme.workers.collectives.watchdog import Watch
+from trireme.workers.collectives.allreduce_algos import (
+    AlgoRange,
+    Way,
+    default_steps,
+    describe,
+    steps_from,
+    usable,
+    way_of,
+)
+from trireme.workers.collectives.watchdog import CollectiveWatchdog
 
 K = 1024
 
@@ -18,7 +26,7 @@ def test_the_fastest_way_of_each_size_is_taken() -> None:
         8192 * K: {Way.ONE_SHOT: 90.0, Way.TWO_SHOT: 80.0, Way.NCCL: 60.0},
     }
     steps = steps_from(times)
-    assert steps == [Step(64 * K, Way.PUSHED), Step(512 * K, Way.ONE_SHOT), Step(8192 * K, Way.NCCL)]
+    assert steps == [AlgoRange(64 * K, Way.PUSHED), AlgoRange(512 * K, Way.ONE_SHOT), AlgoRange(8192 * K, Way.NCCL)]
     assert way_of(steps, 16) is Way.PUSHED
     assert way_of(steps, 64 * K) is Way.PUSHED
     assert way_of(steps, 64 * K + 16) is Way.ONE_SHOT
@@ -57,7 +65,7 @@ class Fixture:
 
     def __init__(self, stuck_s: float = 12.0) -> None:
         self.now, self.trouble, self.aborts = 0.0, "", 0
-        self.watch = Watch(lambda: self.trouble, self.abort, stuck_s=stuck_s, clock=lambda: self.now)
+        self.watch = CollectiveWatchdog(lambda: self.trouble, self.abort, stuck_s=stuck_s, clock=lambda: self.now)
 
     def abort(self) -> None:
         self.aborts += 1

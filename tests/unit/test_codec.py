@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from trireme.errors import ProtocolError
 from trireme.params import RowParams
 from trireme.transport.wire import codec
-from trireme.transport.wire.codec import INLINE_BYTES, Decoder, Encoder, decode, encode
+from trireme.transport.wire.codec import INLINE_BYTES, MessageDecoder, MessageEncoder, decode, encode
 from trireme.transport.wire.columns import pack, pack_flags, pack_ids, unpack, unpack_flags, unpack_ids
 from trireme.transport.wire.messages import (
     CallReply,
@@ -160,7 +160,7 @@ def test_columns_cut_short_or_too_long_are_refused(kind: type, data: st.DataObje
 @example([b"\xdd\xff\xff\xff\xff"], CoreToWorker)  # a list that claims 4 billion items
 @example([b"\xc1"], WorkerToCore)
 def test_noise_gives_only_protocol_errors(frames: list[bytes], union: object) -> None:
-    decoder = Decoder(union | Ping)
+    decoder = MessageDecoder(union | Ping)
     try:
         decoder.decode(frames)
     except ProtocolError:
@@ -223,7 +223,7 @@ def test_only_the_union_is_accepted() -> None:
 
 
 def test_object_arrays_and_strange_values_are_not_sent() -> None:
-    encoder = Encoder()
+    encoder = MessageEncoder()
     with pytest.raises(ProtocolError, match="dtype object"):
         encoder.encode(submit(np.array([object()])))
     with pytest.raises(ProtocolError, match="cannot be encoded"):

@@ -7,7 +7,7 @@ import pytest
 
 from trireme.engine_core.kv.cache import KVCache
 from trireme.engine_core.kv.pool import BlockPool
-from trireme.engine_core.scheduling.decode_batch import Columns
+from trireme.engine_core.scheduling.decode_batch import SlotColumns
 from trireme.engine_core.scheduling.request import Request
 from trireme.errors import EngineError
 from trireme.hashing import block_hashes
@@ -18,7 +18,7 @@ from trireme.transport.wire.messages import Submit
 def make_request(prompt: list[int], *, salt: bytes = b"", prompt_logprobs: int = -1) -> Request:
     params = RowParams(max_tokens=8, prompt_logprobs=prompt_logprobs)
     request = Request("front", Submit(1, np.array(prompt, np.int32), params, salt), 1, 0.0, 64)
-    request.take_slot(0, Columns(1, 4))
+    request.take_slot(0, SlotColumns(1, 4))
     return request
 
 

@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine_core.stall import FIRST_STEP_S, StepTimes, Watch
+from trireme.engine_core.stall import FIRST_STEP_S, StallWatch, StepTimes
 
 TIMEOUT_S = 15.0
 
 
-def watch_of(*steps: tuple[int, float]) -> Watch:
+def watch_of(*steps: tuple[int, float]) -> StallWatch:
     times = StepTimes()
     for num_tokens, seconds in steps:
         times.note(num_tokens, seconds)
-    return Watch(times, TIMEOUT_S)
+    return StallWatch(times, TIMEOUT_S)
 
 
 def look(
-    watch: Watch,
+    watch: StallWatch,
     start: float,
     end: float,
     step: tuple[int, float, int] | None,
@@ -45,7 +45,7 @@ def look(
 def test_an_honest_step_is_never_late(base: float, per_token: float, noise: list[float], sizes: list[int]) -> None:
     """Steps that cost what a machine costs, up to 2.8 times more one time than another."""
     times = StepTimes()
-    watch, now = Watch(times, TIMEOUT_S), 100.0
+    watch, now = StallWatch(times, TIMEOUT_S), 100.0
     for i, num_tokens in enumerate(sizes):
         seconds = (base + per_token * num_tokens) * noise[i % len(noise)]
         look(watch, now, now + seconds, (i, now, num_tokens))

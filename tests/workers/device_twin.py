@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trireme.models.arch.rope import POSITIONS, TableRows
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
-from trireme.models.cuda.ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, PagedKV
+from trireme.models.cuda.ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, CudaPagedKV
 from trireme.models.cuda.reference import note_output_reference, ruled_logits_reference
 from trireme.topology.mesh import Mesh
 from trireme.workers.sampling.gumbel import NoiseField, noise_key, race_among
@@ -44,14 +44,14 @@ class TwinModel:
         self.prompt_attention = SimpleNamespace(rules=rules)
         self.table_rows = table_rows
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> list[PagedKV]:
+    def allocate_kv(self, num_blocks: int, block_size: int) -> list[CudaPagedKV]:
         shape = (num_blocks, 1, block_size, 2)
-        return [PagedKV(torch.full(shape, float("nan")), torch.full(shape, float("nan")))]
+        return [CudaPagedKV(torch.full(shape, float("nan")), torch.full(shape, float("nan")))]
 
     def scratch_floats(self, rows: int, splits: int) -> int:
         return 0
 
-    def run(self, batch: Any, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
+    def run(self, batch: Any, kv: list[CudaPagedKV], scratch: Tensor | None = None) -> Tensor:
         size, written = kv[0].k.shape[2], batch.slots >= 0
         at = batch.slots[written].long()
         tokens = _written(kv[0].k, at, batch.token_ids[written] + 1)

@@ -9,7 +9,7 @@ import torch
 
 from trireme.errors import CollectiveError, EngineError
 from trireme.topology.mesh import Mesh
-from trireme.workers.collectives.watchdog import Watch
+from trireme.workers.collectives.watchdog import CollectiveWatchdog
 from trireme.workers.cuda.ranks import launch_with, sampling_mesh
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ class Group:
 
     def __init__(self) -> None:
         self.now, self.aborts, self.trouble = 0.0, 0, ""
-        self.watch = Watch(lambda: "", self.abort, stuck_s=10.0, clock=lambda: self.now)
+        self.watch = CollectiveWatchdog(lambda: "", self.abort, stuck_s=10.0, clock=lambda: self.now)
 
     def abort(self) -> None:
         self.aborts += 1

@@ -18,7 +18,7 @@ from tests.workers.device_twin import VOCAB, TwinModel, sample_rows
 from tests.workers.test_gpu_runner import BLOCK, CPU, MAX_LEN, NUM_BLOCKS, NUM_ROWS, alone, is_plain
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
 from trireme.models.cuda.host_adapter import HostModel
-from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.ops import CudaPagedKV
 from trireme.models.forward import HostKV
 from trireme.params import RowParams
 from trireme.topology.mesh import Mesh
@@ -42,7 +42,7 @@ class StageModel(TwinModel):
         super().__init__(Rules(whole_from=4, packs_fresh=True) if mesh.is_last_stage else PIECES)
         self.mesh, self._passed = mesh, passed
 
-    def run(self, batch: Any, kv: list[PagedKV], scratch: Tensor | None = None) -> Tensor:
+    def run(self, batch: Any, kv: list[CudaPagedKV], scratch: Tensor | None = None) -> Tensor:
         positions = batch.positions.tolist()
         if not self.mesh.is_last_stage:
             self._passed.append(positions)

@@ -18,7 +18,7 @@ from tests.models.tiny import make_tiny_llama
 from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from trireme.errors import EngineError, ModelError
 from trireme.transport.wire.messages import WorkerInit, WorkerLoaded
-from trireme.workers.cpu.worker import Worker, choose_pinning
+from trireme.workers.cpu.worker import CpuWorker, choose_pinning
 
 NUM_BLOCKS, BLOCK, NUM_ROWS = 64, 4, 4
 LLAMA_BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK * 4  # k and v, layers, KV heads, head dim, tokens, float32
@@ -29,17 +29,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
-def make_worker(model: Path | str, progress: Any = lambda phase, done, total: None, **cache: Any) -> Worker:
+def make_worker(model: Path | str, progress: Any = lambda phase, done, total: None, **cache: Any) -> CpuWorker:
     config = EngineConfig(
         model=ModelConfig(model=str(model), max_len=64),
         cache=CacheConfig(block_size=BLOCK, **cache),
         parallel=ParallelConfig(threads=1),
     )
-    return Worker(WorkerInit(msgspec.msgpack.encode(config), 0, 0), progress)
+    return CpuWorker(WorkerInit(msgspec.msgpack.encode(config), 0, 0), progress)
 
 
 @pytest.fixture(scope="module")
-def worker(model_dir: Path) -> Iterator[Worker]:
+def worker(model_dir: Path) -> Iterator[CpuWorker]:
     worker = make_worker(model_dir)
     worker.load()
     worker.setup_kv(NUM_BLOCKS)
@@ -70,7 +70,7 @@ def test_kv_dtype_is_what_was_asked(model_dir: Path) -> None:
 
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(job_of(320), min_size=1, max_size=5), st.integers(0, 2**32))
-def test_any_plan_is_bit_identical_to_the_solo_run(worker: Worker, jobs: list[Any], seed: int) -> None:
+def test_any_plan_is_bit_identical_to_the_solo_run(worker: CpuWorker, jobs: list[Any], seed: int) -> None:
     """O20: tokens, sampled and prompt logprobs, over chunks, company, slots, scattered blocks and preemptions."""
     assert worker._runner is not None
     alone = [run_alone(worker._runner, range(9), *job) for job in jobs]
@@ -86,7 +86,7 @@ def test_any_plan_is_bit_identical_to_the_solo_run(worker: Worker, jobs: list[An
             assert a.logprobs.tobytes() == b.logprobs.tobytes()
 
 
-def test_calls(worker: Worker) -> None:
+def test_calls(worker: CpuWorker) -> None:
     info = worker.call("info", {})
     assert info["worker"] == 0
     assert info["own_bytes"] > 0

@@ -23,7 +23,7 @@ from tests.models.test_shards import arch_of
 from tests.workers.collective_rank import forked
 from trireme.errors import CollectiveError
 from trireme.models.cuda.decoder import CudaModel
-from trireme.models.weights.tp_shards import Shares
+from trireme.models.weights.tp_shards import RankSpans
 from trireme.topology.mesh import Mesh
 from trireme.workers.collectives import rendezvous as meeting
 from trireme.workers.collectives.cuda import CudaGroup
@@ -54,7 +54,7 @@ def run(program: str, arena: str, mesh: Mesh, cards: int, split_from: int) -> No
         chosen = group.measure()
         model = CudaModel(
             ARCH,
-            stored(ARCH)(Shares(ARCH, mesh)),
+            stored(ARCH)(RankSpans(ARCH, mesh)),
             torch.float32,
             max_len=MAX_LEN,
             progress=lambda *_: None,

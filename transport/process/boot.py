@@ -36,7 +36,7 @@ from trireme.topology.lockstep import Mode
 from trireme.transport.process.prespawn import Egg, hatch
 from trireme.transport.process.rundir import remove_run_dir
 from trireme.transport.sockets.poller import NEVER, Waker
-from trireme.transport.wire.codec import Decoder, encode
+from trireme.transport.wire.codec import MessageDecoder, encode
 from trireme.transport.wire.messages import Beat, Boot, Drain, Failed, FromChild, Paused, Progress, Ready, ToChild, Wire
 
 log = logging.getLogger("trireme.transport")
@@ -64,7 +64,7 @@ class Child:
         self.born = born  # time.monotonic() when its process was ordered
         self._process = process
         self._channel = channel
-        self._decoder = Decoder(FromChild)
+        self._decoder = MessageDecoder(FromChild)
         self._failed: Failed | None = None  # its own, held back until it is dead
         self._epoll = select.epoll()
         self._epoll.register(channel.fileno(), select.EPOLLIN)
@@ -227,7 +227,7 @@ class BootChannel:
         packet, fds, _, _ = socket.recv_fds(self._channel, PACKET_BYTES, 1)
         if not packet:
             os._exit(0)  # the parent died before it said who we are
-        boot = Decoder(ToChild).decode([packet])
+        boot = MessageDecoder(ToChild).decode([packet])
         if not isinstance(boot, Boot):
             raise ProtocolError(f"a child's first message must be Boot, not {type(boot).__name__}")
         self.boot = msgspec.structs.replace(boot, listen_fd=fds[0]) if fds else boot
@@ -312,7 +312,7 @@ class BootChannel:
 
     def _watch_parent(self) -> None:
         """Own thread. Whatever this process is doing, it ends when its parent does."""
-        decoder = Decoder(ToChild)
+        decoder = MessageDecoder(ToChild)
         while True:
             try:
                 packet = self._channel.recv(PACKET_BYTES)

@@ -20,7 +20,7 @@ from trireme.transport.wire.messages import Boot
 MAX_IPC_PATH = 107  # sun_path of a unix socket
 
 
-class Keys(msgspec.Struct, frozen=True):
+class CurveKeys(msgspec.Struct, frozen=True):
     """CURVE key pairs (Z85 text) of one deployment: all bound sides share one, all connecting sides the other."""
 
     server_public: bytes
@@ -29,7 +29,7 @@ class Keys(msgspec.Struct, frozen=True):
     client_secret: bytes
 
     @classmethod
-    def from_boot(cls, boot: Boot) -> Keys | None:
+    def from_boot(cls, boot: Boot) -> CurveKeys | None:
         """None when the deployment talks over ipc."""
         return cls(**{name: boot.secret_keys[name] for name in cls.__struct_fields__}) if boot.secret_keys else None
 
@@ -38,7 +38,7 @@ def make_secret_keys() -> dict[str, bytes]:
     """Fresh keys for Boot.secret_keys; a deployment whose Boot has them talks over tcp."""
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
-    return msgspec.structs.asdict(Keys(server_public, server_secret, client_public, client_secret))
+    return msgspec.structs.asdict(CurveKeys(server_public, server_secret, client_public, client_secret))
 
 
 def is_loopback(host: str) -> bool:
@@ -53,7 +53,7 @@ def is_same_host(address: str) -> bool:
     return not address.startswith("tcp://") or is_loopback(_tcp_host(address))
 
 
-def check_address(address: str, keys: Keys | None) -> None:
+def check_address(address: str, keys: CurveKeys | None) -> None:
     """Raises ConfigError for an address that must not be used."""
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
@@ -100,7 +100,7 @@ def connect_address(boot: Boot, socket_name: str) -> str | None:
         return None
 
 
-def guard_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
+def guard_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
     """Makes a socket (alone in its context) refuse every peer that does not hold the client keys."""
     handler = socket.context.socket(zmq.REP)
     handler.linger = 0
@@ -112,7 +112,7 @@ def guard_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
     socket.curve_publickey = keys.server_public
 
 
-def guard_client(socket: zmq.Socket[bytes], keys: Keys) -> None:
+def guard_client(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
     socket.curve_serverkey = keys.server_public
     socket.curve_publickey = keys.client_public
     socket.curve_secretkey = keys.client_secret

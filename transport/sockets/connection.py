@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from trireme.errors import TransportError
-from trireme.transport.sockets.address import Keys, check_address, connect_address, guard_client
+from trireme.transport.sockets.address import CurveKeys, check_address, connect_address, guard_client
 from trireme.transport.sockets.framing import GRACE_S, NOW, PING_S, SILENCE_S, Identity, Left, Wired
 from trireme.transport.sockets.poller import Poller
 from trireme.transport.wire.messages import PROTOCOL_VERSION, Boot, Hello, Ping, Pong, Refused, Welcome, Wire
@@ -60,7 +60,7 @@ class Connection(Wired):
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
-        keys = Keys.from_boot(boot)
+        keys = CurveKeys.from_boot(boot)
         if keys:
             guard_client(socket, keys)
         self._connect()
@@ -168,7 +168,7 @@ class Connection(Wired):
             self._socket.disconnect(self._address)
         self._address = connect_address(self._boot, self.socket_name)
         if self._address is not None:
-            check_address(self._address, Keys.from_boot(self._boot))
+            check_address(self._address, CurveKeys.from_boot(self._boot))
             self._socket.connect(self._address)
         self._num_sent = self._num_received = 0
 

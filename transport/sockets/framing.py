@@ -22,7 +22,7 @@ from zlib import crc32
 import zmq
 
 from trireme.errors import ProtocolError
-from trireme.transport.wire.codec import MAX_FRAME_BYTES, Decoder, Encoder, Frame
+from trireme.transport.wire.codec import MAX_FRAME_BYTES, Frame, MessageDecoder, MessageEncoder
 from trireme.transport.wire.messages import PROTOCOL_VERSION, Boot, Hello, Role, Welcome
 
 log = logging.getLogger("trireme.transport")
@@ -89,8 +89,8 @@ class Wired:
     def __init__(self, socket: zmq.Socket[bytes], accepts: Any, identity: Identity) -> None:
         self.identity = identity
         self._counts = Counts()
-        self._encoder = Encoder()
-        self._decoder = Decoder(accepts)
+        self._encoder = MessageEncoder()
+        self._decoder = MessageDecoder(accepts)
         self._last_tick = time.monotonic()
         self._logged = {"malformed": 0.0, "gaps": 0.0}  # when last
         self._socket = socket

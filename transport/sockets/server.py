@@ -18,7 +18,7 @@ import zmq
 
 from trireme.errors import ConfigError
 from trireme.transport.sockets.address import (
-    Keys,
+    CurveKeys,
     bind_address,
     check_address,
     guard_server,
@@ -78,7 +78,7 @@ class Server(Wired):
         accepts: Any,
         identity: Identity,
         *,
-        keys: Keys | None = None,
+        keys: CurveKeys | None = None,
         facts: EngineFacts | None = None,
         silence_s: float | None = SILENCE_S,
     ) -> None:
@@ -125,7 +125,7 @@ class Server(Wired):
         """
         address = bind_address(boot, socket_name)
         identity = Identity.from_boot(boot)
-        server = cls(address, accepts, identity, keys=Keys.from_boot(boot), facts=facts, silence_s=silence_s)
+        server = cls(address, accepts, identity, keys=CurveKeys.from_boot(boot), facts=facts, silence_s=silence_s)
         publish_address(boot, socket_name, server.address)
         return server
 

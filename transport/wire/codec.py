@@ -30,7 +30,7 @@ _DTYPES = {
 }
 
 
-class Encoder:
+class MessageEncoder:
     """Encodes messages. Make one per socket and keep it; not thread-safe."""
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class Encoder:
         return name, value.shape, len(self._arrays) - 1
 
 
-class Decoder:
-    """Decodes one union of messages (`Decoder(FrontToEngine)`). Make one per socket and keep it; not thread-safe."""
+class MessageDecoder:
+    """Decodes one union of messages (`MessageDecoder(FrontToEngine)`). Make one per socket and keep it; not thread-safe."""
 
     def __init__(self, accepts: Any) -> None:
         self._frames: Sequence[Frame] = ()
@@ -130,10 +130,10 @@ class Decoder:
 
 
 def encode(message: Wire) -> list[Frame]:
-    """One-off `Encoder().encode(message)`, for rare paths and tests."""
-    return Encoder().encode(message)
+    """One-off `MessageEncoder().encode(message)`, for rare paths and tests."""
+    return MessageEncoder().encode(message)
 
 
 def decode(frames: Sequence[Frame], accepts: Any) -> Any:
-    """One-off `Decoder(accepts).decode(frames)`, for rare paths and tests."""
-    return Decoder(accepts).decode(frames)
+    """One-off `MessageDecoder(accepts).decode(frames)`, for rare paths and tests."""
+    return MessageDecoder(accepts).decode(frames)

@@ -110,7 +110,7 @@ def gpu_activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
     return scheduler.num_tokens * per_token + mixed + 6 * scheduler.num_rows * arch.vocab_size
 
 
-class Share(NamedTuple):
+class MemoryLine(NamedTuple):
     """One line of a memory table: so many holders of `each` bytes."""
 
     what: str
@@ -122,7 +122,7 @@ class Share(NamedTuple):
         return self.holders * self.each
 
 
-def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[Share]:
+def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[MemoryLine]:
     """Where the memory of a deployment goes. `weight_bytes` are those of one whole copy, `kv_bytes` those of one worker."""
     parallel = config.parallel
     sharing = parallel.dp if config.in_lockstep else 1
@@ -132,22 +132,22 @@ def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_by
     runtime = choose_runtime(arch, Mesh(parallel.dp, parallel.pp, parallel.tp))
     with_torch = runtime.value == TORCH or per_engine > 1
     return [
-        Share("weights", workers, -(-weight_bytes // per_engine)),
-        Share("KV cache", workers, kv_bytes),
-        Share("activations", workers, activation_bytes(arch, config.scheduler, sharing)),
-        Share("worker program", workers, WORKER_PROGRAM + (TORCH_LIBRARY if with_torch else 0)),
-        Share("front end", config.serving.api_servers, FRONT_PROGRAM),
-        Share("launcher", 1, LAUNCH_PROGRAM),
+        MemoryLine("weights", workers, -(-weight_bytes // per_engine)),
+        MemoryLine("KV cache", workers, kv_bytes),
+        MemoryLine("activations", workers, activation_bytes(arch, config.scheduler, sharing)),
+        MemoryLine("worker program", workers, WORKER_PROGRAM + (TORCH_LIBRARY if with_torch else 0)),
+        MemoryLine("front end", config.serving.api_servers, FRONT_PROGRAM),
+        MemoryLine("launcher", 1, LAUNCH_PROGRAM),
     ]
 
 
-def gpu_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[Share]:
+def gpu_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[MemoryLine]:
     """Where the memory of one card goes."""
     return [
-        Share("weights", 1, weight_bytes),
-        Share("KV cache", 1, kv_bytes),
-        Share("activations", 1, gpu_activation_bytes(arch, config.scheduler)),
-        Share("graphs", 1, GPU_GRAPHS),
+        MemoryLine("weights", 1, weight_bytes),
+        MemoryLine("KV cache", 1, kv_bytes),
+        MemoryLine("activations", 1, gpu_activation_bytes(arch, config.scheduler)),
+        MemoryLine("graphs", 1, GPU_GRAPHS),
     ]
 
 

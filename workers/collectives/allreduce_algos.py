@@ -23,7 +23,7 @@ class Way(IntEnum):
     NCCL = 3
 
 
-class Step(NamedTuple):
+class AlgoRange(NamedTuple):
     """Messages of up to `most` bytes go this way."""
 
     most: int
@@ -37,31 +37,35 @@ def usable(size: int, *, pushed: int, staged: int, has_peers: bool, has_nccl: bo
     return [*ways, Way.NCCL] if has_nccl else ways
 
 
-def steps_from(times: Mapping[int, Mapping[Way, float]]) -> list[Step]:
+def steps_from(times: Mapping[int, Mapping[Way, float]]) -> list[AlgoRange]:
     """The fastest way for every size tried, neighbours that agree made one. Beyond the last size its way holds."""
-    steps: list[Step] = []
+    steps: list[AlgoRange] = []
     for size in sorted(times):
         way = min(times[size], key=lambda w: (times[size][w], w))
         if steps and steps[-1].way == way:
             steps.pop()
-        steps.append(Step(size, way))
+        steps.append(AlgoRange(size, way))
     return steps
 
 
-def default_steps(pushed: int, staged: int, *, has_peers: bool, has_nccl: bool) -> list[Step]:
+def default_steps(pushed: int, staged: int, *, has_peers: bool, has_nccl: bool) -> list[AlgoRange]:
     """Where nothing was measured."""
     if not has_peers:
-        return [Step(staged, Way.NCCL)]
+        return [AlgoRange(staged, Way.NCCL)]
     most = Way.NCCL if has_nccl else Way.TWO_SHOT
-    return [Step(min(128 << 10, pushed), Way.PUSHED), Step(min(1 << 20, staged), Way.ONE_SHOT), Step(staged, most)]
+    return [
+        AlgoRange(min(128 << 10, pushed), Way.PUSHED),
+        AlgoRange(min(1 << 20, staged), Way.ONE_SHOT),
+        AlgoRange(staged, most),
+    ]
 
 
-def way_of(steps: Sequence[Step], size: int) -> Way:
+def way_of(steps: Sequence[AlgoRange], size: int) -> Way:
     """The way of a message of `size` bytes."""
     return next((step.way for step in steps if size <= step.most), steps[-1].way)
 
 
-def describe(steps: Sequence[Step]) -> str:
+def describe(steps: Sequence[AlgoRange]) -> str:
     """`pushed up to 256 KiB, nccl beyond`."""
     named = [step.way.name.lower().replace("_", "-") for step in steps]
     parts = [f"{name} up to {step.most >> 10} KiB" for name, step in zip(named[:-1], steps[:-1], strict=True)]

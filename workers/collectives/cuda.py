@@ -36,13 +36,13 @@ from trireme.workers.collectives.rendezvous import Meeting
 from trireme.workers.collectives.shm import ShmGroup
 from trireme.workers.collectives.timing import time_ways
 from trireme.workers.collectives.torch_dist import TorchComm
-from trireme.workers.collectives.watchdog import Watch
+from trireme.workers.collectives.watchdog import CollectiveWatchdog
 
 MEET_S = 120.0  # ranks of one engine start at about the same time
 TOLD = (8 << 10, 8 << 20)  # bytes of sums whose times are told where they are long
 
 
-class Chosen(NamedTuple):
+class AllReduceChoice(NamedTuple):
     """Which way sums go, and why."""
 
     how: str
@@ -63,7 +63,7 @@ class CudaGroup:
         self._mesh, self._host = mesh, host
         self._staged = min(max(STAGED_BYTES, _rounded(gathered_bytes)), 8 * STAGED_BYTES)
         self._met: Meeting | None = None
-        self.watch = Watch(self._failure, self.abort)
+        self.watch = CollectiveWatchdog(self._failure, self.abort)
         self.watch.start()
         with self.watch.guard(timeout_s):
             met = self._met = Meeting(
@@ -91,18 +91,18 @@ class CudaGroup:
         """Whether sums pass through the host."""
         return isinstance(self._large, TorchComm)
 
-    def measure(self) -> Chosen:
+    def measure(self) -> AllReduceChoice:
         """Times every way once, and takes the fastest for each size; all ranks call it together. Says what was chosen."""
         if self.size == 1:
-            return Chosen("none needed", "one GPU has all of a layer")
+            return AllReduceChoice("none needed", "one GPU has all of a layer")
         if self._is_staged:
-            return Chosen("torch.distributed (gloo)", f"{self._lacks()}. {self._cost()}")
+            return AllReduceChoice("torch.distributed (gloo)", f"{self._lacks()}. {self._cost()}")
         if self._nccl is None or self._peers is None:
-            return Chosen(describe(self.ways), self._lacks())
+            return AllReduceChoice(describe(self.ways), self._lacks())
         with self.watch.guard(MEET_S):
             self.barrier()
             self.ways = steps_from(self._agreed({size: dict(self._times(size)) for size in TRIED}))
-        return Chosen(describe(self.ways), "the fastest way of each size, measured at the start")
+        return AllReduceChoice(describe(self.ways), "the fastest way of each size, measured at the start")
 
     def _lacks(self) -> str:
         return self._met.all_lacks() if self._met is not None else ""

@@ -16,7 +16,7 @@ STUCK_S = 12.0  # a step that has not ended by now waits for somebody who will n
 LOOK_S = 0.25
 
 
-class Watch:
+class CollectiveWatchdog:
     """`failure` is asked for trouble ("" is none) and `abort` called at most once, both from the watch's own thread.
 
     `start_s` bounds what `guard` covers without a limit of its own.

@@ -1,4 +1,4 @@
-"""Worker: one device's share of one engine: loads its slice of the model, owns its KV, carries out StepPlans.
+"""CpuWorker: one device's share of one engine: loads its slice of the model, owns its KV, carries out StepPlans.
 
 Used by workers.main (own process) and by the engine's in-process executor, which imports this module by name. All calls
 come from one thread. workers.fake.FakeWorker has the same methods and no tensors.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from trireme.workers.collectives.expert_parallel import EngineCompany
 
 
-class Worker:
+class CpuWorker:
     """One worker of one engine. Order of calls: load, setup_kv, then execute any number of times, close."""
 
     def __init__(self, init: WorkerInit, progress: Callable[[str, int, int], None]) -> None:
@@ -248,3 +248,7 @@ def _kernel_decisions(native: ModuleType | None) -> list[Decision]:
 
 def _as_tuple(decision: Decision) -> tuple[str, str, str]:
     return decision.what, decision.value, decision.because
+
+
+Worker = CpuWorker
+"""The name under which executors find the class."""

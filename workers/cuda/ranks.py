@@ -13,8 +13,8 @@ import torch
 
 from trireme.topology.mesh import Mesh
 from trireme.transport.wire.messages import StepResult
-from trireme.workers.collectives.watchdog import Watch
-from trireme.workers.cuda.runner import Ticket
+from trireme.workers.collectives.watchdog import CollectiveWatchdog
+from trireme.workers.cuda.runner import LaunchedStep
 from trireme.workers.cuda.staging import Event
 
 ALONE = Mesh(1, 1, 1)
@@ -23,7 +23,7 @@ ALONE = Mesh(1, 1, 1)
 class Ranks(Protocol):
     """What is needed of workers.collectives.cuda.CudaGroup."""
 
-    watch: Watch
+    watch: CollectiveWatchdog
 
     def check(self) -> None: ...
 
@@ -33,7 +33,7 @@ class Ranks(Protocol):
 class RankTicket:
     """A step that other ranks have a part in. Its result is None on all workers but the one that reports."""
 
-    def __init__(self, ticket: Ticket, group: Ranks, number: int, device: torch.device, *, reports: bool) -> None:
+    def __init__(self, ticket: LaunchedStep, group: Ranks, number: int, device: torch.device, *, reports: bool) -> None:
         self._ticket, self._group, self._number, self._reports = ticket, group, number, reports
         self._end = Event(device)
         self._end.record()
@@ -49,7 +49,7 @@ class RankTicket:
         return found if self._reports else None
 
 
-def launch_with(group: Ranks, launch: Callable[[], Ticket], device: torch.device, *, reports: bool) -> RankTicket:
+def launch_with(group: Ranks, launch: Callable[[], LaunchedStep], device: torch.device, *, reports: bool) -> RankTicket:
     """Launches a step. When that raises, the other ranks are not kept waiting."""
     number = group.watch.begin()
     try:

@@ -1,4 +1,5 @@
-"""Carries out StepPlans on a GPU: launches a step, and gives a Ticket that waits for its tokens. Owned by workers.cuda.worker.
+"""Carries out StepPlans on a GPU: launches a step, and gives a LaunchedStep that waits for its tokens. Owned by
+workers.cuda.worker.
 
 While a step runs the next one may be launched: the tokens in between stay on the device. A step with rows that the host must
 sample (rules that the device cannot apply) is waited for, and their logits alone come over; one that scores a
@@ -47,7 +48,7 @@ def logprob_rows(rows: NDArray[np.int64], tokens: Ints, counts: Ints, words: Int
 
 
 @dataclass(slots=True)
-class Ticket:
+class LaunchedStep:
     """A launched step. `rows` sample, in plan order; `at` are the positions of their new tokens."""
 
     step: int
@@ -104,7 +105,7 @@ class GpuRunner:
         self._num_logprobs = np.zeros(num_rows, np.int32)
         self._scores = np.zeros(num_rows, np.bool_)  # rows that want log-probabilities of their prompt
         self._placed = np.zeros(num_rows, np.int64)  # launches before the row got its request
-        self._unseen: deque[tuple[int, Ticket]] = deque()  # launches whose tokens the host's batch lacks
+        self._unseen: deque[tuple[int, LaunchedStep]] = deque()  # launches whose tokens the host's batch lacks
         self.num_launched = 0
         self.max_logits = slow.max_logits
         self.num_slow = 0
@@ -127,7 +128,7 @@ class GpuRunner:
         """Launches a step and waits for it."""
         return self.launch(plan).result()
 
-    def launch(self, plan: StepPlan) -> Ticket:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a step behind those under way. Raises EngineError for a plan that does not fit the batch."""
         started = time.perf_counter()
         for row in plan.freed:
@@ -148,7 +149,7 @@ class GpuRunner:
         self._steps.copy_blocks(plan.copies)
         return self._wait_out(plan) if is_slow else self._launch(plan, started)
 
-    def _launch(self, plan: StepPlan, started: float) -> Ticket:
+    def _launch(self, plan: StepPlan, started: float) -> LaunchedStep:
         batch = self._batch
         batch.apply(plan)
         self._place(plan.new)
@@ -168,7 +169,7 @@ class GpuRunner:
         at_host = self._needs_host[sampling]
         asking = sampling if samples_here else sampling[:0]
         at = (step.num_computed + step.num_tokens)[step.sample][: asking.size]
-        ticket = Ticket(plan.step, started, asking, at, None, faults)
+        ticket = LaunchedStep(plan.step, started, asking, at, None, faults)
         if not step.rows.size:
             self._steps.change_blocks(changes)
             return ticket
@@ -210,7 +211,7 @@ class GpuRunner:
             return self._graphs.set
         return self._mixed_graphs.set if shape and self._mixed_graphs is not None else None
 
-    def _launch_and_sample(self, ticket: Ticket, step: Mixed, at_host: NDArray[np.bool_]) -> Ticket:
+    def _launch_and_sample(self, ticket: LaunchedStep, step: Mixed, at_host: NDArray[np.bool_]) -> LaunchedStep:
         """A step of which the host samples the rows `at_host`, as soon as their logits are there."""
         on_device, logprobs, logits = self._steps.mixed(step)
         wanted = torch.from_numpy(np.flatnonzero(at_host)).to(logits.device)
@@ -230,7 +231,7 @@ class GpuRunner:
         ticket.found = ticket.filled(tokens, sampled.logprobs)
         return ticket
 
-    def _wait_out(self, plan: StepPlan) -> Ticket:
+    def _wait_out(self, plan: StepPlan) -> LaunchedStep:
         """The whole step with the host in between; then the device is told what it would know by itself."""
         self.num_slow += 1
         started = time.perf_counter()
@@ -238,14 +239,14 @@ class GpuRunner:
         self._place(plan.new)
         self._steps.change_blocks(block_changes(plan, self._batch))
         if result is None:  # another stage samples
-            return Ticket(plan.step, started, np.zeros(0, np.int64), np.zeros(0, np.int32), None, [])
+            return LaunchedStep(plan.step, started, np.zeros(0, np.int64), np.zeros(0, np.int32), None, [])
         rows, tokens = unpack(result.rows), unpack(result.tokens)
         self._steps.tell_tokens(rows, tokens)
         counted = {new.row for new in plan.new} if self.keeps_tokens else ()  # in their records already
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             if row not in counted:
                 self._rules.count(row, token)
-        return Ticket(plan.step, started, rows.astype(np.int64), np.zeros(0, np.int32), None, [], result)
+        return LaunchedStep(plan.step, started, rows.astype(np.int64), np.zeros(0, np.int32), None, [], result)
 
     def _place(self, new: list[NewRow]) -> None:
         """The jobs of new rows, and since when they are here."""

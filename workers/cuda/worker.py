@@ -1,7 +1,8 @@
-"""Worker: one NVIDIA GPU's share of an engine. The same calls as workers.cpu.worker.Worker, and `launch`, which does not wait.
+"""CudaWorker: one NVIDIA GPU's share of an engine. The same calls as workers.cpu.worker.CpuWorker, and `launch`, which does
+not wait.
 
-Used like that one, by module name. All calls but those of a Ticket come from one thread. Each worker has a card of its own (see
-Mesh.card), with its share of the layers.
+Used like that one, by module name. All calls but those of a LaunchedStep come from one thread. Each worker has a card of its
+own (see Mesh.card), with its share of the layers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.forward import HostKV, Model, SoloGroup
 from trireme.models.load import as_decoder, open_checked
 from trireme.models.native import find_native
-from trireme.models.weights.tp_shards import Shares
+from trireme.models.weights.tp_shards import RankSpans
 from trireme.phases import Phases
 from trireme.sizes import format_bytes
 from trireme.topology.mesh import Mesh
@@ -52,7 +53,7 @@ from trireme.workers.cuda.graph_sizes import decode_policy, fixed, mixed_policy
 from trireme.workers.cuda.graphs import DecodeGraphs, GraphMemory, MixedGraphs
 from trireme.workers.cuda.memory import GpuMemory, check_weights, largest_step, measure_step
 from trireme.workers.cuda.ranks import RankTicket, launch_with, sampling_mesh
-from trireme.workers.cuda.runner import GpuRunner, Ticket
+from trireme.workers.cuda.runner import GpuRunner, LaunchedStep
 from trireme.workers.cuda.steps import Steps
 from trireme.workers.inputs import InputBuilder
 
@@ -62,7 +63,7 @@ START_S = 120.0  # what ranks do together at the start takes less
 HOST_THREADS = 8  # of the sampler for rows whose logits the host must see
 
 
-class Worker:
+class CudaWorker:
     """One worker of one engine. Order of calls: load, setup_kv, then launch or execute any number of times, close."""
 
     def __init__(self, init: WorkerInit, progress: Callable[[str, int, int], None]) -> None:
@@ -97,7 +98,7 @@ class Worker:
         check_card(formats, torch.cuda.get_device_capability(device), _name_of(device))
         planned = gpu_weight_bytes(config.model, arch, stored_of(files)) // self.mesh.num_workers
         check_weights(_name_of(device), planned, free)
-        shares = Shares(arch, self.mesh)
+        shares = RankSpans(arch, self.mesh)
         self._group = self._open_group(2 * config.scheduler.num_rows * max(shares.vocab_sizes))
         self._progress("device", 1, 1)
         phases.end("device")
@@ -134,7 +135,7 @@ class Worker:
             ],
         )
 
-    def _load_model(self, arch: ArchSpec, device: torch.device, shares: Shares) -> CudaModel:
+    def _load_model(self, arch: ArchSpec, device: torch.device, shares: RankSpans) -> CudaModel:
         """This worker's weights on the device."""
         config = self.config
         stored = open_checked(files_of(config.model), arch, dummy=config.model.load_format == "dummy")
@@ -230,8 +231,8 @@ class Worker:
                 self._group.abort()
             raise
 
-    def launch(self, plan: StepPlan) -> Ticket | RankTicket:
-        """Starts one step behind those under way; its Ticket waits for the result, in any thread."""
+    def launch(self, plan: StepPlan) -> LaunchedStep | RankTicket:
+        """Starts one step behind those under way; its LaunchedStep waits for the result, in any thread."""
         runner = self._need_runner()
         with torch.inference_mode():
             if self._group is None:
@@ -294,7 +295,7 @@ class Worker:
                 arch, model = self._loaded
             else:
                 arch = read_arch(files_of(self.config.model))
-                model = self._load_model(arch, self._device, Shares(arch, self.mesh))
+                model = self._load_model(arch, self._device, RankSpans(arch, self.mesh))
             self._meet()
             assert self._batch is not None
             self._loaded, self._shelf = (arch, model), None
@@ -400,3 +401,7 @@ def _collect() -> None:
 
 def _name_of(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})"
+
+
+Worker = CudaWorker
+"""The name under which executors find the class."""

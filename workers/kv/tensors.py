@@ -16,7 +16,7 @@ from trireme.config import Decision
 from trireme.errors import ConfigError
 from trireme.model.reader import ArchSpec
 from trireme.models.cpu.kv_layout import can_be_integers, fill_nan, kv_shapes
-from trireme.models.forward import HostKV, ModelFacts
+from trireme.models.forward import HostKV, KVShape
 
 KvDtype = np.dtype[Any]
 # bfloat16 is kept as its bits
@@ -50,13 +50,13 @@ def choose_kv_dtype(asked: str, arch: ArchSpec, block_size: int) -> tuple[KvDtyp
     )
 
 
-def block_bytes(model: ModelFacts, block_size: int, dtype: KvDtype) -> int:
+def block_bytes(model: KVShape, block_size: int, dtype: KvDtype) -> int:
     """Bytes that one block costs on this worker: keys and values of all layers of its stage."""
     shapes = kv_shapes(1, model.kv_heads, model.head_dim, block_size, dtype.name)
     return model.num_kv_layers * dtype.itemsize * sum(math.prod(shape) for shape in shapes)
 
 
-def allocate_kv(model: ModelFacts, num_blocks: int, block_size: int, dtype: KvDtype) -> list[HostKV]:
+def allocate_kv(model: KVShape, num_blocks: int, block_size: int, dtype: KvDtype) -> list[HostKV]:
     """Zeroed KV of every layer of this stage. Pages are taken from the system as blocks are first used."""
     k_shape, v_shape = kv_shapes(num_blocks, model.kv_heads, model.head_dim, block_size, dtype.name)
     return [

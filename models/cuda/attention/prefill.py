@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trireme.models.cuda.attention.prefill_plan import PromptPlan, Rules, Whole, usual_squares
-from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.ops import CudaPagedKV
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class PromptAttention:
         self,
         qkv: Tensor,
         q_heads: int,
-        cache: PagedKV,
+        cache: CudaPagedKV,
         prompts: Prompts,
         scale: float,
         window: int,

@@ -2,7 +2,7 @@
 
 A model asks for ways (models.cuda.attention.prefill_plan, and `decode` for single tokens); KERNELS says who has them. Those
 that can are tried once at the start, on the shapes of the model: an answer that differs from the first one's, or an error,
-rules a kernel out. What was chosen and why is told by `Chosen.decisions`.
+rules a kernel out. What was chosen and why is told by `AttentionChoice.decisions`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trireme.models.cuda.attention.prefill import PromptAttention, Prompts, gather
 from trireme.models.cuda.attention.prefill_plan import Rules, plan_prompts
-from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.ops import CudaPagedKV
 
 Way: TypeAlias = Literal["decode", "pieces", "fresh", "whole"]
 HALF = (torch.float16, torch.bfloat16)
@@ -137,7 +137,7 @@ def _triton() -> Any:
     def run(
         qkv: Tensor,
         q_heads: int,
-        cache: PagedKV,
+        cache: CudaPagedKV,
         prompts: Prompts,
         scale: float,
         window: int,
@@ -168,7 +168,7 @@ def _gathered() -> Any:
     forward = torch.ops.aten._flash_attention_forward
 
     def run(
-        qkv: Tensor, q_heads: int, cache: PagedKV, prompts: Prompts, scale: float, window: int, out: Tensor
+        qkv: Tensor, q_heads: int, cache: CudaPagedKV, prompts: Prompts, scale: float, window: int, out: Tensor
     ) -> Tensor:
         _, _, block_size, dim = cache.k.shape
         where, plan = gather(prompts, block_size), prompts.plan
@@ -217,7 +217,7 @@ def candidates(way: Way, need: Need) -> tuple[list[Kernel], list[str]]:
 # ---------------------------------------------------------------- trials
 
 
-class Trial:
+class AttentionTrial:
     """`tokens` tokens in prompts of one length, as each way takes them."""
 
     def __init__(
@@ -231,7 +231,7 @@ class Trial:
         k, v = self.qkv.unflatten(1, (-1, dim))[:, q_heads:].split(kv_heads, 1)
         dtype = torch.float8_e4m3fn if need.fp8_cache else need.dtype
         paged = (x.unflatten(0, (-1, block_size)).transpose(1, 2).contiguous().to(dtype) for x in (k, v))
-        self.cache = PagedKV(*paged)
+        self.cache = CudaPagedKV(*paged)
         self.table = torch.arange(tokens // block_size, device="cuda", dtype=torch.int32).view(count, -1)
         self.counts = torch.full((count,), length, dtype=torch.int32).numpy()
 
@@ -272,7 +272,7 @@ def _us(launch: Callable[[], object]) -> float:
     return begin.elapsed_time(end) * 1e3 / 3
 
 
-class Timing(NamedTuple):
+class KernelTiming(NamedTuple):
     """Microseconds of a kernel for each of LENGTHS, UNTRIED where it was not; or why it is out."""
 
     kernel: Kernel
@@ -287,14 +287,14 @@ class Timing(NamedTuple):
         return f"{self.kernel.name} {' '.join('-' if us == UNTRIED else f'{us:.0f}' for us in self.us)}"
 
 
-def try_kernels(need: Need, q_heads: int, kv_heads: int) -> tuple[list[Timing], list[str]]:
+def try_kernels(need: Need, q_heads: int, kv_heads: int) -> tuple[list[KernelTiming], list[str]]:
     """All that can serve the prompts of a model, timed on this card; and who cannot, with the reasons."""
     fit: list[Kernel] = []
     out: list[str] = []
     for way in ("fresh", "whole", "pieces"):
         kernels, reasons = candidates(way, need)
         fit, out = fit + kernels, out + reasons
-    trials = [Trial(length, need, q_heads, kv_heads) for length in LENGTHS]
+    trials = [AttentionTrial(length, need, q_heads, kv_heads) for length in LENGTHS]
     expected: Truths = {}
     found = [_tried(kernel, trials, expected) for kernel in fit]
     torch.cuda.empty_cache()
@@ -308,7 +308,7 @@ Truths: TypeAlias = dict[tuple[int, bool], Tensor]
 """What the first kernel gave for each length, and whether it had read a cache of another type."""
 
 
-def _tried(kernel: Kernel, trials: list[Trial], expected: Truths) -> Timing:
+def _tried(kernel: Kernel, trials: list[AttentionTrial], expected: Truths) -> KernelTiming:
     times = []
     try:
         run = kernel.load()
@@ -320,23 +320,23 @@ def _tried(kernel: Kernel, trials: list[Trial], expected: Truths) -> Timing:
             times.append(us)
             truth = expected.setdefault((i, trial.need.fp8_cache and kernel.way == "pieces"), found)
             if not float((found - truth).norm() / truth.norm()) < CLOSE:
-                return Timing(kernel, (), f"differs from the first for prompts of {LENGTHS[i]}")
+                return KernelTiming(kernel, (), f"differs from the first for prompts of {LENGTHS[i]}")
     except Exception as error:  # a library's own, of any kind: the others will do
-        return Timing(kernel, (), f"{type(error).__name__}: {error}".splitlines()[0][:120])
-    return Timing(kernel, tuple(times))
+        return KernelTiming(kernel, (), f"{type(error).__name__}: {error}".splitlines()[0][:120])
+    return KernelTiming(kernel, tuple(times))
 
 
 # ---------------------------------------------------------------- the choice
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class AttentionChoice:
     """What was chosen; `pieces` alone can do everything."""
 
     rules: Rules
-    pieces: Timing
-    fresh: Timing | None
-    whole: Timing | None
+    pieces: KernelTiming
+    fresh: KernelTiming | None
+    whole: KernelTiming | None
     left_out: tuple[str, ...]
 
     @property
@@ -368,10 +368,10 @@ class Chosen:
         return found
 
 
-def choose(need: Need, timings: Iterable[Timing], left_out: Iterable[str] = ()) -> Chosen:
+def choose(need: Need, timings: Iterable[KernelTiming], left_out: Iterable[str] = ()) -> AttentionChoice:
     """The fastest of each way, copies last, and from which length on whole squares are. Pure. At least one kernel of pieces must be
     there. Ranks that share a model come to the same `fits_graphs`, whatever they have measured."""
-    best: dict[str, Timing] = {}
+    best: dict[str, KernelTiming] = {}
     for timing in sorted(timings, key=lambda timing: (timing.kernel.needs_copies, timing.total)):
         best.setdefault(timing.kernel.way, timing)
     pieces, fresh, whole = best["pieces"], best.get("fresh"), best.get("whole")
@@ -379,10 +379,10 @@ def choose(need: Need, timings: Iterable[Timing], left_out: Iterable[str] = ()) 
         fresh = None
     whole_from = _whole_from(whole, [timing for timing in (pieces, fresh) if timing])
     rules = Rules(whole_from, need.window or Rules().whole_to, packs_fresh=fresh is not None)
-    return Chosen(rules, pieces, fresh, whole if whole_from else None, tuple(left_out))
+    return AttentionChoice(rules, pieces, fresh, whole if whole_from else None, tuple(left_out))
 
 
-def _whole_from(whole: Timing | None, others: list[Timing]) -> int:
+def _whole_from(whole: KernelTiming | None, others: list[KernelTiming]) -> int:
     """The least length from which on squares win at every length tried; 0 where they never do."""
     if whole is None:
         return 0
@@ -396,10 +396,10 @@ def _whole_from(whole: Timing | None, others: list[Timing]) -> int:
     return found
 
 
-_chosen: dict[tuple[Need, int, int], Chosen] = {}
+_chosen: dict[tuple[Need, int, int], AttentionChoice] = {}
 
 
-def choose_on_card(need: Need, q_heads: int, kv_heads: int) -> Chosen:
+def choose_on_card(need: Need, q_heads: int, kv_heads: int) -> AttentionChoice:
     """By trials on the current device, once for each kind of model. Raises RuntimeError where no kernel works."""
     key = need, q_heads, kv_heads
     if key not in _chosen:

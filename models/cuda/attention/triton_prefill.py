@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trireme.models.cuda.ops import PagedKV
+from trireme.models.cuda.ops import CudaPagedKV
 
 LOG2E = 1.4426950408889634
 
@@ -187,7 +187,7 @@ def tile_for(dim: int) -> Tile:
 def piece_attention(
     qkv: Tensor,
     q_heads: int,
-    kv: PagedKV,
+    kv: CudaPagedKV,
     table: Tensor,
     places: Tensor,
     firsts: Tensor,

@@ -17,7 +17,7 @@ from trireme.models.cuda import ops
 from trireme.models.cuda.layers.gemm_autotune import Launch, rows_of_own_kernel
 from trireme.models.cuda.layers.int8_linear import Int8Linear
 from trireme.models.cuda.layers.packed_linear import BlockLinear, Fp8BlocksLinear, Q4Linear, W4Linear
-from trireme.models.cuda.layers.protocol import Linear, OfHalves, narrow_like
+from trireme.models.cuda.layers.protocol import LinearLayer, OfHalves, narrow_like
 from trireme.models.cuda.layers.quantize import fp8_from
 from trireme.models.cuda.ops import Scales
 
@@ -142,7 +142,7 @@ class SideBySide(OfHalves):
 
     __slots__ = ("_pieces",)
 
-    def __init__(self, pieces: Sequence[tuple[int, Linear]]) -> None:
+    def __init__(self, pieces: Sequence[tuple[int, LinearLayer]]) -> None:
         """(number of outputs, product) in order of the columns."""
         stops = itertools.accumulate(n for n, _ in pieces)
         self._pieces = [(slice(stop - n, stop), linear) for stop, (n, linear) in zip(stops, pieces, strict=True)]
@@ -155,19 +155,19 @@ class SideBySide(OfHalves):
 
 def _scaled(
     kind: type[Fp8Linear | Int8Linear | W4Linear | Fp8BlocksLinear],
-) -> Callable[[DeviceMatrix, Tensor | None], Linear]:
-    def make(matrix: DeviceMatrix, bias: Tensor | None) -> Linear:
+) -> Callable[[DeviceMatrix, Tensor | None], LinearLayer]:
+    def make(matrix: DeviceMatrix, bias: Tensor | None) -> LinearLayer:
         assert matrix.scale is not None
         return kind(matrix.values, matrix.scale, bias)
 
     return make
 
 
-def _blocks(form: str, matrix: DeviceMatrix, bias: Tensor | None) -> Linear:
+def _blocks(form: str, matrix: DeviceMatrix, bias: Tensor | None) -> LinearLayer:
     return BlockLinear(form, matrix.values, bias)
 
 
-LINEARS: dict[str, Callable[[DeviceMatrix, Tensor | None], Linear]] = {
+LINEARS: dict[str, Callable[[DeviceMatrix, Tensor | None], LinearLayer]] = {
     "half": lambda matrix, bias: CudaLinear(matrix.values, bias),
     "fp8": _scaled(Fp8Linear),
     "int8": _scaled(Int8Linear),
@@ -178,9 +178,9 @@ LINEARS: dict[str, Callable[[DeviceMatrix, Tensor | None], Linear]] = {
 }
 
 
-def make_linear(matrices: Sequence[DeviceMatrix], bias: Tensor | None) -> Linear:
+def make_linear(matrices: Sequence[DeviceMatrix], bias: Tensor | None) -> LinearLayer:
     """The product with `matrices`, which share their input, one under the other; neighbours of one format become one."""
-    pieces: list[tuple[int, Linear]] = []
+    pieces: list[tuple[int, LinearLayer]] = []
     start = 0
     for name, run in itertools.groupby(matrices, key=lambda matrix: matrix.format):
         joined = _joined(list(run))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.machine.memory_budget import GPU_EXPERT_TOKENS as TOKENS
 from trireme.models.cuda.layers import moe_ops as ops
-from trireme.models.cuda.layers.protocol import Linear, OfHalves
+from trireme.models.cuda.layers.protocol import LinearLayer, OfHalves
 
 
 class ExpertWeights(NamedTuple):
@@ -36,7 +36,7 @@ class CudaExperts(OfHalves):
 
     __slots__ = ("_gate", "_router", "_top_k", "_weights")
 
-    def __init__(self, router: Linear, weights: ExpertWeights, top_k: int, gate: ops.Gate) -> None:
+    def __init__(self, router: LinearLayer, weights: ExpertWeights, top_k: int, gate: ops.ExpertActivation) -> None:
         self._router, self._weights, self._top_k, self._gate = router, weights, top_k, gate
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from trireme.models.cuda.ops import _stream as stream
 TILE_ROWS = (16, 64, 128)  # places of a tile
 
 
-class Gate(NamedTuple):
+class ExpertActivation(NamedTuple):
     """What an expert does between its products: SwiGLU where the limit is 0, else GPT-OSS's clamped one."""
 
     limit: float = 0.0
@@ -81,7 +81,13 @@ def sort_pairs(chosen: Tensor, out: Sorted, num_experts: int) -> None:
 
 
 def expert_gates(
-    x: Tensor, weight: Tensor, out: Tensor, order: Sorted, top_k: int, gate: Gate, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    order: Sorted,
+    top_k: int,
+    gate: ExpertActivation,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """out [P, F] by place: act(gates, ups) of x [T, H] times weight [E, 2 F, H] of the place's expert, plus bias [E, 2 F]: F gates,
     then F ups. Sums and the activation are float32. 8 divides H and F."""
@@ -90,11 +96,18 @@ def expert_gates(
 
 def expert_outputs(x: Tensor, weight: Tensor, out: Tensor, order: Sorted, bias: Tensor | None = None) -> Tensor:
     """out [P, H] by pair: x [P, F] by place times weight [E, H, F] of the place's expert, plus bias [E, H]."""
-    return _product(False, x, weight, out, order, 1, Gate(), bias)
+    return _product(False, x, weight, out, order, 1, ExpertActivation(), bias)
 
 
 def _product(
-    is_gated: bool, x: Tensor, weight: Tensor, out: Tensor, order: Sorted, top_k: int, gate: Gate, bias: Tensor | None
+    is_gated: bool,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    order: Sorted,
+    top_k: int,
+    gate: ExpertActivation,
+    bias: Tensor | None,
 ) -> Tensor:
     load().expert_product(
         is_gated,

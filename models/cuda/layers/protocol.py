@@ -15,7 +15,7 @@ def narrow_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-class Linear(Protocol):
+class LinearLayer(Protocol):
     """y = x W^T + b for x [T, k]; never changes."""
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trireme.models.cuda import ops
-from trireme.models.cuda.layers.protocol import Linear, narrow_like
+from trireme.models.cuda.layers.protocol import LinearLayer, narrow_like
 
 
 class Product(NamedTuple):
@@ -24,7 +24,7 @@ class Narrow(NamedTuple):
     scale: Tensor
 
 
-def narrowed(linear: Linear, x: Tensor, largest: Tensor | None) -> Tensor | Narrow:
+def narrowed(linear: LinearLayer, x: Tensor, largest: Tensor | None) -> Tensor | Narrow:
     """x as `linear` wants it; `largest` are its rows' largest magnitudes, where they are known."""
     dtype = linear.narrow_type(x.shape[0])
     if dtype is None:
@@ -33,6 +33,6 @@ def narrowed(linear: Linear, x: Tensor, largest: Tensor | None) -> Tensor | Narr
     return Narrow(ops.quantize_rows(x, narrow, scale, largest), scale)
 
 
-def multiply(linear: Linear, x: Tensor | Narrow, out: Tensor) -> Tensor:
+def multiply(linear: LinearLayer, x: Tensor | Narrow, out: Tensor) -> Tensor:
     """The product of x with all its scales."""
     return linear(x, out) if isinstance(x, Tensor) else linear.of_narrow(x.values, x.scale, out)

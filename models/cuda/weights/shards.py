@@ -14,14 +14,14 @@ from trireme.models.cuda.weights.sources import DeviceWeights, NoiseWeights, dev
 from trireme.models.weights.dummy import DummySource
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import WeightSource
-from trireme.models.weights.tp_shards import ShardSource, Shares
+from trireme.models.weights.tp_shards import RankSpans, ShardSource
 
 
 class NoiseShards(NoiseWeights):
     """A part of each matrix of NoiseWeights, so that all topologies compute with the same numbers."""
 
     def __init__(
-        self, source: DummySource, dtype: torch.dtype, device: torch.device, shares: Shares, **more: Any
+        self, source: DummySource, dtype: torch.dtype, device: torch.device, shares: RankSpans, **more: Any
     ) -> None:
         super().__init__(source, dtype, device, **more)
         self._shares = shares
@@ -36,7 +36,7 @@ class NoiseShards(NoiseWeights):
 
 
 def own_weights(
-    source: WeightSource, dtype: torch.dtype, device: torch.device, shares: Shares, **more: Any
+    source: WeightSource, dtype: torch.dtype, device: torch.device, shares: RankSpans, **more: Any
 ) -> DeviceWeights:
     """How this rank's share of the matrices of `source` comes to the device. `more` is what device_weights takes."""
     if shares.are_all:

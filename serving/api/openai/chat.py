@@ -17,7 +17,7 @@ from trireme.errors import RequestError
 from trireme.serving.api.openai.wire import MAX_MESSAGES, ChatRequest, Message, TokenizeRequest
 from trireme.serving.http.sse import usage_object
 from trireme.serving.text.detokenizer import TokenText
-from trireme.serving.text.generation import Generation, TextDelta, TokenLogprob, Usage
+from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage
 from trireme.serving.text.templates import Template
 
 ROLES: Mapping[str, str] = {
@@ -179,14 +179,14 @@ def _cut_after(text: str, content: str) -> str:
 # ---------------------------------------------------------------- answers
 
 
-class _ChoiceText:
+class _ChatChoice:
     __slots__ = ("finish", "logprobs", "started", "stop", "text", "tokens")
 
     def __init__(self) -> None:
         self.started = False
         self.text: list[str] = []
         self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs: list[TextLogprob] = []
         self.finish: str | None = None
         self.stop: str | int | None = None
 
@@ -211,7 +211,7 @@ class ChatFormat:
         self._table = table
         self._wants_logprobs = bool(request.logprobs)
         self._with_ids = bool(request.return_token_ids)
-        self._choices = [_ChoiceText() for _ in range(num_choices)]
+        self._choices = [_ChatChoice() for _ in range(num_choices)]
         lead = {"id": answer_id, "object": "chat.completion.chunk", "created": created, "model": model}
         self._lead = b"data: " + _encode(lead)[:-1] + b',"choices":['
         self._open = [self._lead + b'{"index":%d,"delta":{"content":' % i for i in range(num_choices)]
@@ -276,7 +276,7 @@ class ChatFormat:
         usage = usage_object(generation.usage())
         return _encode({**self._head, "object": "chat.completion", "choices": choices, "usage": usage})
 
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> bytes:
+    def _logprobs(self, entries: Sequence[TextLogprob]) -> bytes:
         content = [
             {
                 **self._one(entry.token, entry.logprob),

@@ -14,7 +14,7 @@ import msgspec
 from trireme.serving.api.openai.wire import CompletionRequest
 from trireme.serving.http.sse import usage_object
 from trireme.serving.text.detokenizer import TokenText
-from trireme.serving.text.generation import Generation, TextDelta, TokenLogprob, Usage
+from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage
 
 _encode = msgspec.json.encode
 _new_decoder = codecs.getincrementaldecoder("utf-8")
@@ -36,7 +36,7 @@ class _Columns:
         self.top: list[dict[str, float] | None] = []
         self.offsets: list[int] = []
 
-    def add(self, token: int, entry: TokenLogprob | None) -> None:
+    def add(self, token: int, entry: TextLogprob | None) -> None:
         """One token; `entry` is None for the first of a prompt, which nothing predicted."""
         self.tokens.append(self._name(token))
         self.offsets.append(self.offset)
@@ -65,7 +65,7 @@ class _Columns:
         }
 
 
-class _ChoiceText:
+class _CompletionChoice:
     __slots__ = ("columns", "finish", "started", "stop", "text", "tokens")
 
     def __init__(self, columns: _Columns | None) -> None:
@@ -103,7 +103,9 @@ class CompletionFormat:
         wants = request.logprobs is not None
         hidden = table.special_ids if generation.params.skip_special_tokens else frozenset[int]()
         num_choices = len(generation.replays)
-        self._choices = [_ChoiceText(_Columns(table, hidden=hidden) if wants else None) for _ in range(num_choices)]
+        self._choices = [
+            _CompletionChoice(_Columns(table, hidden=hidden) if wants else None) for _ in range(num_choices)
+        ]
         lead = {"id": answer_id, "object": "text_completion", "created": created, "model": model}
         self._lead = b"data: " + _encode(lead)[:-1] + b',"choices":['
         self._open = [self._lead + b'{"index":%d,"text":' % i for i in range(num_choices)]
@@ -185,7 +187,7 @@ class CompletionFormat:
             )
         return found
 
-    def _start(self, index: int, choice: _ChoiceText) -> str:
+    def _start(self, index: int, choice: _CompletionChoice) -> str:
         """Once per choice: the echoed prompt, with its log-probabilities."""
         if choice.started or self._echoes is None:
             return ""
@@ -200,7 +202,7 @@ class CompletionFormat:
             choice.columns.offset = len(echo)
         return echo
 
-    def _count(self, choice: _ChoiceText, delta: TextDelta) -> None:
+    def _count(self, choice: _CompletionChoice, delta: TextDelta) -> None:
         if choice.columns is not None:
             for token, entry in zip(delta.tokens, delta.logprobs or [], strict=False):
                 choice.columns.add(token, entry)
