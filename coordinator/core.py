@@ -11,11 +11,11 @@ import random
 from trireme.coordinator.ledger import Ledger, WatchedTime
 from trireme.coordinator.members import Members
 from trireme.coordinator.prefix import Match, PrefixIndex
-from trireme.coordinator.router import CACHE_WORTH, POLICIES, Ask, cost_of, near_ones
+from trireme.coordinator.router import CACHE_WORTH, POLICIES, Ask, cost_of, same_zone
 from trireme.coordinator.stealing import Stealing
 from trireme.coordinator.waves import Waves
 from trireme.hashing import unpacked_keys
-from trireme.topology.zones import Fleet
+from trireme.topology.zones import Topology
 from trireme.transport.wire.messages import GiveBack, KVEvents, Load, Member, Released, Route, Routed, View, WaveReport
 
 
@@ -29,13 +29,13 @@ class Coordinator:
         rng: random.Random,
         *,
         epoch: int = 0,
-        fleet: Fleet | None = None,
+        fleet: Topology | None = None,
         block_size: int = 16,
         steals_for: int = 0,
         in_lockstep: bool = False,
     ) -> None:
         """`steals_for` is the number of rows that an engine runs at once; 0: waiting rows stay where they are."""
-        self.fleet = fleet or Fleet()
+        self.fleet = fleet or Topology()
         self.block_size = block_size
         self.members = Members(num_engines)
         self.ledger = Ledger(epoch)
@@ -148,7 +148,7 @@ class Coordinator:
 
     def _ask(self, ready: list[int], route: Route, match: Match | None) -> Ask:
         near = self.fleet.labelled(route.label, ready)
-        engines = near_ones(ready, near, self.cost) if near else ready
+        engines = same_zone(ready, near, self.cost) if near else ready
         if match is None:
             return Ask(engines, self.cost, self.fleet.weights)
 

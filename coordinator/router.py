@@ -54,7 +54,7 @@ def cost_of(load: Load | None, outstanding: Outstanding) -> float:
     return (tokens + ROW_TOKENS * rows) * pressure
 
 
-def near_ones(engines: Sequence[int], near: Sequence[int], cost: Cost) -> Sequence[int]:
+def same_zone(engines: Sequence[int], near: Sequence[int], cost: Cost) -> Sequence[int]:
     """`near` out of `engines`, unless the cheapest of the others would save far more than going there is worth."""
     far = [engine for engine in engines if engine not in near]
     if not near or not far:

@@ -15,7 +15,7 @@ import msgspec
 from trireme.coordinator.core import Coordinator
 from trireme.errors import EngineError
 from trireme.topology.lockstep import pause_mode
-from trireme.transport.sockets.framing import Left
+from trireme.transport.sockets.framing import Disconnected
 from trireme.transport.sockets.server import Peer
 from trireme.transport.wire.messages import (
     Call,
@@ -102,7 +102,7 @@ class CoordinatorShell:
                     self._core.wave_reported(message)
                 case Hello():
                     self._on_arrival(peer)
-                case Left():
+                case Disconnected():
                     self._on_loss(peer, message.reason)
                 case Call() if message.method in ("pause", "resume"):
                     self._pause(peer, message)

@@ -16,8 +16,8 @@ import numpy as np
 from trireme.engine_core.integrity import Audit, IntegrityError, audit, check_idle
 from trireme.engine_core.kv.events import BlockLog
 from trireme.engine_core.outputs import Outbox, end_reason
-from trireme.engine_core.scheduling.decode_batch import Cohort, Ints
-from trireme.engine_core.scheduling.pending_step import Draft, PlannedTokens
+from trireme.engine_core.scheduling.decode_batch import DecodeBatch, Ints
+from trireme.engine_core.scheduling.pending_step import PendingStep, PlannedTokens
 from trireme.engine_core.scheduling.policies.base import POLICIES, PolicySettings
 from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.scheduler import Limits, Scheduler
@@ -115,7 +115,7 @@ class EngineCore:
                 self._end(request, "abort")
         self._after_event()
 
-    def give_back(self, count: int, to: int, now: float) -> int:
+    def reclaim(self, count: int, to: int, now: float) -> int:
         """Forgets up to `count` queued rows that never started, those that would wait longest, and tells their front ends to
         send them to engine `to`; returns how many. None of them has an End here."""
         waiting = (row for row in self.scheduler.waiting if row.state is State.WAITING and row.may_move)
@@ -157,44 +157,44 @@ class EngineCore:
         if not scheduler.in_flight or scheduler.in_flight[0].step != result.step:
             expected = scheduler.in_flight[0].step if scheduler.in_flight else "none"
             raise EngineError(f"the workers answered step {result.step}; the oldest one in flight is {expected}")
-        draft = scheduler.complete(now)
+        pending = scheduler.complete(now)
         self.counters.steps += 1
         is_pipeline = scheduler.depth > 1 and not scheduler.ahead
-        num_tokens = draft.total_tokens if result.agreed is None else result.agreed.num_tokens
-        self.step_times.note(num_tokens, now - (draft.planned_s if is_pipeline else draft.started_s))
+        num_tokens = pending.total_tokens if result.agreed is None else result.agreed.num_tokens
+        self.step_times.note(num_tokens, now - (pending.planned_s if is_pipeline else pending.started_s))
         tokens = self._tokens_of(result)
-        in_order = result.rows == draft.asking_rows()
+        in_order = result.rows == pending.asking_rows()
         if not in_order or result.faults or result.prompt_logprobs or result.logprobs:
-            self._on_rare(draft, result)
+            self._on_rare(pending, result)
         if in_order:
-            count = len(draft.at)
-            if draft.cohort is not None:
-                self._on_cohort(draft, draft.cohort, tokens[:count])
-            if draft.chunks:
-                asking = [(chunk.row, chunk.request) for chunk in draft.chunks if chunk.sample]
-                self._on_tokens(draft, asking, tokens[count:].tolist(), now)
+            count = len(pending.at)
+            if pending.decode_batch is not None:
+                self._on_decode_batch(pending, pending.decode_batch, tokens[:count])
+            if pending.chunks:
+                asking = [(chunk.row, chunk.request) for chunk in pending.chunks if chunk.sample]
+                self._on_tokens(pending, asking, tokens[count:].tolist(), now)
         else:
-            places = draft.places()
+            places = pending.places()
             asking = [(row, places[row].request) for row in unpack(result.rows).tolist()]
-            self._on_tokens(draft, asking, tokens.tolist(), now)
-        if draft.chunks:
-            self._end_scored(draft, now)
+            self._on_tokens(pending, asking, tokens.tolist(), now)
+        if pending.chunks:
+            self._end_scored(pending, now)
         self._after_event()
 
     def next_plan(self, now: float) -> StepPlan | None:
         """The next step to run, or None when there is nothing to do or `depth` plans are in flight."""
-        draft = self.scheduler.schedule(now)
-        if draft is None:
+        pending = self.scheduler.schedule(now)
+        if pending is None:
             return None
-        for request in draft.placed:
+        for request in pending.placed:
             self.outbox.to(request.front).placed.append(request.rid)
         self._after_event()
-        return draft.to_message()
+        return pending.to_message()
 
     def empty_plan(self, now: float) -> StepPlan | None:
         """A step without rows, for an engine that may not stand still. None while `depth` plans are in flight."""
-        draft = self.scheduler.schedule_none(now)
-        return None if draft is None else draft.to_message()
+        pending = self.scheduler.schedule_none(now)
+        return None if pending is None else pending.to_message()
 
     def abort_all(self, why: str) -> None:
         """Ends every row with an error that invites to try again."""
@@ -221,8 +221,8 @@ class EngineCore:
         """The oldest plan in flight: its number, when it was made or the one before it ended, and its tokens."""
         if not self.scheduler.in_flight:
             return None
-        draft = self.scheduler.in_flight[0]
-        return draft.step, draft.started_s, draft.total_tokens
+        pending = self.scheduler.in_flight[0]
+        return pending.step, pending.started_s, pending.total_tokens
 
     def stats(self, now: float) -> Load:
         scheduler = self.scheduler
@@ -364,53 +364,55 @@ class EngineCore:
                 f"missing {sorted(expected - answered)[:8]}, unknown {sorted((answered | scored) - places.keys())[:8]}"
             )
 
-    def _on_fault(self, draft: Draft, place: PlannedTokens, fault: RowFault) -> None:
+    def _on_fault(self, pending: PendingStep, place: PlannedTokens, fault: RowFault) -> None:
         """Ends one row. What it wrote in this step may be garbage: nobody may find or go on reading it."""
-        if fault.row not in draft.dropped:
+        if fault.row not in pending.dropped:
             self.counters.row_faults += 1
             self._end(place.request, "error", error=EngineError(f"this request failed in the model: {fault.error}"))
-        self.scheduler.distrust(place.request, place.num_computed)
+        self.scheduler.invalidate(place.request, place.num_computed)
 
-    def _on_rare(self, draft: Draft, result: StepResult) -> None:
+    def _on_rare(self, pending: PendingStep, result: StepResult) -> None:
         """Faults and log-probabilities, and whether an unusual answer fits the plan."""
-        places = draft.places()
+        places = pending.places()
         self._check_complete(places, result)
         for fault in result.faults:
-            self._on_fault(draft, places[fault.row], fault)
+            self._on_fault(pending, places[fault.row], fault)
         for scores in result.prompt_logprobs:
-            self._on_scores(draft, places[scores.rid], scores)
+            self._on_scores(pending, places[scores.rid], scores)
         for scores in result.logprobs:
-            self._on_logprobs(draft, places[scores.rid].request, scores)
+            self._on_logprobs(pending, places[scores.rid].request, scores)
 
-    def _on_cohort(self, draft: Draft, cohort: Cohort, tokens: Ints) -> None:
+    def _on_decode_batch(self, pending: PendingStep, decode_batch: DecodeBatch, tokens: Ints) -> None:
         """One token for each decoding row, in order. Column by column: this sees every row in every step."""
-        at = draft.at
-        if draft.dropped:
-            kept = ~np.isin(cohort.slots, list(draft.dropped))
-            cohort, at, tokens = cohort.where(kept), at[kept], tokens[kept]
-        if not len(cohort):
+        at = pending.at
+        if pending.dropped:
+            kept = ~np.isin(decode_batch.slots, list(pending.dropped))
+            decode_batch, at, tokens = decode_batch.where(kept), at[kept], tokens[kept]
+        if not len(decode_batch):
             return
         columns = self.scheduler.columns
         known = at + 1
         place = known % columns.tail.shape[1]
         full = (place == 0).nonzero()[0]
         if full.size:
-            self.scheduler.cache.take_tails(cohort.requests[full], columns.tail[cohort.slots[full]])
-        columns.append(cohort.slots, place, tokens)
-        columns.known[cohort.slots] = at + 2
+            self.scheduler.cache.take_tails(decode_batch.requests[full], columns.tail[decode_batch.slots[full]])
+        columns.append(decode_batch.slots, place, tokens)
+        columns.known[decode_batch.slots] = at + 2
         if not self.scheduler.ahead:
-            columns.token[cohort.slots] = tokens
-        self.outbox.add(cohort, tokens)
+            columns.token[decode_batch.slots] = tokens
+        self.outbox.add(decode_batch, tokens)
         self.counters.output_tokens += len(tokens)
-        ends = (at + 2 >= columns.limit[cohort.slots]).nonzero()[0].tolist()
-        stopping = cohort.stopping(tokens)
+        ends = (at + 2 >= columns.limit[decode_batch.slots]).nonzero()[0].tolist()
+        stopping = decode_batch.stopping(tokens)
         for i in sorted({*ends, *stopping}) if stopping else ends:
-            self._end_if_over(cohort.requests[i], int(tokens[i]))
+            self._end_if_over(decode_batch.requests[i], int(tokens[i]))
 
-    def _on_tokens(self, draft: Draft, asking: list[tuple[int, Request]], tokens: list[int], now: float) -> None:
+    def _on_tokens(
+        self, pending: PendingStep, asking: list[tuple[int, Request]], tokens: list[int], now: float
+    ) -> None:
         """The same one by one, for (slot, request) in order: most of them have finished their prompt."""
         for (row, request), token in zip(asking, tokens, strict=True):
-            if row in draft.dropped:
+            if row in pending.dropped:
                 continue
             request.append(token)
             if not self.scheduler.ahead:
@@ -432,14 +434,14 @@ class EngineCore:
         self.counters.cached_tokens += request.num_cached
         self.outbox.first(request)
 
-    def _on_logprobs(self, draft: Draft, request: Request, scores: LogprobRow) -> None:
-        if scores.rid not in draft.dropped:
+    def _on_logprobs(self, pending: PendingStep, request: Request, scores: LogprobRow) -> None:
+        if scores.rid not in pending.dropped:
             outputs = self.outbox.to(request.front)
             outputs.logprobs.append(LogprobRow(request.rid, scores.token_ids, scores.logprobs, scores.ranks))
 
-    def _on_scores(self, draft: Draft, place: PlannedTokens, scores: LogprobRow) -> None:
+    def _on_scores(self, pending: PendingStep, place: PlannedTokens, scores: LogprobRow) -> None:
         """Prompt log-probabilities of a chunk: those computed again after a preemption are cut off."""
-        if scores.rid in draft.dropped:
+        if scores.rid in pending.dropped:
             return
         request, start = place.request, place.num_computed
         skip = max(0, request.num_scored - start)
@@ -450,13 +452,13 @@ class EngineCore:
             self.outbox.to(request.front).prompt_logprobs.append(fresh)
             request.num_scored = start + count
 
-    def _end_scored(self, draft: Draft, now: float) -> None:
+    def _end_scored(self, pending: PendingStep, now: float) -> None:
         """Rows that generate nothing end with their last prompt chunk."""
-        for chunk in draft.chunks:
+        for chunk in pending.chunks:
             request = chunk.request
-            if chunk.sample or chunk.row in draft.dropped:
+            if chunk.sample or chunk.row in pending.dropped:
                 continue
-            if request.num_left == 0 and request.last_step == draft.step:
+            if request.num_left == 0 and request.last_step == pending.step:
                 self._on_first(request, now)
                 self._end(request, "length")
 

@@ -78,7 +78,7 @@ def apply(core: EngineCore, event: Event) -> StepPlan | None:
         case FrontGone():
             core.front_gone(event.front)
         case AskedBack():
-            core.give_back(event.count, event.to, event.now)
+            core.reclaim(event.count, event.to, event.now)
         case Ticked():
             core.tick(event.now)
         case Answered():

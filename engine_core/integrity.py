@@ -81,7 +81,7 @@ def _check_tables(scheduler: Scheduler) -> None:
     """Every running row has exactly the blocks that its computed tokens need."""
     cache = scheduler.cache
     for row in scheduler.running:
-        num_coming = sum(draft.asks(row.row) for draft in scheduler.in_flight) if scheduler.ahead else 0
+        num_coming = sum(pending.asks(row.row) for pending in scheduler.in_flight) if scheduler.ahead else 0
         if not 0 <= row.num_computed <= row.num_tokens + num_coming:
             raise _broken(f"computed tokens within known ones: {row}")
         begun = row.num_tokens % scheduler.columns.tail.shape[1]
@@ -99,7 +99,7 @@ def _check_blocks(scheduler: Scheduler) -> Audit:
     """Counts equal owners, and free + cached + owned = total, each block in one place."""
     pool = scheduler.cache.pool
     held = Counter(chain.from_iterable(row.blocks for row in scheduler.running))
-    fenced = Counter(chain.from_iterable(draft.fenced for draft in scheduler.in_flight))
+    fenced = Counter(chain.from_iterable(pending.fenced for pending in scheduler.in_flight))
     owners = held + fenced if fenced else held
     counts = {block: count for block, count in enumerate(pool.counts) if count}
     if counts != owners:

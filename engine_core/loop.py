@@ -17,13 +17,13 @@ import msgspec
 from trireme.engine_core.core import EngineCore
 from trireme.engine_core.executor.base import Executor
 from trireme.engine_core.lifecycle.graph_capture import Captures
-from trireme.engine_core.lifecycle.sleep import Rest
-from trireme.engine_core.lifecycle.stepping import Alone, Pace
+from trireme.engine_core.lifecycle.sleep import SleepState
+from trireme.engine_core.lifecycle.stepping import Independent, Stepping
 from trireme.engine_core.stall import StallWatch
 from trireme.errors import EngineError
 from trireme.log import facts
 from trireme.topology.lockstep import is_pause, pause_mode
-from trireme.transport.sockets.framing import Left
+from trireme.transport.sockets.framing import Disconnected
 from trireme.transport.sockets.poller import Poller, Source
 from trireme.transport.sockets.server import Peer
 from trireme.transport.wire.messages import (
@@ -80,7 +80,7 @@ class EngineLoop:
         poller: Poller,
         *,
         step_timeout: float = 15.0,
-        pace: Pace | None = None,
+        pace: Stepping | None = None,
         on_load: Callable[[Load | KVEvents], bool] | None = None,
         on_turn: Callable[[int], None] | None = None,
         tells_blocks: bool = False,
@@ -89,7 +89,7 @@ class EngineLoop:
     ) -> None:
         self._clock = clock
         self.core = core
-        self.pace = pace or Alone(core)
+        self.pace = pace or Independent(core)
         self.is_over = False
         self._executor = executor
         self._server = server
@@ -106,7 +106,7 @@ class EngineLoop:
         self._step_s: deque[float] = deque(maxlen=64)  # processor time per step: answer, next plan, outputs
         self._was_idle = True
         self._drain_from = self._drain_until = float("inf")
-        self._rest = Rest(self._order)
+        self._rest = SleepState(self._order)
         self._captures = Captures(self._order_captures) if has_captures else None
         poller.add(server, self._on_messages)
 
@@ -123,7 +123,7 @@ class EngineLoop:
             self.pace.on_result(result)
             self._changed = True
         self.core.tick(now)
-        if not self._rest.is_awake and (self.core.requests or not self.pace.may_leave):
+        if not self._rest.is_awake and (self.core.requests or not self.pace.can_shut_down):
             self._rest.work_came()
         while self._rest.is_awake and (plan := self.pace.next_plan(now)) is not None:
             if plan.new:
@@ -134,7 +134,7 @@ class EngineLoop:
         self._server.progress = self.core.counters.steps
         self._check_health(now)
         if self._captures is not None and self._rest.is_awake:
-            self._captures.look(now, self.core.counters.steps, is_idle=self.core.is_idle and self.pace.may_leave)
+            self._captures.look(now, self.core.counters.steps, is_idle=self.core.is_idle and self.pace.can_shut_down)
         self._report(now)
         if self._on_turn is not None:
             self._on_turn(self.core.counters.steps)
@@ -157,10 +157,10 @@ class EngineLoop:
         self.tell_all_blocks()
         self._changed, self._next_load = True, 0.0
 
-    def give_back(self, order: GiveBack) -> None:
+    def reclaim(self, order: GiveBack) -> None:
         """The coordinator wants rows that wait here to run elsewhere."""
         if order.epoch == self.core.epoch:
-            count = self.core.give_back(min(order.count, len(self.core.requests)), order.to, self._clock())
+            count = self.core.reclaim(min(order.count, len(self.core.requests)), order.to, self._clock())
             self._changed = True
             log.info("gave back %s", facts(rows=count, asked=order.count, to=order.to))
 
@@ -185,7 +185,7 @@ class EngineLoop:
                     self._on_call(peer, message)
                 case Hello():
                     log.info("front end connected %s", facts(name=peer.name, epoch=peer.epoch, pid=peer.pid))
-                case Left():
+                case Disconnected():
                     log.info("front end left %s", facts(name=peer.name, epoch=peer.epoch, reason=repr(message.reason)))
                     self.core.front_gone(peer.name)
 
@@ -275,9 +275,9 @@ class EngineLoop:
         leaves."""
         if now >= self._next_halt:
             self._halted, self._next_halt = self._executor.halted(), now + HALT_S
-        watch, has_work = self._watch, self.pace.owes_step and self._rest.is_awake
+        watch, has_work = self._watch, self.pace.has_step and self._rest.is_awake
         watch.look(now, self.core.oldest_step(), has_work=has_work, halted=self._halted)
-        stalled = watch.stalled or self.pace.why_still(now)
+        stalled = watch.stalled or self.pace.stall_reason(now)
         if bool(stalled) != bool(self._server.stalled):
             self._tell_health(stalled)
         if watch.stuck:
@@ -288,7 +288,7 @@ class EngineLoop:
         self._was_idle = is_idle
         if now >= self._drain_from:
             self.core.draining = True
-            if (is_idle and self.pace.may_leave) or now >= self._drain_until:
+            if (is_idle and self.pace.can_shut_down) or now >= self._drain_until:
                 if not is_idle:
                     self.last_words("the engine was shut down before this request ended")
                 self.is_over = True

@@ -13,7 +13,7 @@ import msgspec
 from trireme.config import EngineConfig
 from trireme.engine_core.executor.base import Executor, WorkerLost, WorkerPlace
 from trireme.engine_core.executor.factory import make_executor
-from trireme.engine_core.lifecycle.stepping import Alone, Pace, Together
+from trireme.engine_core.lifecycle.stepping import Independent, Lockstep, Stepping
 from trireme.engine_core.lifecycle.wave import Wave
 from trireme.engine_core.loop import EngineLoop
 from trireme.engine_core.start import start_core
@@ -64,9 +64,9 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
     started = start_core(config, executor, progress, engine=boot.index, epoch=boot.epoch, phases=channel.phases)
     server = Server.open(boot, f"{boot.name}.front", FrontToEngine, facts=started.core.facts())
     coordinator = Connection.open(boot, "coordinator", FromCoordinator) if config.parallel.dp > 1 else None
-    pace: Pace = Alone(started.core, boot.pause, channel.paused)
+    pace: Stepping = Independent(started.core, boot.pause, channel.paused)
     if config.in_lockstep and coordinator is not None:
-        pace = Together(started.core, Wave(boot.index, boot.epoch, executor.depth), coordinator.send)
+        pace = Lockstep(started.core, Wave(boot.index, boot.epoch, executor.depth), coordinator.send)
     loop = EngineLoop(
         started.core,
         executor,
@@ -118,6 +118,6 @@ def _on_coordinator(coordinator: Connection, loop: EngineLoop) -> None:
             case Resync():
                 loop.tell_all_blocks()
             case GiveBack():
-                loop.give_back(message)
+                loop.reclaim(message)
             case WaveOrder():
-                loop.pace.obey(message)
+                loop.pace.on_order(message)

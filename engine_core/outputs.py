@@ -5,7 +5,7 @@ Called by core. Knows the stop rules; knows nothing of blocks or sockets.
 
 from __future__ import annotations
 
-from trireme.engine_core.scheduling.decode_batch import Cohort, Ints
+from trireme.engine_core.scheduling.decode_batch import DecodeBatch, Ints
 from trireme.engine_core.scheduling.request import Request
 from trireme.transport.wire.columns import Column, Ids, pack, pack_ids
 from trireme.transport.wire.messages import End, EndReason, First, LogprobRow, StepOutputs
@@ -92,9 +92,9 @@ class Outbox:
             outputs = self.fronts[front] = FrontOutputs()
         return outputs
 
-    def add(self, cohort: Cohort, tokens: Ints) -> None:
-        """One token for each row of a cohort."""
-        for share in cohort.shares:
+    def add(self, decode_batch: DecodeBatch, tokens: Ints) -> None:
+        """One token for each row of a decode batch."""
+        for share in decode_batch.shares:
             own = tokens if share.places is None else tokens[share.places]
             self.to(share.front).add_columns(share.rids, own.tobytes())
 

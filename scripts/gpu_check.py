@@ -338,7 +338,7 @@ def product_cases() -> Iterator[Case]:
         weight, x = (torch.randint(-127, 128, (size, k), device="cuda", dtype=torch.int8) for size in (n, rows))
         linear = Int8Linear(weight, torch.ones(n, device="cuda"), None)
         scale, out = torch.ones(rows, device="cuda"), random(rows, n)
-        return lambda: linear.of_narrow(x, scale, out)
+        return lambda: linear.forward_quantized(x, scale, out)
 
     def of_blocks(form: str, rows: int, n: int, k: int) -> Callable[[], object]:
         size = (n, k // ops.BLOCK_VALUES * ops.BLOCK_BYTES[form])

@@ -91,7 +91,7 @@ def make_app(front: Front) -> ASGIApp:
     router = Router(table, redirect_slashes=False, default=_Unknown())
     serving = front.config.serving
     admin = Admin(control.ADMIN, ApiKeys(serving.admin_key))
-    return Middleware(_Counted(front, router), keys=front.door.keys, host=serving.host, admin=admin)
+    return Middleware(_Counted(front, router), keys=front.admission.keys, host=serving.host, admin=admin)
 
 
 class _Endpoint:
@@ -202,11 +202,11 @@ def _label(scope: Scope) -> str:
 
 
 async def _chat(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    caller = front.door.caller(scope)
+    caller = front.admission.caller(scope)
     with front.inside(caller, generates=True):
         request, headers = await _read(front, scope, receive, ChatRequest)
         front.check_model(request.model)
-        terms = front.door.terms(request, caller, scope)
+        terms = front.admission.terms(request, caller, scope)
         front.check_room(terms.priority)
         params = _chat_params(request)
         processor = front.processor
@@ -251,11 +251,11 @@ def _chat_params(request: ChatRequest) -> SamplingParams:
 
 
 async def _completions(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    caller = front.door.caller(scope)
+    caller = front.admission.caller(scope)
     with front.inside(caller, generates=True):
         request, headers = await _read(front, scope, receive, CompletionRequest)
         front.check_model(request.model)
-        terms = front.door.terms(request, caller, scope)
+        terms = front.admission.terms(request, caller, scope)
         front.check_room(terms.priority)
         if request.prompt_logprobs is not None and request.stream:
             raise RequestError("prompt_logprobs is not supported with stream=true", param="prompt_logprobs")
@@ -314,7 +314,7 @@ async def _answer(
     request: CompletionRequest | ChatRequest,
     params: SamplingParams,
     rows: list[Replay],
-    form_of: Callable[[Generation], Format],
+    layer_config_of: Callable[[Generation], Format],
     headers: Headers,
     caller: Caller,
     *,
@@ -324,10 +324,10 @@ async def _answer(
     pin, label = _pin(scope), _label(scope)
     front.admit_rows(len(rows), sum(len(row.prompt) for row in rows), rows[0].priority)
     generation = Generation(front.client, front.table, rows, params)
-    form = form_of(generation)
+    form = layer_config_of(generation)
     front.telemetry.received(route, generation, len(rows))
-    front.door.charge(caller, generation.usage().prompt_tokens)
-    headers += front.door.headers(caller)
+    front.admission.charge(caller, generation.usage().prompt_tokens)
+    headers += front.admission.headers(caller)
     outcome: Outcome = "error"
     stream = EventStream(scope, receive, send, generation)
     try:
@@ -337,7 +337,7 @@ async def _answer(
             return
         first = await stream.first()
         if wait_s := generation.queued_s or (FIRST_EVENT_S if first == [] else 0.0):
-            front.door.waited(wait_s, front.client.num_rows)
+            front.admission.waited(wait_s, front.client.num_rows)
         if request.stream:
             front.ticker.streams.add(stream)
             options = request.stream_options
@@ -367,14 +367,14 @@ async def _answer(
         front.ticker.streams.discard(stream)
         stream.close()
         front.telemetry.ended(outcome, generation)
-        front.door.charge(caller, generation.usage().completion_tokens)
+        front.admission.charge(caller, generation.usage().completion_tokens)
 
 
 # ---------------------------------------------------------------- tokens
 
 
 async def _tokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    with front.inside(front.door.caller(scope), generates=False):
+    with front.inside(front.admission.caller(scope), generates=False):
         await _tokenize_inside(front, scope, receive, send)
 
 
@@ -401,7 +401,7 @@ async def _tokenize_inside(front: Front, scope: Scope, receive: Receive, send: S
 
 
 async def _detokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    with front.inside(front.door.caller(scope), generates=False):
+    with front.inside(front.admission.caller(scope), generates=False):
         request, headers = await _read(front, scope, receive, DetokenizeRequest)
     front.check_model(request.model)
     most = max(front.tokenizer.vocab_size, front.client.facts.vocab_size if front.client.facts else 0)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, NotFoundError, OverloadedError, RequestError
-from trireme.serving.admission.admission import Caller, Door
+from trireme.serving.admission.admission import Admission, Caller
 from trireme.serving.api.openai.chat import ChatRenderer
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.engine import EngineState
@@ -71,7 +71,7 @@ class Front:
         )
         self.renderer = ChatRenderer(template, special)
         self.telemetry = Telemetry()
-        self.door = Door(config.serving, queue_s=config.scheduler.queue_timeout)
+        self.admission = Admission(config.serving, queue_s=config.scheduler.queue_timeout)
         self.ticker = Ticker(buffer_bytes=config.serving.stream_buffer, on_look=self._on_look)
         self.is_draining = False  # told to leave: not ready any more
         self.is_refusing = False  # and the notice period is over
@@ -119,7 +119,7 @@ class Front:
         EngineDeadError when it `generates` and no engine has been up yet."""
         if self.is_refusing:
             raise OverloadedError("this server is shutting down", retry_after_s=5.0)
-        self.door.admit(caller)
+        self.admission.admit(caller)
         capacity = self.client.capacity
         if generates and capacity == 0:
             raise EngineDeadError("the model is still loading", hint="see /ready")
@@ -142,7 +142,7 @@ class Front:
     def check_room(self, priority: int, num_rows: int = 1) -> None:
         """Refuses what its priority gives no room to just now. Raises OverloadedError."""
         facts = [state.facts for state in self.client.states() if state.is_up and state.facts]
-        room = self.door.room(priority, sum(known.max_num_seqs for known in facts), self.client.capacity)
+        room = self.admission.room(priority, sum(known.max_num_seqs for known in facts), self.client.capacity)
         under_way = self.client.num_rows
         if under_way and under_way + num_rows > room:
             urgency = " for requests of this priority" if room < self.client.capacity else ""

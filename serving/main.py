@@ -24,7 +24,7 @@ from trireme.serving.app import make_app
 from trireme.serving.engines.connect import client_over_sockets
 from trireme.serving.front import Front
 from trireme.serving.http.listener import Listener, allow_connections
-from trireme.serving.metrics.aggregation import Siblings
+from trireme.serving.metrics.aggregation import Aggregation
 from trireme.serving.text.tokens import load_tokenizer
 from trireme.transport.process.boot import BootChannel
 from trireme.transport.wire.messages import Drain
@@ -50,7 +50,7 @@ def main(channel: BootChannel) -> None:
         client = client_over_sockets(channel.boot, config)
         is_alone = config.coordinator.load_balancing != "internal"  # on a port of its own: it tells its own numbers
         number, total = (0, 1) if is_alone else (channel.boot.index, config.serving.api_servers)
-        siblings = Siblings(channel.boot.run_dir, number, total, lambda: front.own_snapshot())
+        siblings = Aggregation(channel.boot.run_dir, number, total, lambda: front.own_snapshot())
         front = Front(
             config,
             client,
@@ -74,7 +74,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return None
 
 
-async def _serve(channel: BootChannel, front: Front, siblings: Siblings) -> None:
+async def _serve(channel: BootChannel, front: Front, siblings: Aggregation) -> None:
     boot = channel.boot
     loop = asyncio.get_running_loop()
     leaving: asyncio.Future[Drain] = loop.create_future()

@@ -63,7 +63,7 @@ class RuleParts(NamedTuple):
     bias_ids: Ids
     bias: Floats
     allowed: Ids
-    barred: Ids
+    masked: Ids
     ends: Ids  # barred while the row is short
     words: list[tuple[int, ...]]  # never to be completed
 
@@ -113,13 +113,13 @@ class LogitRules:
     def describe(self, tokens: Tokens) -> tuple[tuple[int, ...], tuple[int, ...], Ids]:
         """The rules as workers.sampling.native_sampler.JOB has them: counts, addresses, and an array that must live meanwhile."""
         ids, counts, num_seen = (0, 0, 0) if self._seen is None else self._seen.addresses()
-        barred = self._bad.barred(tokens)
+        masked = self._bad.masked(tokens)
         if tokens.size < self.ends_from:
-            barred = np.concatenate([barred, self._ends])
+            masked = np.concatenate([masked, self._ends])
         bias_ids, bias, allowed = self._fixed
-        where = barred.ctypes.data if barred.size else 0
-        sizes = (num_seen, self._bias_ids.size, self._allowed.size, barred.size)
-        return sizes, (ids, counts, bias_ids, bias, allowed, where), barred
+        where = masked.ctypes.data if masked.size else 0
+        sizes = (num_seen, self._bias_ids.size, self._allowed.size, masked.size)
+        return sizes, (ids, counts, bias_ids, bias, allowed, where), masked
 
     def apply(self, logits: Floats, tokens: Tokens) -> None:
         """Changes one row's logits in place; `tokens` are all tokens of the row so far."""
@@ -131,7 +131,7 @@ class LogitRules:
             kept = logits[self._allowed]
             logits.fill(-np.inf)
             logits[self._allowed] = kept
-        logits[self._bad.barred(tokens)] = -np.inf
+        logits[self._bad.masked(tokens)] = -np.inf
         if tokens.size < self.ends_from:
             logits[self._ends] = -np.inf
 
@@ -156,7 +156,7 @@ class BadWords:
         self._heads = [np.array(s[:-1], np.int32) for s in self.longer]
         self._before_last = np.array([s[-2] for s in self.longer], np.int32)
 
-    def barred(self, tokens: Tokens) -> Ids:
+    def masked(self, tokens: Tokens) -> Ids:
         """Tokens that would complete one of the sequences after `tokens`."""
         if not self.longer or not tokens.size:
             return self.singles

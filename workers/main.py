@@ -20,7 +20,7 @@ from trireme.config import EngineConfig
 from trireme.errors import EngineError, TriremeError
 from trireme.phases import Phases
 from trireme.transport.process.boot import BootChannel, settle_memory
-from trireme.transport.sockets.names import Connection, Left, Poller, Waker
+from trireme.transport.sockets.names import Connection, Disconnected, Poller, Waker
 from trireme.transport.step_futures import StepFuture, Waiter
 from trireme.transport.wire.messages import (
     Boot,
@@ -95,7 +95,7 @@ class WorkerShell:
     def on_readable(self) -> None:
         """Takes what has arrived; the engine core's end is ours."""
         for message in self._connection.receive():
-            if isinstance(message, Left):
+            if isinstance(message, Disconnected):
                 self.is_over = True
             elif not self.is_over:
                 self._obey(message)

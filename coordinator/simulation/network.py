@@ -1,8 +1,8 @@
 """A network of connections in virtual time, with the semantics of transport/: ordered, welcomed, lost as a whole, made anew.
 
-A message is delivered unless its connection ends; then both sides hear Left sooner or later and the connecting one comes again.
-Between connections nothing is ordered. Messages pass by reference. `ServerEnd` stands for Server, `ClientEnd` for Connection
-and AsyncConnection.
+A message is delivered unless its connection ends; then both sides hear Disconnected sooner or later and the connecting one
+comes again. Between connections nothing is ordered. Messages pass by reference. `ServerEnd` stands for Server, `ClientEnd` for
+Connection and AsyncConnection.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from trireme.coordinator.simulation.timeline import NEVER, Process, Timeline
-from trireme.transport.sockets.framing import QUEUE_LIMIT, SILENCE_S, Left
+from trireme.transport.sockets.framing import QUEUE_LIMIT, SILENCE_S, Disconnected
 from trireme.transport.sockets.server import Peer
 from trireme.transport.wire.messages import (
     PROTOCOL_VERSION,
@@ -301,7 +301,7 @@ class ServerEnd:
         """What the owner sees of something that has arrived."""
         if isinstance(message, Hello):
             return self._greet(peer, message)
-        is_known = isinstance(message, Left) or (not peer.gone and self._peers.get(peer.name) is peer)
+        is_known = isinstance(message, Disconnected) or (not peer.gone and self._peers.get(peer.name) is peer)
         return [(peer, message)] if is_known else []
 
     def _greet(self, peer: Peer, hello: Hello) -> list[tuple[Peer, Any]]:
@@ -318,7 +318,7 @@ class ServerEnd:
         left: list[tuple[Peer, Any]] = []
         if former is not None:
             self._forget(former, f"{peer.name} connected anew", announce=False)
-            left = [(former, Left(f"{peer.name} connected anew"))]
+            left = [(former, Disconnected(f"{peer.name} connected anew"))]
         self._peers[peer.name] = peer
         self._welcome(peer)
         return [*left, (peer, hello)]
@@ -334,7 +334,7 @@ class ServerEnd:
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
         if announce and self.process.is_alive:
-            self._inbox.append((peer, Left(reason)))
+            self._inbox.append((peer, Disconnected(reason)))
             self.process.wake()
 
 
@@ -378,10 +378,10 @@ class ClientEnd:
         inbox = self._inbox
         while inbox:
             channel, message = inbox.popleft()
-            channel.num_unread -= not isinstance(message, Left)
+            channel.num_unread -= not isinstance(message, Disconnected)
             if channel is not self.channel:
                 continue
-            if isinstance(message, Left):
+            if isinstance(message, Disconnected):
                 self.channel = None
                 self.connect_soon()
                 if self.welcome is None:
@@ -428,7 +428,7 @@ class ClientEnd:
         """The connection is over for this side, as soon as it looks."""
         if channel is self.channel and self.process.is_alive:
             channel.lost = min(channel.lost, self._network.timeline.now)
-            self._inbox.append((channel, Left(f"{self.target} {reason}")))
+            self._inbox.append((channel, Disconnected(f"{self.target} {reason}")))
             self.process.wake()
 
     def _connect(self) -> None:

@@ -102,15 +102,15 @@ __device__ __forceinline__ float block_sum(float x, float* shared) {
   return warp_sum(lane < warps ? shared[lane] : 0.0f);
 }
 
-// Programmatic dependent launch: `wait_for_inputs` returns when the kernels before have ended, `let_next_start` allows the next
+// Programmatic dependent launch: `pdl_wait` returns when the kernels before have ended, `pdl_launch_dependents` allows the next
 // one to begin with what does not depend on us (its weights). Small kernels allow it before they wait: the next but one may then call
 // for its weights while the one before still reads its own, and nobody writes before all before have ended.
-__device__ __forceinline__ void wait_for_inputs() {
+__device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void let_next_start() {
+__device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" :::);
 #endif

@@ -113,7 +113,7 @@ struct DecodeArgs {
   int splits;         // parts of one context that run side by side
   float* partial;     // splits > 1: [R, Hq, splits, D + 4]
   float* largest;     // [R] or null: as of GatedArgs
-  // The table, the lengths and all tokens but the newest are read before wait_for_inputs: between whoever writes them and this there
+  // The table, the lengths and all tokens but the newest are read before pdl_wait: between whoever writes them and this there
   // must be a kernel that waits for its inputs before it lets the next one start, or that has no leave to overlap.
 };
 void decode_attention(const DecodeArgs& args, Stream stream);

@@ -22,7 +22,7 @@ from trireme.phases import slowest
 from trireme.topology.arena import Arena, create_arena
 from trireme.topology.mesh import Mesh
 from trireme.transport.process.boot import Child, spawn
-from trireme.transport.sockets.names import Left, Peer, Poller, Server
+from trireme.transport.sockets.names import Disconnected, Peer, Poller, Server
 from trireme.transport.wire.messages import (
     Call,
     CallReply,
@@ -171,7 +171,7 @@ class ProcsExecutor:
             case WorkerFault():
                 fault = Failed(peer.name, message.error, message.hint, message.traceback, message.exit_code)
                 self._deaths.append(fault)
-            case Left():
+            case Disconnected():
                 self._deaths.append(Failed(peer.name, f"{peer.name} is gone: {message.reason}"))
 
     def _on_hello(self, worker: int, peer: Peer) -> None:

@@ -98,7 +98,7 @@ class KVCache:
             self.pool.seal(request.blocks[i], hashes[i])
         request.num_sealed = num_full
 
-    def distrust(self, contents: list[bytes]) -> None:
+    def invalidate(self, contents: list[bytes]) -> None:
         """Makes blocks of these contents unfindable: the step that should have filled them failed."""
         for content in contents:
             block = self.pool.find(content)

@@ -17,7 +17,7 @@ Answer = Callable[[str], object]
 """Takes the error, "" for success."""
 
 
-class Rest:
+class SleepState:
     """`order(method, args)` is given to the workers; `done` tells that they have carried out the last one."""
 
     def __init__(self, order: Callable[[str, dict[str, Any]], object]) -> None:

@@ -1,4 +1,5 @@
-"""When an engine takes its next step: whenever it has work (Alone), or when all engines that share its collectives do (Together).
+"""When an engine takes its next step: whenever it has work (Independent), or when all engines that share its collectives do
+(Lockstep).
 
 Used by EngineLoop, which knows no difference. Both pause in three ways: rows that have begun end at once (abort), end first (wait),
 or stay as they are (keep); rows that come meanwhile wait. No socket, no clock of its own.
@@ -24,19 +25,19 @@ Answer: TypeAlias = Callable[[str], object]
 ABORTED = "the engine was paused, and what ran was ended; try again"
 
 
-class Pace(Protocol):
+class Stepping(Protocol):
     """What the loop asks before and after every step."""
 
     @property
     def mode(self) -> Mode: ...
 
     @property
-    def may_leave(self) -> bool:
+    def can_shut_down(self) -> bool:
         """Nobody waits for this engine's next step."""
         ...
 
     @property
-    def owes_step(self) -> bool:
+    def has_step(self) -> bool:
         """There is a step to take, and nobody else to wait for."""
         ...
 
@@ -45,7 +46,7 @@ class Pace(Protocol):
         """How large a step may be in other engines that take it too; 0: there are none."""
         ...
 
-    def why_still(self, now: float) -> str:
+    def stall_reason(self, now: float) -> str:
         """Why rows that wait here do not run, although this engine could."""
         ...
 
@@ -53,7 +54,7 @@ class Pace(Protocol):
         """The coordinator is new or back."""
         ...
 
-    def obey(self, order: WaveOrder) -> None: ...
+    def on_order(self, order: WaveOrder) -> None: ...
 
     def next_plan(self, now: float) -> StepPlan | None: ...
 
@@ -68,11 +69,11 @@ class Pace(Protocol):
         ...
 
 
-class Alone:
+class Independent:
     """A dense engine: its steps are its own affair."""
 
     most_tokens = 0
-    may_leave = True
+    can_shut_down = True
 
     def __init__(self, core: EngineCore, mode: Mode = "", tell: Callable[[Mode], object] | None = None) -> None:
         """Begins in the pause that its former life was in. `tell` is told of each that follows, for the next one."""
@@ -83,18 +84,18 @@ class Alone:
         enter(core, mode)
 
     @property
-    def owes_step(self) -> bool:
+    def has_step(self) -> bool:
         if self.mode == "":
             return bool(self._core.requests)
         return self.mode == "wait" and self._core.scheduler.num_begun > 0
 
-    def why_still(self, now: float) -> str:
+    def stall_reason(self, now: float) -> str:
         return paused(self.mode)
 
     def welcome(self) -> None:
         pass
 
-    def obey(self, order: WaveOrder) -> None:
+    def on_order(self, order: WaveOrder) -> None:
         pass
 
     def next_plan(self, now: float) -> StepPlan | None:
@@ -123,7 +124,7 @@ class Alone:
         return self.mode == "" or not (scheduler.in_flight or (self.mode == "wait" and scheduler.num_begun))
 
 
-class Together:
+class Lockstep:
     """An engine in lock step. `tell` gives a report to the coordinator; False: it is away, and is told when it comes back."""
 
     def __init__(self, core: EngineCore, wave: Wave, tell: Callable[[WaveReport], bool]) -> None:
@@ -138,14 +139,14 @@ class Together:
         return self._wave.mode
 
     @property
-    def may_leave(self) -> bool:
+    def can_shut_down(self) -> bool:
         return not self._wave.running
 
     @property
-    def owes_step(self) -> bool:
+    def has_step(self) -> bool:
         return self._wave.may_vote
 
-    def why_still(self, now: float) -> str:
+    def stall_reason(self, now: float) -> str:
         begun, queued = self._rows()
         if self._wave.running or not self._wave.wants_wave(begun, queued):
             self._wants_since = None
@@ -158,8 +159,8 @@ class Together:
     def welcome(self) -> None:
         self._wave.welcome()
 
-    def obey(self, order: WaveOrder) -> None:
-        if self._wave.obey(order):
+    def on_order(self, order: WaveOrder) -> None:
+        if self._wave.on_order(order):
             enter(self._core, order.mode)
 
     def next_plan(self, now: float) -> StepPlan | None:

@@ -54,7 +54,7 @@ class Wave:
         """A coordinator is there that knows nothing of us."""
         self._reported = None
 
-    def obey(self, order: WaveOrder) -> bool:
+    def on_order(self, order: WaveOrder) -> bool:
         """Whether the order brings another mode."""
         if order.epoch != self.epoch:
             return False

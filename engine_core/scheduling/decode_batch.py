@@ -1,4 +1,4 @@
-"""Numbers of the running rows as columns indexed by batch slot, and the decoding rows as one cohort.
+"""Numbers of the running rows as columns indexed by batch slot, and the decoding rows as one decode batch.
 
 Owned by the scheduler. A step that only decodes is a few array operations over them, however many rows run; a Request reads
 its own numbers here while it has a slot. Knows no block, queue or policy.
@@ -34,7 +34,7 @@ class SlotColumns:
         self.limit = np.zeros(num_rows, np.int32)  # tokens at which the row ends
         self.last_step = np.zeros(num_rows, np.int64)  # newest plan with the row
         self.token = np.full(num_rows, NOTHING, np.int32)  # what the next plan would say: an id, HELD or NOTHING
-        self.decoding = np.zeros(num_rows, np.bool_)  # in the cohort, or about to join it
+        self.decoding = np.zeros(num_rows, np.bool_)  # in the decode batch, or about to join it
         self.known = np.zeros(num_rows, np.int32)  # known tokens
         self.tail = np.zeros((num_rows, TAIL_BLOCKS * block_size), "<i4")  # the newest of them: a ring over positions
         self._flat_tail = self.tail.reshape(-1)
@@ -61,14 +61,14 @@ class BatchMember(Protocol):
 
 
 class FrontendShare(NamedTuple):
-    """What of a cohort belongs to one front end: request ids, and their places (None: all of it)."""
+    """What of a decode batch belongs to one front end: request ids, and their places (None: all of it)."""
 
     front: str
     rids: Ids
     places: Slots | None
 
 
-class Cohort:
+class DecodeBatch:
     """Decoding rows in policy order, as parallel arrays. Never changed: steps in flight keep the one they were made of."""
 
     __slots__ = ("_rows", "_shares", "fronts", "requests", "rids", "slots", "stops")
@@ -113,7 +113,7 @@ class Cohort:
         return self._shares
 
     def stopping(self, tokens: Ints) -> list[int]:
-        """Places of tokens, one per row, that end some row of the cohort."""
+        """Places of tokens, one per row, that end some row of the decode batch."""
         if len(self.stops) > FEW_STOPS:
             return np.flatnonzero(np.isin(tokens, list(self.stops))).tolist()
         places: list[int] = []
@@ -123,16 +123,16 @@ class Cohort:
                 places += hits.nonzero()[0].tolist()
         return places
 
-    def where(self, mask: Mask) -> Cohort:
+    def where(self, mask: Mask) -> DecodeBatch:
         """The rows that `mask` selects."""
         requests = self.requests[mask]
         stops = self.stops if len(self.stops) <= MANY_STOPS else union_of_stops(requests.tolist())
-        return Cohort(self.slots[mask], requests, self.rids[mask], self.fronts[mask], stops)
+        return DecodeBatch(self.slots[mask], requests, self.rids[mask], self.fronts[mask], stops)
 
-    def plus(self, requests: Sequence[BatchMember]) -> Cohort:
+    def plus(self, requests: Sequence[BatchMember]) -> DecodeBatch:
         """With more rows behind the ones it has."""
-        added = cohort_of(requests)
-        return Cohort(
+        added = decode_batch_of(requests)
+        return DecodeBatch(
             np.concatenate([self.slots, added.slots]),
             np.concatenate([self.requests, added.requests]),
             np.concatenate([self.rids, added.rids]),
@@ -141,9 +141,9 @@ class Cohort:
         )
 
 
-def cohort_of(requests: Sequence[BatchMember]) -> Cohort:
-    """A cohort of rows that have slots, in the given order."""
-    return Cohort(
+def decode_batch_of(requests: Sequence[BatchMember]) -> DecodeBatch:
+    """A decode batch of rows that have slots, in the given order."""
+    return DecodeBatch(
         np.array([row.row for row in requests], np.intp),
         _objects(requests),
         np.array([row.rid for row in requests], np.int64),

@@ -1,4 +1,4 @@
-"""Draft of one step: collects what the scheduler decides and writes it as a StepPlan, the delta to what workers know.
+"""PendingStep of one step: collects what the scheduler decides and writes it as a StepPlan, the delta to what workers know.
 
 Filled by the scheduler; kept until the step's result arrives, because it says which request each row was.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trireme.engine_core.scheduling.decode_batch import Cohort, Ints
+from trireme.engine_core.scheduling.decode_batch import DecodeBatch, Ints
 from trireme.engine_core.scheduling.request import Request
 from trireme.transport.wire.columns import Column, pack, pack_flags, repeated
 from trireme.transport.wire.messages import NewRow, StepPlan
@@ -27,23 +27,23 @@ class Chunk(NamedTuple):
 
 
 class PlannedTokens(NamedTuple):
-    """What a draft planned for one row."""
+    """What a pending step planned for one row."""
 
     request: Request
     num_computed: int
     sample: bool
 
 
-class Draft:
+class PendingStep:
     """Rows of one step, and the blocks that must stay untouched until it is over.
 
-    First come the rows of `cohort`, each computing the one token at `at`, then `chunks`.
+    First come the rows of `decode_batch`, each computing the one token at `at`, then `chunks`.
     """
 
     __slots__ = (
         "at",
         "chunks",
-        "cohort",
+        "decode_batch",
         "dropped",
         "fenced",
         "freed",
@@ -62,9 +62,9 @@ class Draft:
         self.step = step
         self.planned_s = now
         self.started_s = now  # when it became the oldest step in flight, or was planned
-        self.cohort: Cohort | None = None
+        self.decode_batch: DecodeBatch | None = None
         self.at: Ints = np.zeros(0, np.int32)
-        self.tokens: Column = b""  # of the cohort, as the plan says them
+        self.tokens: Column = b""  # of the decode batch, as the plan says them
         self.chunks: list[Chunk] = []
         self.dropped: set[int] = (
             set()
@@ -80,10 +80,10 @@ class Draft:
     def __len__(self) -> int:
         return len(self.at) + len(self.chunks)
 
-    def decode(self, cohort: Cohort, at: Ints, tokens: Column) -> None:
-        """Starts the draft with decoding rows, which have blocks for one more token."""
-        self.cohort, self.at, self.tokens = cohort, at, tokens
-        self.total_tokens = len(cohort)
+    def decode(self, decode_batch: DecodeBatch, at: Ints, tokens: Column) -> None:
+        """Starts the pending step with decoding rows, which have blocks for one more token."""
+        self.decode_batch, self.at, self.tokens = decode_batch, at, tokens
+        self.total_tokens = len(decode_batch)
 
     def add(self, request: Request, num_tokens: int, *, sample: bool) -> None:
         """Plans the next `num_tokens` tokens, which the workers know, of a request that has blocks for them."""
@@ -107,7 +107,7 @@ class Draft:
 
     def asking_rows(self) -> Column:
         """The rows that sample, in order."""
-        decoding = b"" if self.cohort is None else self.cohort.rows
+        decoding = b"" if self.decode_batch is None else self.decode_batch.rows
         if not self.chunks:
             return decoding
         return decoding + pack([chunk.row for chunk in self.chunks if chunk.sample])
@@ -116,29 +116,29 @@ class Draft:
         """True when the row will get a token out of this step."""
         if row in self.dropped:
             return False
-        decodes = self.cohort is not None and row in self.cohort.slots
+        decodes = self.decode_batch is not None and row in self.decode_batch.slots
         return decodes or any(chunk.row == row and chunk.sample for chunk in self.chunks)
 
     def requests(self) -> Iterator[Request]:
         """All requests of the step."""
-        if self.cohort is not None:
-            yield from self.cohort.requests
+        if self.decode_batch is not None:
+            yield from self.decode_batch.requests
         yield from (chunk.request for chunk in self.chunks)
 
     def places(self) -> dict[int, PlannedTokens]:
         """What is planned, by row. For rare questions: it walks all of them."""
         found: dict[int, PlannedTokens] = {}
-        if self.cohort is not None:
-            columns = zip(self.cohort.slots.tolist(), self.cohort.requests, self.at.tolist(), strict=True)
+        if self.decode_batch is not None:
+            columns = zip(self.decode_batch.slots.tolist(), self.decode_batch.requests, self.at.tolist(), strict=True)
             found = {row: PlannedTokens(request, at, True) for row, request, at in columns}
         for chunk in self.chunks:
             found[chunk.row] = PlannedTokens(chunk.request, chunk.num_computed, chunk.sample)
         return found
 
     def to_message(self) -> StepPlan:
-        """The plan. Columns of an unchanged cohort are the same objects in every step."""
+        """The plan. Columns of an unchanged decode batch are the same objects in every step."""
         count, chunks = len(self.at), self.chunks
-        rows = b"" if self.cohort is None else self.cohort.rows
+        rows = b"" if self.decode_batch is None else self.decode_batch.rows
         num_tokens, num_computed = repeated(1, count), self.at.tobytes()
         tokens, sample = self.tokens, b"\1" * count
         if chunks:

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from trireme.engine_core.kv.cache import KVCache
-from trireme.engine_core.scheduling.decode_batch import HELD, NOTHING, Cohort, Mask, SlotColumns, cohort_of
-from trireme.engine_core.scheduling.pending_step import Draft
+from trireme.engine_core.scheduling.decode_batch import HELD, NOTHING, DecodeBatch, Mask, SlotColumns, decode_batch_of
+from trireme.engine_core.scheduling.pending_step import PendingStep
 from trireme.engine_core.scheduling.policies.base import Policy
 from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.waiting import WaitingQueue
@@ -61,17 +61,17 @@ class Scheduler:
         self.columns = SlotColumns(limits.max_num_seqs, limits.block_size)
         self.running: list[Request] = []  # in policy order, as the two parts of it are:
         self.prefilling: list[Request] = []  # rows with known tokens to compute
-        self.cohort = cohort_of([])  # rows that decode
+        self.decode_batch = decode_batch_of([])  # rows that decode
         self._num_parts = 1 if ahead else depth  # steps over which pipeline stages spread the decoding rows
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        self.in_flight: deque[Draft] = deque()
+        self.in_flight: deque[PendingStep] = deque()
         self.step = 0  # newest step planned
         self.completed = 0  # newest step answered
         self.admits = True  # False: only rows that have begun go on
         self.num_preemptions = 0
         self._freed: list[int] = []  # row slots that workers do not know to be free yet
         self._joining: list[Request] = []  # rows whose last chunk is planned: they decode next
-        self._answered: Draft | None = None  # the step whose answer came last
+        self._answered: PendingStep | None = None  # the step whose answer came last
 
     @property
     def num_running(self) -> int:
@@ -89,7 +89,7 @@ class Scheduler:
             self.waiting.discard(request)
         request.move(State.ENDED)
 
-    def distrust(self, request: Request, first_token: int) -> None:
+    def invalidate(self, request: Request, first_token: int) -> None:
         """What a request computed from `first_token` on may be garbage, and so may all that was computed from it: nobody finds
         it any more, and rows that took it over start over; equal content in blocks of their own is sound. The request may have
         lost its place already, and have come back to what it had written.
@@ -101,10 +101,10 @@ class Scheduler:
         if not content:
             return
         drafts = [*self.in_flight, *([self._answered] if self._answered else [])]
-        rows = {id(row): row for row in chain((request,), self.running, *(draft.requests() for draft in drafts))}
+        rows = {id(row): row for row in chain((request,), self.running, *(pending.requests() for pending in drafts))}
         alike = [row for row in rows.values() if row.hashes[first : first + 1] == content]
         for row in alike:
-            self.cache.distrust(row.hashes[first:])
+            self.cache.invalidate(row.hashes[first:])
         for row in alike:
             if row.num_adopted > first:
                 self._preempt(row, sound=False)
@@ -114,117 +114,119 @@ class Scheduler:
         """Rows that have had a place in the batch, now or before they were preempted."""
         return len(self.running) + self.waiting.num_preempted
 
-    def schedule_none(self, now: float) -> Draft | None:
+    def schedule_none(self, now: float) -> PendingStep | None:
         """A step without rows, to keep others company. None while `depth` steps are in flight."""
         if len(self.in_flight) >= self.depth:
             return None
-        draft = Draft(self.step + 1, now)
-        self._send_off(draft)
-        return draft
+        pending = PendingStep(self.step + 1, now)
+        self._send_off(pending)
+        return pending
 
-    def complete(self, now: float) -> Draft:
+    def complete(self, now: float) -> PendingStep:
         """The oldest step in flight is over: lifts its fence and returns it. The next one starts now."""
-        draft = self.in_flight.popleft()
+        pending = self.in_flight.popleft()
         if self.in_flight:
             self.in_flight[0].started_s = now
-        self.completed = draft.step
-        self.cache.release(draft.fenced)
-        draft.fenced = []
-        self._answered = draft
-        return draft
+        self.completed = pending.step
+        self.cache.release(pending.fenced)
+        pending.fenced = []
+        self._answered = pending
+        return pending
 
-    def schedule(self, now: float) -> Draft | None:
+    def schedule(self, now: float) -> PendingStep | None:
         """Plans the next step, or None when nothing can run now."""
         if len(self.in_flight) >= self.depth or not (self.running or self.waiting):
             return None
-        draft = Draft(self.step + 1, now)
+        pending = PendingStep(self.step + 1, now)
         self._sort_rows()
         preempted = self._make_room()
         if preempted or self._take_slot():
             self._sort_rows()
-        self._decode(draft)
+        self._decode(pending)
         for request in self.prefilling:
-            self._prefill(draft, request)
+            self._prefill(pending, request)
         if not preempted and self.waiting:
-            self._admit(draft, now)
-        if not len(draft):
+            self._admit(pending, now)
+        if not len(pending):
             return self._unblock(now)
-        self._send_off(draft)
-        return draft
+        self._send_off(pending)
+        return pending
 
-    def _send_off(self, draft: Draft) -> None:
-        draft.freed, self._freed = self._freed, []
-        self.step = draft.step
-        self.in_flight.append(draft)
+    def _send_off(self, pending: PendingStep) -> None:
+        pending.freed, self._freed = self._freed, []
+        self.step = pending.step
+        self.in_flight.append(pending)
 
     # ------------------------------------------------------------ passes of one step
 
     def _sort_rows(self) -> None:
-        """Brings `prefilling` and `cohort` up to date with what ended, yielded or got ready since the last step."""
+        """Brings `prefilling` and `decode_batch` up to date with what ended, yielded or got ready since the last step."""
         if self.prefilling:
             self.prefilling = [row for row in self.prefilling if not row.is_decoding and row.num_left > 0 <= row.row]
-        is_live = self.columns.decoding[self.cohort.slots]
+        is_live = self.columns.decoding[self.decode_batch.slots]
         if np.count_nonzero(is_live) < len(is_live):
-            self.cohort = self.cohort.where(is_live)
+            self.decode_batch = self.decode_batch.where(is_live)
         if self._joining:
             joining = sorted((row for row in self._joining if row.is_decoding), key=_key)
             self._joining = []
-            if joining and len(self.cohort) and joining[0].key < self.cohort.requests[-1].key:
-                self.cohort = cohort_of(sorted([*self.cohort.requests, *joining], key=_key))
+            if joining and len(self.decode_batch) and joining[0].key < self.decode_batch.requests[-1].key:
+                self.decode_batch = decode_batch_of(sorted([*self.decode_batch.requests, *joining], key=_key))
             elif joining:
-                self.cohort = self.cohort.plus(joining)
+                self.decode_batch = self.decode_batch.plus(joining)
 
-    def _decode(self, draft: Draft) -> None:
+    def _decode(self, pending: PendingStep) -> None:
         """Plans one token for every row that has one to compute. Array operations: every row is in almost every step."""
-        cohort, columns = self.cohort, self.columns
-        mask = self._who_decodes(cohort)
+        decode_batch, columns = self.decode_batch, self.columns
+        mask = self._who_decodes(decode_batch)
         if mask is not None:
-            cohort = cohort.where(mask)
-        if not len(cohort):
+            decode_batch = decode_batch.where(mask)
+        if not len(decode_batch):
             return
-        slots = cohort.slots
+        slots = decode_batch.slots
         at = columns.computed[slots]
         full = (at == columns.capacity[slots]).nonzero()[0]
         if full.size:
             rows = slots[full]
             columns.capacity[rows] += self.limits.block_size
-            draft.grown_rows += rows.tolist()
-            draft.grown_blocks += self.cache.extend_each(cohort.requests[full], full.size)
-        draft.decode(cohort, at, repeated(HELD, len(cohort)) if self.ahead else columns.token[slots].tobytes())
+            pending.grown_rows += rows.tolist()
+            pending.grown_blocks += self.cache.extend_each(decode_batch.requests[full], full.size)
+        pending.decode(
+            decode_batch, at, repeated(HELD, len(decode_batch)) if self.ahead else columns.token[slots].tobytes()
+        )
         columns.computed[slots] = at + 1
-        columns.last_step[slots] = draft.step
+        columns.last_step[slots] = pending.step
         if self.ahead:
             columns.decoding[slots] = at + 2 < columns.limit[slots]
         else:
             columns.token[slots] = NOTHING
 
-    def _who_decodes(self, cohort: Cohort) -> Mask | None:
+    def _who_decodes(self, decode_batch: DecodeBatch) -> Mask | None:
         """The rows whose token the workers can compute, as far as budget and blocks go, first come first served. None: all."""
-        columns, slots = self.columns, cohort.slots
+        columns, slots = self.columns, decode_batch.slots
         room = min(self.limits.max_num_tokens, -(-len(self.running) // self._num_parts))
-        if self.ahead and len(cohort) <= min(room, self.cache.num_available):
+        if self.ahead and len(decode_batch) <= min(room, self.cache.num_available):
             return None
         mask: Mask = columns.token[slots] != NOTHING
-        if self.cache.num_available < len(cohort):
+        if self.cache.num_available < len(decode_batch):
             full = mask & (columns.computed[slots] == columns.capacity[slots])
             mask &= ~(full & (np.cumsum(full) > self.cache.num_available))
-        if room < len(cohort):
+        if room < len(decode_batch):
             mask &= np.cumsum(mask) <= room
         return None if mask.all() else mask
 
-    def _prefill(self, draft: Draft, request: Request) -> None:
+    def _prefill(self, pending: PendingStep, request: Request) -> None:
         """Plans the next chunk of a running row, as far as budget and blocks go."""
-        num_tokens = self._chunk(draft, request.num_left)
+        num_tokens = self._chunk(pending, request.num_left)
         spare = request.capacity - request.num_computed + self.cache.num_available * self.limits.block_size
         num_tokens = min(num_tokens, spare)
         if num_tokens <= 0:
             return
         missing = self.cache.blocks_for(request.num_computed + num_tokens) - len(request.blocks)
         if missing > 0:
-            draft.grow(request.row, self.cache.extend(request, missing))
-        self._plan(draft, request, num_tokens)
+            pending.grow(request.row, self.cache.extend(request, missing))
+        self._plan(pending, request, num_tokens)
 
-    def _admit(self, draft: Draft, now: float) -> None:
+    def _admit(self, pending: PendingStep, now: float) -> None:
         """Starts queued requests in order while slots, budget and blocks last. The head is never overtaken.
 
         A request needs blocks for all its known tokens, beyond what half-filled rows still lack: so only decoding can ever
@@ -236,11 +238,11 @@ class Scheduler:
         owed = sum(cache.blocks_for(row.num_tokens) - len(row.blocks) for row in self.prefilling)
         while self.free_rows and (request := self._next_waiting()) is not None:
             spare = cache.num_available - owed
-            if spare < 1 or self._chunk(draft, 1) < 1:
+            if spare < 1 or self._chunk(pending, 1) < 1:
                 return
             hits = cache.match(request)
             num_left = request.num_tokens - len(hits) * self.limits.block_size
-            num_tokens = self._chunk(draft, num_left)
+            num_tokens = self._chunk(pending, num_left)
             needed = cache.blocks_for(request.num_tokens) - len(hits)
             margin = 0
             if request.state is State.PREEMPTED and self.running:
@@ -248,11 +250,11 @@ class Scheduler:
             if num_tokens < 1 or spare - cache.num_idle(hits) < needed + margin:
                 return
             if request.state is State.WAITING:
-                draft.placed.append(request)
+                pending.placed.append(request)
             self._start(request, hits, now)
             cache.extend(request, cache.blocks_for(request.num_computed + num_tokens) - len(hits))
-            self._plan(draft, request, num_tokens)
-            draft.place(request)
+            self._plan(pending, request, num_tokens)
+            pending.place(request)
             owed += cache.blocks_for(request.num_tokens) - len(request.blocks)
 
     def _next_waiting(self) -> Request | None:
@@ -275,20 +277,20 @@ class Scheduler:
         insort(self.running, request, key=_key)
         insort(self.prefilling, request, key=_key)
 
-    def _plan(self, draft: Draft, request: Request, num_tokens: int) -> None:
-        """Adds a row to the draft; its full blocks can be shared from this step on."""
+    def _plan(self, pending: PendingStep, request: Request, num_tokens: int) -> None:
+        """Adds a row to the pending step; its full blocks can be shared from this step on."""
         sample = num_tokens == request.num_left and request.num_output < request.params.max_tokens
-        draft.add(request, num_tokens, sample=sample)
+        pending.add(request, num_tokens, sample=sample)
         self.cache.seal(request)
         if sample and not (self.ahead and request.num_tokens + 1 >= request.limit):
             self.columns.decoding[request.row] = True
             self.columns.token[request.row] = HELD if self.ahead else NOTHING
             self._joining.append(request)
 
-    def _chunk(self, draft: Draft, num_left: int) -> int:
-        """How many of `num_left` tokens of one row may join the draft."""
+    def _chunk(self, pending: PendingStep, num_left: int) -> int:
+        """How many of `num_left` tokens of one row may join the pending step."""
         limits = self.limits
-        budget = limits.max_num_tokens - draft.total_tokens
+        budget = limits.max_num_tokens - pending.total_tokens
         if limits.chunk:
             return min(num_left, limits.chunk, budget)
         if budget < num_left <= limits.max_num_tokens:
@@ -331,7 +333,7 @@ class Scheduler:
     def _num_needing(self) -> int:
         """Rows that are about to decode into a block that they do not have."""
         columns = self.columns
-        slots = self.cohort.slots
+        slots = self.decode_batch.slots
         needing = columns.decoding[slots] & (columns.token[slots] != NOTHING)
         needing &= columns.computed[slots] == columns.capacity[slots]
         return int(np.count_nonzero(needing))
@@ -341,9 +343,9 @@ class Scheduler:
         if not self.ahead:
             return 0
         counts = self.cache.pool.counts
-        return sum(counts[block] == 1 for draft in self.in_flight for block in draft.fenced)
+        return sum(counts[block] == 1 for pending in self.in_flight for block in pending.fenced)
 
-    def _unblock(self, now: float) -> Draft | None:
+    def _unblock(self, now: float) -> PendingStep | None:
         """Nothing could be planned. With no step in flight somebody must yield, or the engine would stand still."""
         if self.in_flight or not self.running:
             return None
@@ -365,8 +367,8 @@ class Scheduler:
             self.cache.seal(request)
         if self.policy.is_metered:
             self.policy.settle((request,))
-        for draft in self.in_flight:
-            draft.dropped.add(request.row)
+        for pending in self.in_flight:
+            pending.dropped.add(request.row)
         if self._answered is not None:
             self._answered.dropped.add(request.row)
         if request.last_step > self.completed:

@@ -32,7 +32,7 @@ PROMPT_TOKENS, PREFIX_KEYS, CACHED_KEYS = 1024, 64, 32
 NUM_TOLD = 256  # prompts of which an engine has the beginning
 
 
-class _Fleet:
+class _RoutedEngines:
     """Engines that report and one front end that asks, in this process."""
 
     def __init__(self, boot: Boot, num_engines: int) -> None:
@@ -115,7 +115,7 @@ def _turns(engine: int, engines: Sized) -> range:
 def measure(policy: str, num_requests: int, num_engines: int = 4) -> dict[str, float]:
     """Round trip and processor time of `num_requests` decisions, each with the keys of a prompt of 1024 tokens."""
     with _coordinator(policy, num_engines) as (boot, pid):
-        fleet = _Fleet(boot, num_engines)
+        fleet = _RoutedEngines(boot, num_engines)
         try:
             fleet.join()
             fleet.tell_blocks()

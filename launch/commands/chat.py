@@ -9,7 +9,7 @@ import sys
 import time
 
 from trireme.errors import RequestError
-from trireme.launch.commands.chat_backend import Talker, make_talker
+from trireme.launch.commands.chat_backend import ChatBackend, make_backend
 from trireme.launch.options import Invocation
 
 HELP = "/exit ends   /new forgets the talk   /help   Ctrl-C stops an answer"
@@ -17,17 +17,17 @@ HELP = "/exit ends   /new forgets the talk   /help   Ctrl-C stops an answer"
 
 def run(invocation: Invocation) -> int:
     """Talks until the input ends."""
-    talker = make_talker(invocation)
+    backend = make_backend(invocation)
     try:
         if sys.stdin.isatty():
-            note(f"{talker.name}   {HELP}")
-        talk(talker, invocation.options["system"])
+            note(f"{backend.name}   {HELP}")
+        talk(backend, invocation.options["system"])
     finally:
-        talker.close()
+        backend.close()
     return 0
 
 
-def talk(talker: Talker, system: str | None) -> None:
+def talk(backend: ChatBackend, system: str | None) -> None:
     """Turns until /exit or the end of the input. What an interrupted answer had said stays in the talk."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -45,7 +45,7 @@ def talk(talker: Talker, system: str | None) -> None:
                 continue
         messages.append({"role": "user", "content": line})
         try:
-            messages.append({"role": "assistant", "content": say_answer(talker, messages)})
+            messages.append({"role": "assistant", "content": say_answer(backend, messages)})
         except RequestError as error:
             note(f"{error.message}; /new starts anew")
             messages.pop()
@@ -67,12 +67,12 @@ def read_line() -> str | None:
             note("\n(/exit ends the talk)")
 
 
-def say_answer(talker: Talker, messages: list[dict[str, str]]) -> str:
+def say_answer(backend: ChatBackend, messages: list[dict[str, str]]) -> str:
     """Prints the answer as it comes and returns it, or what there was of it when the user stopped it."""
     said: list[str] = []
     begun, first = time.perf_counter(), 0.0
     try:
-        for piece in talker.answer(messages):
+        for piece in backend.answer(messages):
             first = first or time.perf_counter()
             said.append(piece.text)
             print(piece.text, end="", flush=True)

@@ -23,29 +23,29 @@ class TextPiece(NamedTuple):
     finish: str | None = None
 
 
-class Talker(Protocol):
+class ChatBackend(Protocol):
     """Leaving an iterator early, also with Ctrl-C, stops the generation."""
 
     name: str
 
     def answer(self, messages: Messages) -> Iterator[TextPiece]: ...
 
-    def go_on(self, prompt: str) -> Iterator[TextPiece]: ...
+    def complete(self, prompt: str) -> Iterator[TextPiece]: ...
 
     def close(self) -> None: ...
 
 
-def make_talker(invocation: Invocation) -> Talker:
+def make_backend(invocation: Invocation) -> ChatBackend:
     """By --url, or by the engine settings."""
     options, config = invocation.options, invocation.loaded.config
     wanted = {name: options[name] for name in ("max_tokens", "temperature", "seed") if options[name] is not None}
     if options["url"]:
         key = config.serving.api_key[0] if config.serving.api_key else ""
-        return RemoteTalker(endpoint(options["url"], key), wanted)
-    return LocalTalker(config, SamplingParams(**wanted), quiet="launch.log_level" not in invocation.loaded.sources)
+        return RemoteChatBackend(endpoint(options["url"], key), wanted)
+    return LocalChatBackend(config, SamplingParams(**wanted), quiet="launch.log_level" not in invocation.loaded.sources)
 
 
-class LocalTalker:
+class LocalChatBackend:
     """An engine of our own."""
 
     def __init__(self, config: EngineConfig, params: SamplingParams, *, quiet: bool) -> None:
@@ -62,7 +62,7 @@ class LocalTalker:
         for delta in self._llm.stream_chat(messages, self._params):
             yield TextPiece(delta.text, delta.finish_reason)
 
-    def go_on(self, prompt: str) -> Iterator[TextPiece]:
+    def complete(self, prompt: str) -> Iterator[TextPiece]:
         for delta in self._llm.stream(prompt, self._params):
             yield TextPiece(delta.text, delta.finish_reason)
 
@@ -70,7 +70,7 @@ class LocalTalker:
         self._llm.close()
 
 
-class RemoteTalker:
+class RemoteChatBackend:
     """A server that speaks the OpenAI API; uses the first model that it lists."""
 
     def __init__(self, to: Endpoint, wanted: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class RemoteTalker:
     def answer(self, messages: Messages) -> Iterator[TextPiece]:
         return self._loop.iterate(self._pieces("/v1/chat/completions", {"messages": list(messages)}))
 
-    def go_on(self, prompt: str) -> Iterator[TextPiece]:
+    def complete(self, prompt: str) -> Iterator[TextPiece]:
         return self._loop.iterate(self._pieces("/v1/completions", {"prompt": prompt}))
 
     async def _pieces(self, path: str, what: dict[str, Any]) -> AsyncGenerator[TextPiece, None]:

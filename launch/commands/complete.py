@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from trireme.launch.commands.chat_backend import make_talker
+from trireme.launch.commands.chat_backend import make_backend
 from trireme.launch.options import Invocation
 
 
@@ -13,19 +13,19 @@ def run(invocation: Invocation) -> int:
     """Prints the continuation; Ctrl-C stops it."""
     options = invocation.options
     prompt = sys.stdin.read() if options["prompt"] == "-" else options["prompt"]
-    talker = make_talker(invocation)
+    backend = make_backend(invocation)
     said: list[str] = []
     finish: str | None = None
     try:
-        for piece in talker.go_on(prompt):
+        for piece in backend.complete(prompt):
             said.append(piece.text)
             finish = piece.finish or finish
             if not options["json"]:
                 print(piece.text, end="", flush=True)
     finally:
-        talker.close()
+        backend.close()
     if options["json"]:
-        print(json.dumps({"model": talker.name, "text": "".join(said), "finish_reason": finish}))
+        print(json.dumps({"model": backend.name, "text": "".join(said), "finish_reason": finish}))
     else:
         print()
     return 0

@@ -27,7 +27,7 @@ from trireme.settings import to_yaml
 from trireme.sizes import format_bytes
 from trireme.topology.zones import engines_of_front
 from trireme.transport.process.boot import settle_memory
-from trireme.transport.process.prespawn import Egg
+from trireme.transport.process.prespawn import Prespawned
 from trireme.transport.wire.messages import Boot, Failed, Progress, Ready
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ _log = logging.getLogger("trireme.launch")
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 
-def run(invocation: Invocation, eggs: dict[str, Egg], pipe: tuple[int, int] | None) -> int:
-    """Serves until a signal or a fatal failure; returns the exit status. `eggs` by part; those not taken stay in it. They
+def run(invocation: Invocation, prespawned: dict[str, Prespawned], pipe: tuple[int, int] | None) -> int:
+    """Serves until a signal or a fatal failure; returns the exit status. `prespawned` by part; those not taken stay in it. They
     write into `pipe`, if there is one."""
     begun = process_began()
     prepared = prepare(invocation.loaded.config)
@@ -54,7 +54,7 @@ def run(invocation: Invocation, eggs: dict[str, Egg], pipe: tuple[int, int] | No
         if isinstance(event, AllReady):
             settle_memory()
 
-    supervisor = Supervisor(prepared.config, on_event, eggs=eggs)
+    supervisor = Supervisor(prepared.config, on_event, prespawned=prespawned)
     try:
         supervisor.start()  # first of all: the parts have work to do while the console is imported
         views.append(_make_view(prepared, begun, supervisor))

@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from trireme.transport.process.prespawn import Egg, hatch
+from trireme.transport.process.prespawn import Prespawned, prespawn
 
 
 class Modules(NamedTuple):
@@ -39,22 +39,22 @@ def parts_of(dp: int, num_fronts: int, modules: Modules) -> list[PartId]:
 
 
 def run(invocation: Any) -> int:
-    """`trireme serve`: hatches its parts, then serves; returns the exit status."""
+    """`trireme serve`: prespawns its parts, then serves; returns the exit status."""
     os.putenv("OPENBLAS_NUM_THREADS", "1")  # as in transport/process/child.py
     gc.disable()  # until the parts are ready
     if invocation.options["print_config"]:
         return _serve(invocation, {}, None)
-    config, eggs = invocation.loaded.config, dict[str, Egg]()
+    config, prespawned = invocation.loaded.config, dict[str, Prespawned]()
     pipe = os.pipe() if sys.stderr.isatty() else None  # the console prints above its bars what the parts say
     try:
         for place in parts_of(config.parallel.dp, config.serving.api_servers, Modules()):
             also = early_imports(config.parallel) if place.role == "engine" else ()
             output = 2 if pipe is None else pipe[1]
-            eggs[place.name] = hatch(place.module, place.name, place.role, also=also, output=output)
-        return _serve(invocation, eggs, pipe)
+            prespawned[place.name] = prespawn(place.module, place.name, place.role, also=also, output=output)
+        return _serve(invocation, prespawned, pipe)
     finally:
-        for egg in eggs.values():
-            egg.discard()
+        for child in prespawned.values():
+            child.discard()
 
 
 def early_imports(parallel: Any) -> tuple[str, ...]:
@@ -63,6 +63,6 @@ def early_imports(parallel: Any) -> tuple[str, ...]:
     return ("trireme.workers.cpu.worker",) if is_alone and parallel.worker_kind == "torch" else ()
 
 
-def _serve(invocation: Any, eggs: dict[str, Egg], pipe: tuple[int, int] | None) -> int:
-    status: int = import_module("trireme.launch.commands.serve").run(invocation, eggs, pipe)
+def _serve(invocation: Any, prespawned: dict[str, Prespawned], pipe: tuple[int, int] | None) -> int:
+    status: int = import_module("trireme.launch.commands.serve").run(invocation, prespawned, pipe)
     return status

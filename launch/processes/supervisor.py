@@ -23,7 +23,7 @@ from trireme.launch.processes.parts import Modules, parts_of
 from trireme.launch.processes.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 from trireme.topology.lockstep import Mode
 from trireme.transport.process.boot import Child, spawn
-from trireme.transport.process.prespawn import Egg, hatch
+from trireme.transport.process.prespawn import Prespawned, prespawn
 from trireme.transport.process.rundir import RunDir
 from trireme.transport.sockets.address import make_secret_keys
 from trireme.transport.sockets.poller import NEVER, Poller, Waker
@@ -129,9 +129,9 @@ class Supervisor:
         modules: Modules | None = None,
         num_fronts: int | None = None,
         timing: SupervisorTimeouts | None = None,
-        eggs: dict[str, Egg] | None = None,
+        prespawned: dict[str, Prespawned] | None = None,
     ) -> None:
-        """`num_fronts` replaces config.serving.api_servers (0: no HTTP, no listening socket). `eggs` are processes that
+        """`num_fronts` replaces config.serving.api_servers (0: no HTTP, no listening socket). `prespawned` are processes that
         already wait to become the parts of those names; they stay the caller's until then."""
         self.config = config
         self.timing = timing or SupervisorTimeouts()
@@ -141,8 +141,8 @@ class Supervisor:
         self.exit_code = 0
         self.address: tuple[str, int] | None = None
         self._notify = notify
-        self._eggs = eggs if eggs is not None else {}
-        self._spares: dict[str, Egg] = {}
+        self._prespawned = prespawned if prespawned is not None else {}
+        self._spares: dict[str, Prespawned] = {}
         self._parts = self._make_parts(
             modules or Modules(), config.serving.api_servers if num_fronts is None else num_fronts
         )
@@ -278,21 +278,21 @@ class Supervisor:
             self._peers.join(part.epoch)
         boot = self.boot_for(part.role, part.name, part.index, part.epoch, part.pause)
         part.state, part.started_at, part.restart_at = "starting", time.monotonic(), NEVER
-        part.child = spawn(part.module, boot, egg=self._egg_for(part))
+        part.child = spawn(part.module, boot, prespawned=self._prespawned_for(part))
         self._poller.add(part.child, lambda: self._on_reports(part))
 
-    def _egg_for(self, part: ManagedProcess) -> Egg | None:
-        egg = self._eggs.pop(part.name, None) or self._spares.pop(part.name, None)
-        if egg is not None and egg.process.poll() is not None:
-            egg.discard()
+    def _prespawned_for(self, part: ManagedProcess) -> Prespawned | None:
+        prespawned = self._prespawned.pop(part.name, None) or self._spares.pop(part.name, None)
+        if prespawned is not None and prespawned.process.poll() is not None:
+            prespawned.discard()
             return None
-        return egg
+        return prespawned
 
     def _keep_spares(self) -> None:
         for part in self._parts:
             if part.role in SPARE_ROLES and part.name not in self._spares and self._phase == "running":
                 with contextlib.suppress(OSError):
-                    self._spares[part.name] = hatch(part.module, f"spare-{part.name}", part.role)
+                    self._spares[part.name] = prespawn(part.module, f"spare-{part.name}", part.role)
 
     def _on_reports(self, part: ManagedProcess) -> None:
         child = part.child

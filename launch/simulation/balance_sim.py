@@ -21,8 +21,8 @@ from trireme.engine_core.core import EngineCore
 from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.hashing import block_hashes, prompt_keys
 from trireme.params import RowParams
-from trireme.serving.engines.fallback_router import Chooser
-from trireme.topology.zones import Fleet
+from trireme.serving.engines.fallback_router import FallbackRouter
+from trireme.topology.zones import Topology
 from trireme.transport.wire.columns import unpack, unpack_ids
 from trireme.transport.wire.messages import Route, StepOutputs, Submit
 
@@ -132,12 +132,12 @@ class World:
         self._last_arrival: dict[object, float] = {}
         self._limits = limits
         self._by_prefix = policy.startswith("prefix")
-        self._choosers = [Chooser(random.Random(seed + i)) for i in range(num_fronts)] if policy == ALONE else []
+        self._choosers = [FallbackRouter(random.Random(seed + i)) for i in range(num_fronts)] if policy == ALONE else []
         self.coordinator = Coordinator(
             num_engines,
             "p2c" if policy == ALONE else policy,
             random.Random(seed),
-            fleet=Fleet(),
+            fleet=Topology(),
             block_size=limits.block_size,
         )
         self.engines = [SimulatedEngine(self, i, limits, tells_blocks=self._by_prefix) for i in range(num_engines)]

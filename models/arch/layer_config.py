@@ -12,7 +12,7 @@ from trireme.model.reader import ArchSpec
 from trireme.models.arch.names import NORM_NAMES, NormNames
 
 
-class Form(NamedTuple):
+class LayerConfig(NamedTuple):
     """`is_parallel`: both branches read the same residual. `learned_positions`: rows of a position embedding; 0: rotary ones."""
 
     norms: NormNames
@@ -30,11 +30,11 @@ class Form(NamedTuple):
         return self.attention_scale / (index + 1) if self.scale_by_layer else self.attention_scale
 
 
-def form_of(arch: ArchSpec) -> Form:
+def layer_config_of(arch: ArchSpec) -> LayerConfig:
     """What the layers of a model are made of."""
     body = arch.body
     if not isinstance(body, GptBody):
-        return Form(
+        return LayerConfig(
             norms=NORM_NAMES[arch.norm_placement],
             is_parallel=arch.norm_placement == "parallel",
             is_rms=arch.norm_kind == "rms",
@@ -44,7 +44,7 @@ def form_of(arch: ArchSpec) -> Form:
             attention_scale=attention_scale_of(arch),
         )
     two = NORM_NAMES["pre"]
-    return Form(
+    return LayerConfig(
         norms=two._replace(ffn_norm="") if body.norms == "shared" else two,
         is_parallel=body.parallel,
         is_rms=False,

@@ -120,7 +120,7 @@ def dense_tensor(matrix: RawMatrix) -> Tensor:
     return torch.from_numpy(matrix.raw.copy().reshape(-1)).view(dtypes[matrix.kind]).view(matrix.n, matrix.k)
 
 
-class Ends:
+class EmbedHead:
     """Embedding on the first stage, final norm and head on the last, hand-over between stages; one matrix serves both ends
     where they are tied."""
 

@@ -17,7 +17,7 @@ from trireme.model.reader import ArchSpec
 from trireme.models.arch.gpt_names import NAMES, Names, gpt_body, norm_names, qkv_heads
 from trireme.models.arch.rope import cos_sin_table
 from trireme.models.cpu import ops
-from trireme.models.cpu.embed_head import Ends, PrefixedSource, RankWeights, dense_tensor, identity_table
+from trireme.models.cpu.embed_head import EmbedHead, PrefixedSource, RankWeights, dense_tensor, identity_table
 from trireme.models.cpu.linear import Linear
 from trireme.models.cpu.ops_reference import gelu, layer_norm
 from trireme.models.forward import ForwardBatch, Group, KVLayer
@@ -162,7 +162,7 @@ class GptModel:
             self._layers.append(_GptLayer(cut, index))
             progress("weights", done, stage.size + 1)
         norm = _Norm(cut, names.norm, arch) if mesh.is_last_stage else None
-        self._ends = Ends(cut, mesh, group, (names.embed, names.head), norm)
+        self._ends = EmbedHead(cut, mesh, group, (names.embed, names.head), norm)
         self._positions: Tensor | None = None
         if body.learned_positions and mesh.is_first_stage:
             rows = source.matrix("wpe.weight", body.learned_positions, arch.hidden)

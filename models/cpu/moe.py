@@ -19,7 +19,7 @@ from trireme.model.reader import ArchSpec
 from trireme.models.arch.names import FEED_FORWARD, router_name
 from trireme.models.arch.rope import cos_sin_table
 from trireme.models.cpu import ops
-from trireme.models.cpu.embed_head import ColumnShard, Ends, PrefixedSource, RankWeights, identity_table
+from trireme.models.cpu.embed_head import ColumnShard, EmbedHead, PrefixedSource, RankWeights, identity_table
 from trireme.models.cpu.linear import Linear
 from trireme.models.cpu.ops_reference import clamped_swiglu, rows_by_chunk, torch_attention
 from trireme.models.cpu.tensors import raw_from_tensor
@@ -310,7 +310,7 @@ class MoeModel:
             progress("weights", done, stage.size + 1)
         norm = cut.vector("model.norm.weight", arch.hidden) if mesh.is_last_stage else None
         final = None if norm is None else lambda x: ops.rms_norm(x, norm, arch.norm_eps)
-        self._ends = Ends(cut, mesh, group, ("model.embed_tokens", "lm_head"), final)
+        self._ends = EmbedHead(cut, mesh, group, ("model.embed_tokens", "lm_head"), final)
         positions = max_len or arch.max_position
         self._cos_sin = torch.from_numpy(cos_sin_table(arch.rope, positions))
         self._unrotated = identity_table(positions) if self._body.no_rope_layers else self._cos_sin
@@ -332,7 +332,7 @@ class MoeModel:
             hidden += layer.feed_forward(ops.rms_norm(hidden, layer.ffn_norm, eps), self._group)
         return self._ends.finish(hidden, batch.logits_index)
 
-    def accompany(self) -> None:
+    def dummy_forward(self) -> None:
         """This engine's experts compute for the rows of others; it has none itself."""
         for layer in self._layers:
             if isinstance(layer.feed_forward, _Experts):

@@ -244,9 +244,9 @@ class StageWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of packed weights and tables."""
-        ends = {id(end): end.nbytes for end in (self.head, self.embedding) if end is not None}
+        embed_head = {id(end): end.nbytes for end in (self.head, self.embedding) if end is not None}
         layers = sum(layer.nbytes for layer in self.layers)
-        return layers + sum(ends.values()) + sum(table.nbytes for table in self.tables)
+        return layers + sum(embed_head.values()) + sum(table.nbytes for table in self.tables)
 
 
 def soft_capped(logits: Floats, arch: ArchSpec) -> None:

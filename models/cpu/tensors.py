@@ -52,10 +52,10 @@ class OverTensors:
             logits = self.body.forward(batch_tensors(batch), self._kv)
         return None if logits is None else logits.float().cpu().numpy()
 
-    def accompany(self) -> None:
+    def dummy_forward(self) -> None:
         """Takes part in a step of other engines without a row of one's own."""
         with torch.inference_mode():
-            self.body.accompany()  # type: ignore[attr-defined]
+            self.body.dummy_forward()  # type: ignore[attr-defined]
 
 
 def batch_tensors(batch: HostBatch) -> ForwardBatch:

@@ -22,7 +22,7 @@ from trireme.errors import ModelError
 from trireme.machine.gpu_support import lacks_on_gpu
 from trireme.model.bodies import MoeBody
 from trireme.model.reader import ArchSpec
-from trireme.models.arch.layer_config import form_of
+from trireme.models.arch.layer_config import layer_config_of
 from trireme.models.arch.norms import norm_each_head, whole_columns
 from trireme.models.arch.rope import table_rows
 from trireme.models.cuda import ops
@@ -31,9 +31,9 @@ from trireme.models.cuda.attention.registry import Need, choose_on_card
 from trireme.models.cuda.layer_weights import CudaLayer, Parts, make_rotations
 from trireme.models.cuda.layers.linear import CudaLinear
 from trireme.models.cuda.layers.norm import CudaNorm
-from trireme.models.cuda.layers.protocol import LinearLayer, narrow_like
-from trireme.models.cuda.layers.quantized_io import Narrow, Product, multiply, narrowed
-from trireme.models.cuda.layers.row_amax import LargestOfRows
+from trireme.models.cuda.layers.protocol import LinearLayer, empty_quantized_like
+from trireme.models.cuda.layers.quantized_io import Product, QuantizedInput, multiply, narrowed
+from trireme.models.cuda.layers.row_amax import RowAmax
 from trireme.models.cuda.ops import CudaPagedKV
 from trireme.models.cuda.sequence_parallel import RowGroup, Rows, SplitRows, WholeRows
 from trireme.models.cuda.weights.sources import DeviceWeights
@@ -92,7 +92,7 @@ class CudaModel:
         self.mesh, self.group = mesh, group or SoloGroup()
         self._split_from = split_from if mesh.tp > 1 else 0
         self.shares = RankSpans(arch, mesh)
-        self.arch, self.form = arch, form_of(arch)
+        self.arch, self.form = arch, layer_config_of(arch)
         self._norms_in_rotary = arch.qk_norm_kind == "head"
         if 0 < self.form.learned_positions < max_len:
             raise ModelError(f"{arch.family} has {self.form.learned_positions} positions; {max_len} are asked for")
@@ -124,7 +124,7 @@ class CudaModel:
         self.chosen_attention = choose_on_card(need, self.q_heads, self.kv_heads)
         self.prompt_attention = self.chosen_attention.attention(arch.attn_softcap)
         self.buffers = self._allocate(0)
-        self._largest = LargestOfRows(2 * len(self._layers))
+        self._largest = RowAmax(2 * len(self._layers))
         progress("weights", total, total)
 
     def _build_ends(self, parts: Parts) -> None:
@@ -178,7 +178,7 @@ class CudaModel:
                 eps=self.arch.norm_eps,
                 scales=turned.scales,
             )
-            noted = next(largest) if batch.prompts is None and layer.o.narrow_type(rows.num) else None
+            noted = next(largest) if batch.prompts is None and layer.o.input_dtype(rows.num) else None
             found = self._attend(batch, layer, qkv, cache, attended, scratch, noted)
             if self.form.is_parallel:
                 pending = self._side_by_side(rows, layer, x, narrowed(layer.o, found, noted), largest, residual)
@@ -219,7 +219,7 @@ class CudaModel:
     def _noted(self, num_rows: int) -> Iterator[Tensor | None]:
         """Where kernels of this step note the largest magnitudes of rows that are rounded next."""
         linears = (linear for layer in self._layers for linear in (layer.o, layer.experts or layer.down))
-        rounding = (linear.narrow_type(num_rows) for linear in linears)
+        rounding = (linear.input_dtype(num_rows) for linear in linears)
         return self._largest.cleared(num_rows) if any(rounding) else repeat(None)
 
     def _begin(self, batch: CudaBatch, rows: Rows, residual: Tensor, spare: Tensor) -> None:
@@ -235,16 +235,21 @@ class CudaModel:
         rows.summed(residual)
 
     def _activated(
-        self, layer: CudaLayer, x: Tensor | Narrow, gate_up: Tensor, product: Tensor, largest: Iterator[Tensor | None]
-    ) -> Tensor | Narrow:
+        self,
+        layer: CudaLayer,
+        x: Tensor | QuantizedInput,
+        gate_up: Tensor,
+        product: Tensor,
+        largest: Iterator[Tensor | None],
+    ) -> Tensor | QuantizedInput:
         """What goes into a dense network's last product. The next of `largest` is used if that is rounded."""
         found = self._product(layer.gate_up, x, gate_up)
-        noted = next(largest) if layer.down.narrow_type(product.shape[0]) else None
+        noted = next(largest) if layer.down.input_dtype(product.shape[0]) else None
         act = ops.gated_activation if self.form.has_gate else ops.activation
         act(found.values, product, self.form.activation, found.scales, noted)
         return narrowed(layer.down, product, noted)
 
-    def _qkv(self, layer: CudaLayer, x: Tensor | Narrow, out: Tensor) -> Product:
+    def _qkv(self, layer: CudaLayer, x: Tensor | QuantizedInput, out: Tensor) -> Product:
         """Queries, keys and values; queries and keys are normed here where their norm is not that of each head by one vector."""
         if not self.arch.qk_norm or self._norms_in_rotary:
             return self._product(layer.qkv, x, out)
@@ -263,13 +268,13 @@ class CudaModel:
                 part.copy_(ops.rms_norm(whole, weight, arch.norm_eps, whole)[:, own.start : own.stop])
         return Product(out)
 
-    def _product(self, linear: LinearLayer, x: Tensor | Narrow, out: Tensor) -> Product:
+    def _product(self, linear: LinearLayer, x: Tensor | QuantizedInput, out: Tensor) -> Product:
         """Of x, in `out`."""
         if isinstance(x, Tensor):
             return Product(linear(x, out))
         return Product(out, linear.unscaled(x.values, x.scale, out))
 
-    def _branch(self, rows: Rows, linear: LinearLayer, x: Tensor | Narrow, out: Tensor) -> Product:
+    def _branch(self, rows: Rows, linear: LinearLayer, x: Tensor | QuantizedInput, out: Tensor) -> Product:
         """The product of x summed over the ranks that have a part of it, in `out`: the rows of it that are kept here."""
         some = out[: rows.num]
         if self.mesh.tp == 1:
@@ -281,15 +286,15 @@ class CudaModel:
         self,
         rows: Rows,
         layer: CudaLayer,
-        x: Tensor | Narrow,
-        attended: Tensor | Narrow,
+        x: Tensor | QuantizedInput,
+        attended: Tensor | QuantizedInput,
         largest: Iterator[Tensor | None],
         residual: Tensor,
     ) -> Product:
         """Both branches of a layer in which they read the same residual, x being the attention's normed input: their sum, which
         ranks exchange at once."""
         _, normed, _, _, gate_up, product = self._views(rows)
-        if layer.ffn_norm is not None or layer.gate_up.narrow_type(rows.num) != layer.qkv.narrow_type(rows.num):
+        if layer.ffn_norm is not None or layer.gate_up.input_dtype(rows.num) != layer.qkv.input_dtype(rows.num):
             x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm or layer.attn_norm, residual, None)
         x = self._activated(layer, x, gate_up, product, largest)
         some = normed[: rows.num]
@@ -307,19 +312,19 @@ class CudaModel:
         norm: CudaNorm | None,
         residual: Tensor,
         branch: Product | None,
-    ) -> Tensor | Narrow:
+    ) -> Tensor | QuantizedInput:
         """residual += branch; all rows of what is normed as `linear` wants it, in the same pass."""
-        dtype = linear.narrow_type(rows.num)
+        dtype = linear.input_dtype(rows.num)
         if norm is None or dtype is None:
             return rows.whole(self._norm_into(rows, out, norm, residual, branch))
-        narrow, scale = narrow_like(residual, dtype)
+        narrow, scale = empty_quantized_like(residual, dtype)
         kept, own = rows.own(residual), (rows.own(narrow), rows.own(scale))
         if branch is None:
             norm.narrow(kept, *own)
         else:
             x, scales = self._scaled_branch(branch)
             norm.narrow(x, *own, residual=kept, scales=scales)
-        return Narrow(rows.whole(narrow), rows.whole(scale))
+        return QuantizedInput(rows.whole(narrow), rows.whole(scale))
 
     def _scaled_branch(self, branch: Product) -> Product:
         if self.arch.residual_scale != 1.0:

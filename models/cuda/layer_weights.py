@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trireme.model.bodies import MoeBody
 from trireme.model.reader import ArchSpec
-from trireme.models.arch.layer_config import Form
+from trireme.models.arch.layer_config import LayerConfig
 from trireme.models.arch.names import FEED_FORWARD, router_name
 from trireme.models.arch.rope import complete_rope, cos_sin_table, long_table
 from trireme.models.cuda.layers.linear import CudaLinear, make_linear
@@ -35,7 +35,7 @@ class Parts:
     """
 
     def __init__(
-        self, arch: ArchSpec, form: Form, shares: RankSpans, source: DeviceWeights, dtype: torch.dtype
+        self, arch: ArchSpec, form: LayerConfig, shares: RankSpans, source: DeviceWeights, dtype: torch.dtype
     ) -> None:
         self.arch, self.form, self.shares, self.dtype = arch, form, shares, dtype
         self.source = source
@@ -107,7 +107,7 @@ class Rotations(NamedTuple):
     windowed: Tensor  # of layers with a window
     none: Tensor  # of layers without rotation
 
-    def of_layer(self, arch: ArchSpec, form: Form, index: int) -> Tensor:
+    def of_layer(self, arch: ArchSpec, form: LayerConfig, index: int) -> Tensor:
         """The ones of layer `index`."""
         if form.learned_positions or index in arch.no_rope_layers:
             return self.none

@@ -35,7 +35,7 @@ def _tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors_in(getattr(thing, name, None), seen)
 
 
-class Shelf:
+class OffloadedWeights:
     """Tensors of one device; those that share memory are put away once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -45,7 +45,7 @@ class Shelf:
         self._kept: list[Tensor] = []
         self.nbytes = sum(storage.nbytes() for storage in self._storages)
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Copies to the host and empties what is on the device."""
         for storage in self._storages:
             bytes_there = _bytes_of(storage)
@@ -56,7 +56,7 @@ class Shelf:
         for storage in self._storages:
             storage.resize_(0)
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         """Fills the same tensors again. Raises torch.OutOfMemoryError where the device has no room; what is here stays here."""
         for storage, kept in zip(self._storages, self._kept, strict=True):
             storage.resize_(kept.numel())

@@ -21,7 +21,7 @@ from trireme.config import ServingConfig
 from trireme.errors import ConfigError, OverloadedError, RequestError
 from trireme.serving.admission.concurrency import AdaptiveLimit
 from trireme.serving.admission.quota import Quota, Quotas, Rates
-from trireme.serving.engines.replay import Terms
+from trireme.serving.engines.replay import RequestLimits
 
 CLIENT_BYTES = 16
 TIERS = {"priority": -1, "flex": 1}  # OpenAI's service_tier; the others are 0
@@ -70,7 +70,7 @@ class Caller(NamedTuple):
     least_priority: int | None
 
 
-class Asking(Protocol):
+class AdmissionFields(Protocol):
     """The fields of a body that concern the door."""
 
     @property
@@ -89,7 +89,7 @@ class Asking(Protocol):
     def queue_timeout(self) -> float | None: ...
 
 
-class Door:
+class Admission:
     """`num_fronts` HTTP processes share the rates evenly: each counts what comes to it."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Door:
 
     # ------------------------------------------------------------ terms
 
-    def terms(self, request: Asking, caller: Caller, scope: Scope) -> Terms:
+    def terms(self, request: AdmissionFields, caller: Caller, scope: Scope) -> RequestLimits:
         """Raises RequestError naming the field."""
         priority = request.priority
         if priority is None:
@@ -149,7 +149,7 @@ class Door:
         if caller.least_priority is not None:
             priority = max(priority, caller.least_priority)
         timeouts = [request.timeout, _header_seconds(scope, b"x-request-timeout")]
-        return Terms(
+        return RequestLimits(
             _client_of(caller, request.user),
             priority,
             _shortest("queue_timeout", self._queue_s, request.queue_timeout),

@@ -37,7 +37,7 @@ from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.resubmit import Moves
 from trireme.serving.engines.stream import PromptLogprobs, Stream, StreamChoice
 from trireme.topology.lockstep import Mode
-from trireme.transport.sockets.names import Left
+from trireme.transport.sockets.names import Disconnected
 from trireme.transport.wire.columns import unpack, unpack_ids
 from trireme.transport.wire.messages import (
     MAX_PREFIX,
@@ -286,12 +286,12 @@ class EngineClient:
 
     def _send(self, row: StreamChoice, engine: EngineLink, ticket: int) -> None:
         engine.rows[row.rid] = row
-        self._placement.chooser.started(engine.index)
+        self._placement.fallback_router.started(engine.index)
         row.stream.rids[row.index] = row.rid
         passed_s = self._clock() - row.stream.began
         if engine.link is None or not engine.link.send(row.replay.submit(row.rid, ticket, passed_s=passed_s)):
             del engine.rows[row.rid]
-            self._placement.chooser.ended(engine.index)
+            self._placement.fallback_router.ended(engine.index)
             self._on_unsent(row, f"engine {engine.index} takes no more messages" if engine.is_up else engine.reason)
 
     def _on_unsent(self, row: StreamChoice, why: str) -> None:
@@ -308,7 +308,7 @@ class EngineClient:
             for rid in mine:
                 engine.rows.pop(rid).settle()
             if mine:
-                self._placement.chooser.ended(engine.index, len(mine))
+                self._placement.fallback_router.ended(engine.index, len(mine))
                 if engine.link is not None:
                     engine.link.send(Abort(rids=mine))
 
@@ -323,13 +323,13 @@ class EngineClient:
                 row.pin = to if self._placement.has(to) else -1
                 row.replay.has_waited(waited_s)
                 rows.append(row)
-        self._placement.chooser.ended(source.index, len(rows))
+        self._placement.fallback_router.ended(source.index, len(rows))
         self._send_on(rows, [])
 
     def _move(self, rows: Sequence[StreamChoice], cause: str, *, is_death: bool) -> None:
         """These rows have lost their engine: they go on elsewhere, or end with an error that says why not."""
         verdict = judge(rows, self._migration_limit, is_death=is_death)
-        for row in verdict.guilty:
+        for row in verdict.poison:
             self.num_quarantined += 1
             text = f"two engines died while they ran this request, the last one of this: {cause}; it is not tried again"
             self._end(row, End(row.rid, "error", error=text, error_code=QuarantinedError.code))
@@ -410,14 +410,14 @@ class EngineClient:
         elif isinstance(message, Welcome):
             if engine.welcome is not None and engine.welcome.epoch != message.epoch:
                 self._lose(engine, "it was restarted")
-                self._placement.chooser.forget(engine.index)
+                self._placement.fallback_router.forget(engine.index)
             engine.welcome, engine.cause = message, ""
             self._last_facts = message.facts or self._last_facts
             self._placement.note_change()
         elif isinstance(message, EngineDown):
             engine.cause = message.error
             self._lose(engine, message.error)
-        elif isinstance(message, Left):
+        elif isinstance(message, Disconnected):
             self._lose(engine, engine.cause or message.reason, is_death=bool(engine.cause) or not message.is_torn)
         elif isinstance(message, Refused):
             engine.reason = message.reason
@@ -430,7 +430,7 @@ class EngineClient:
         for rid in rids:
             self._end(engine.rows[rid], End(rid, "error", error=DOUBTFUL, error_code=EngineError.code))
             del engine.rows[rid]
-        self._placement.chooser.ended(engine.index, len(rids))
+        self._placement.fallback_router.ended(engine.index, len(rids))
         if rids and engine.link is not None:
             engine.link.send(Abort(rids=rids))
         engine.has_missed = False
@@ -478,7 +478,7 @@ class EngineClient:
     def _finish(self, engine: EngineLink, rid: int, end: End) -> None:
         row = engine.rows.pop(rid, None)
         if row is not None:
-            self._placement.chooser.ended(engine.index)
+            self._placement.fallback_router.ended(engine.index)
             self._end(row, end)
 
     def _end(self, row: StreamChoice, end: End) -> None:
@@ -500,7 +500,7 @@ class EngineClient:
             rows += lost.rows.values()
             if lost is not engine and lost.rows and lost.link is not None:
                 lost.link.send(Abort(rids=list(lost.rows)))  # should only the link to the first be broken
-            self._placement.chooser.ended(lost.index, len(lost.rows))
+            self._placement.fallback_router.ended(lost.index, len(lost.rows))
             lost.rows.clear()
             if lost.welcome is not None:
                 lost.lost_epoch = lost.welcome.epoch

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from trireme.transport.wire.messages import View
 
 
-class Chooser:
+class FallbackRouter:
     """Estimates rows per engine as (what others had there at the last View) + (what we have there now)."""
 
     def __init__(self, rng: random.Random | None = None) -> None:

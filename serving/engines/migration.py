@@ -36,7 +36,7 @@ Row = TypeVar("Row", bound=Lost)
 class Verdict(NamedTuple, Generic[Row]):
     """What becomes of the rows: each is in exactly one place."""
 
-    guilty: list[Row]  # end, quarantined
+    poison: list[Row]  # end, quarantined
     spent: list[Row]  # end: they have moved as often as they may
     free: list[Row]  # go on at once: they never ran there
     trials: list[list[Row]]  # go on group by group
@@ -45,16 +45,16 @@ class Verdict(NamedTuple, Generic[Row]):
 def judge(rows: Sequence[Row], limit: int, *, is_death: bool = True) -> Verdict[Row]:
     """Decides about all rows that one front end had on an engine, and notes it in their replays. `limit`: most moves of a row."""
     suspects = [row for row in rows if is_death and row.was_placed and row.replay.is_suspect]
-    guilty = suspects if len(suspects) == 1 else []
+    poison = suspects if len(suspects) == 1 else []
     spent: list[Row] = []
     free: list[Row] = []
     together: list[Row] = []
     alone: list[list[Row]] = []
     for row in rows:
         replay = row.replay
-        if guilty and row is guilty[0]:
+        if poison and row is poison[0]:
             continue
-        if not guilty:
+        if not poison:
             replay.num_moves += 1
         if replay.num_moves > limit:
             spent.append(row)
@@ -65,4 +65,4 @@ def judge(rows: Sequence[Row], limit: int, *, is_death: bool = True) -> Verdict[
         else:
             alone.append([row])
         replay.is_suspect = replay.is_suspect or (is_death and row.was_placed)
-    return Verdict(guilty, spent, free, [together, *alone] if together else alone)
+    return Verdict(poison, spent, free, [together, *alone] if together else alone)

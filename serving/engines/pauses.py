@@ -13,7 +13,7 @@ from trireme.errors import EngineDeadError, EngineError
 from trireme.serving.engines.engine import EngineLink
 from trireme.serving.engines.placement import Placement
 from trireme.topology.lockstep import Mode
-from trireme.transport.sockets.names import Left
+from trireme.transport.sockets.names import Disconnected
 from trireme.transport.wire.messages import Call, CallReply
 
 RETRY_S = 0.05  # while there is no coordinator, or no engine
@@ -84,7 +84,7 @@ class Pauses:
         if isinstance(message, CallReply):
             if (asked := self._asked.get(message.call_id)) is not None and not asked.done():
                 asked.set_result(message)
-        elif isinstance(message, Left):
+        elif isinstance(message, Disconnected):
             for asked in self._asked.values():
                 if not asked.done():
                     asked.set_exception(ConnectionError())

@@ -16,8 +16,8 @@ import msgspec
 
 from trireme.errors import EngineDeadError
 from trireme.serving.engines.engine import EngineLink, Link
-from trireme.serving.engines.fallback_router import Chooser
-from trireme.transport.sockets.names import Left
+from trireme.serving.engines.fallback_router import FallbackRouter
+from trireme.transport.sockets.names import Disconnected
 from trireme.transport.wire.messages import Released, Route, Routed, View
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Placement:
     ) -> None:
         self.engines = engines
         self.coordinator: Link | None = None
-        self.chooser = Chooser(rng)
+        self.fallback_router = FallbackRouter(rng)
         self.view: View | None = None
         self.num_fallbacks = 0  # choices made without the coordinator
         self._is_coordinated = is_coordinated
@@ -60,8 +60,8 @@ class Placement:
                 answer.set_result(message)
         elif isinstance(message, View):
             self.view = message
-            self.chooser.on_view(message)
-        elif isinstance(message, Left):
+            self.fallback_router.on_view(message)
+        elif isinstance(message, Disconnected):
             for answer in self.routes.values():
                 if not answer.done():
                     answer.set_exception(TimeoutError())
@@ -118,7 +118,7 @@ class Placement:
         up = [index for index in up if not self.at(index).stalled] or up
         if not up:
             raise EngineDeadError(f"no engine is available: {self.engines[0].reason}")
-        return self.at(self.chooser.choose(up))
+        return self.at(self.fallback_router.choose(up))
 
     def has(self, engine: int) -> bool:
         return 0 <= engine - self.engines[0].index < len(self.engines)

@@ -24,7 +24,7 @@ class Cursor(Protocol):
         """Back to the beginning, and over all of `emitted`."""
 
 
-class Terms(NamedTuple):
+class RequestLimits(NamedTuple):
     """What the engines are told of a request besides its content. Seconds; 0: no limit."""
 
     client: bytes = b""

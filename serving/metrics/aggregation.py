@@ -19,7 +19,7 @@ ASK_TIMEOUT_S = 0.5
 MAX_BYTES = 1 << 20
 
 
-class Siblings:
+class Aggregation:
     """`num_fronts` front ends, of which this is number `index`."""
 
     def __init__(self, run_dir: str, index: int, num_fronts: int, snapshot: Callable[[], Snapshot]) -> None:

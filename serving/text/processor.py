@@ -15,7 +15,7 @@ import numpy as np
 
 from trireme.errors import RequestError
 from trireme.params import RowParams, SamplingParams
-from trireme.serving.engines.replay import Replay, Terms
+from trireme.serving.engines.replay import Replay, RequestLimits
 
 MAX_ROWS = 512  # prompts x n
 MAX_PROMPT_CHARS_PER_TOKEN = 256  # a longer text cannot fit the context whatever the tokenizer
@@ -119,7 +119,7 @@ class Processor:
         params: SamplingParams,
         *,
         salt: str | None = None,
-        terms: Terms = Terms(),
+        terms: RequestLimits = RequestLimits(),
         param: str = "prompt",
     ) -> list[Replay]:
         """One Replay per choice, prompt by prompt. The choices of all prompts share the request's seed."""

@@ -17,7 +17,7 @@ from trireme.errors import CollectiveError
 from trireme.models.cuda import ops as cuda_ops
 from trireme.topology.mesh import Mesh
 from trireme.workers.collectives import rendezvous as meeting
-from trireme.workers.collectives.allreduce_algos import PUSHED_BYTES, Way
+from trireme.workers.collectives.allreduce_algos import PUSHED_BYTES, AllReduceAlgo
 from trireme.workers.collectives.cuda import CudaGroup
 from trireme.workers.collectives.shm import ShmGroup
 
@@ -52,7 +52,11 @@ class Rank:
         for seed, count in enumerate(COUNTS):
             for dtype in TYPES:
                 x = self.input_of(self.group.rank, count, dtype, seed)
-                ways = [way for way in (Way.PUSHED, Way.ONE_SHOT, Way.TWO_SHOT) if fits(way, x)]
+                ways = [
+                    way
+                    for way in (AllReduceAlgo.PUSHED, AllReduceAlgo.ONE_SHOT, AllReduceAlgo.TWO_SHOT)
+                    if fits(way, x)
+                ]
                 for way in ways:
                     got = self.group._reduce(x.clone(), way)
                     assert torch.equal(got, self.sum_of(count, dtype, seed)), (way, count, dtype)
@@ -83,7 +87,7 @@ class Rank:
 
         def launch() -> None:
             kept.clear()
-            for way in (Way.PUSHED, Way.ONE_SHOT, Way.PUSHED, Way.TWO_SHOT):
+            for way in (AllReduceAlgo.PUSHED, AllReduceAlgo.ONE_SHOT, AllReduceAlgo.PUSHED, AllReduceAlgo.TWO_SHOT):
                 kept.append(self.group._reduce(x.clone(), way))
             kept.append(self.group.all_gather(x.view(4, -1), [1024] * self.mesh.tp))
 
@@ -124,7 +128,11 @@ class Rank:
         found = [f"chosen: {self.group.measure().how}"]
         for shift in range(13, 26, 2):
             x = torch.zeros(1 << shift - 1, dtype=torch.bfloat16, device="cuda")
-            ways = [way for way in Way if way is Way.NCCL and self.group._nccl is not None or fits(way, x)]
+            ways = [
+                way
+                for way in AllReduceAlgo
+                if way is AllReduceAlgo.NCCL and self.group._nccl is not None or fits(way, x)
+            ]
             parts = [f"{way.name} {time_ways(lambda w=way, x=x: self.group._reduce(x, w)):.1f}" for way in ways]
             found.append(f"{1 << shift >> 10}K {' '.join(parts)}")
         for rows in (1, 32, 256):
@@ -133,8 +141,8 @@ class Rank:
         return "; ".join(found)
 
 
-def fits(way: Way, x: Tensor) -> bool:
-    return way is not Way.NCCL and (way is not Way.PUSHED or x.nbytes <= PUSHED_BYTES)
+def fits(way: AllReduceAlgo, x: Tensor) -> bool:
+    return way is not AllReduceAlgo.NCCL and (way is not AllReduceAlgo.PUSHED or x.nbytes <= PUSHED_BYTES)
 
 
 def run(rank: Rank, program: str) -> str:

@@ -16,10 +16,10 @@ from trireme.params import RowParams
 from trireme.workers.cuda.device_state import job_of
 from trireme.workers.cuda.logits_processors import DeviceRules
 from trireme.workers.logits_processors import LogitRules
-from trireme.workers.sampling.gumbel import noise_key, race_among
+from trireme.workers.sampling.gumbel import argmax_among, noise_key
 from trireme.workers.sampling.logprobs import logprob_row_reference
 from trireme.workers.sampling.native_sampler import NOTHING_LEFT
-from trireme.workers.sampling.top_k_top_p import survivors
+from trireme.workers.sampling.top_k_top_p import kept
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -101,9 +101,9 @@ class Rows:
             return best
         ids = np.flatnonzero(values > -np.inf)
         if 0 < params.top_k < self.vocab or params.top_p < 1 or params.min_p > 0:
-            ids = survivors(values, peak, (params.top_k, params.top_p, params.min_p, params.temperature))
+            ids = kept(values, peak, (params.top_k, params.top_p, params.min_p, params.temperature))
         key = noise_key(params.seed, params.choice, tokens.size)
-        return race_among(ids, values[ids], peak, params.temperature, key)
+        return argmax_among(ids, values[ids], peak, params.temperature, key)
 
     def keep(self, found: list[int]) -> None:
         """The host is told; the card knows."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from trireme.models.cuda import ops, reference
 from trireme.models.cuda.layers.linear import Fp8Linear
 from trireme.params import RowParams
-from trireme.workers.sampling.gumbel import noise_key, race_among
-from trireme.workers.sampling.top_k_top_p import survivors
+from trireme.workers.sampling.gumbel import argmax_among, noise_key
+from trireme.workers.sampling.top_k_top_p import kept
 
 pytestmark = [
     pytest.mark.gpu,
@@ -576,8 +576,8 @@ def expected_token(logits: np.ndarray[Any, np.dtype[np.float32]], params: RowPar
     peak = float(logits[best])
     cuts = (params.top_k, params.top_p, params.min_p, params.temperature)
     is_cut = 0 < params.top_k < logits.size or params.top_p < 1 or params.min_p > 0
-    ids = survivors(logits, peak, cuts) if is_cut else np.flatnonzero(logits > -np.inf)
-    return race_among(ids, logits[ids], peak, params.temperature, noise_key(params.seed, params.choice, position))
+    ids = kept(logits, peak, cuts) if is_cut else np.flatnonzero(logits > -np.inf)
+    return argmax_among(ids, logits[ids], peak, params.temperature, noise_key(params.seed, params.choice, position))
 
 
 @pytest.mark.parametrize("dtype", ALL)

@@ -87,7 +87,7 @@ def test_products_of_every_format(dtype: torch.dtype, forms: tuple[str, ...], ro
 def test_inputs_that_are_float8_already(dtype: torch.dtype) -> None:
     weight, x = torch.randn(64, 512, device="cuda").to(dtype), torch.randn(70, 512, device="cuda").to(dtype)
     linear = Fp8Linear(*fp8_from(weight), None)
-    assert linear.narrow_type(9) == torch.float8_e4m3fn
+    assert linear.input_dtype(9) == torch.float8_e4m3fn
     for rows in (3, 9, 16, 17, 32, 70):
         narrow, scale = (
             torch.empty(rows, 512, device="cuda", dtype=torch.float8_e4m3fn),
@@ -95,7 +95,7 @@ def test_inputs_that_are_float8_already(dtype: torch.dtype) -> None:
         )
         ops.quantize_rows(x[:rows], narrow, scale)
         expected = (narrow.double() * scale.double()[:, None]) @ dense_of("fp8", weight).double().T
-        assert error(linear.of_narrow(narrow, scale, poisoned(rows, 64, dtype=dtype)), expected) < 0.005
+        assert error(linear.forward_quantized(narrow, scale, poisoned(rows, 64, dtype=dtype)), expected) < 0.005
         left = poisoned(rows, 64, dtype=dtype)
         scales = linear.unscaled(narrow, scale, left)
         assert (scales is None) == (dtype != torch.bfloat16 or rows > 64)
@@ -194,13 +194,13 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-MIXED = {"ffn_down.weight": "Q8_0", "attn_v.weight": "Q5_0", "token_embd.weight": "Q8_0"}
+STEP_COLUMNS = {"ffn_down.weight": "Q8_0", "attn_v.weight": "Q5_0", "token_embd.weight": "Q8_0"}
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantize": "fp8"}, {"kv_dtype": "fp8"}], ids=str)
 def test_gguf_through_the_engine(settings: dict[str, str], tmp_path: Path) -> None:
     path = make_tiny(tmp_path, vocab_size=512, max_position_embeddings=1024, **SHAPE)
-    file = gguf_from_directory(path, tmp_path / "m.gguf", "Q4_K", kinds=MIXED)
+    file = gguf_from_directory(path, tmp_path / "m.gguf", "Q4_K", kinds=STEP_COLUMNS)
     same_as_on_the_cpu(file, PROMPTS, 0.6 if settings else 0.15, **settings)
 
 

@@ -29,7 +29,7 @@ from trireme.models.cuda.host_adapter import HostModel
 from trireme.models.cuda.layers import moe as layer
 from trireme.models.cuda.layers import moe_ops as cuda_experts
 from trireme.models.cuda.layers.moe_ops import TILE_ROWS, ExpertActivation, room_for_pairs, tile_rows
-from trireme.models.cuda.weight_offload import Shelf, tensors_of
+from trireme.models.cuda.weight_offload import OffloadedWeights, tensors_of
 from trireme.models.cuda.weights.experts import mxfp4_values
 from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.cuda.weights.sources import device_weights
@@ -131,7 +131,7 @@ def test_weights_are_counted_and_put_away(tmp_path: Path) -> None:
     stored = load_file(path / "model.safetensors")
     matrices = sum(tensor.nbytes for name, tensor in stored.items() if tensor.dim() > 1)
     assert model.weight_bytes == matrices
-    shelf = Shelf(tensors_of(model))
+    shelf = OffloadedWeights(tensors_of(model))
     assert shelf.nbytes > matrices
 
 

@@ -28,7 +28,7 @@ from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda import reference as cuda_reference
 from trireme.models.cuda.decoder import CudaModel
 from trireme.models.cuda.host_adapter import HostModel
-from trireme.models.cuda.weight_offload import Shelf, tensors_of
+from trireme.models.cuda.weight_offload import OffloadedWeights, tensors_of
 from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.cuda.weights.sources import device_weights
 from trireme.models.load import as_decoder, open_weights
@@ -243,10 +243,10 @@ def test_a_model_that_was_put_away_says_the_same(tmp_path: Path) -> None:
     model = body(make_tiny(tmp_path, **WIDE), scheme="fp8")
     before = decoded(model, 2)
     tensors = tensors_of(model)
-    shelf = Shelf(tensors)
+    shelf = OffloadedWeights(tensors)
     assert shelf.nbytes >= model.weight_bytes
-    shelf.put_away()
+    shelf.offload()
     left = [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
     assert sum(tensor.nbytes for tensor in left) < 0.1 * shelf.nbytes, "vectors that lie in numpy's memory, on the CPU"
-    shelf.bring_back()
+    shelf.restore()
     assert torch.equal(decoded(model, 2), before)

@@ -17,7 +17,7 @@ from tests.models.test_cuda_spread import PATIENCE_S, Meeting, ThreadGroup
 from trireme.errors import CollectiveError
 from trireme.topology.mesh import Mesh
 from trireme.workers.collectives import rendezvous as meeting
-from trireme.workers.collectives.allreduce_algos import Way
+from trireme.workers.collectives.allreduce_algos import AllReduceAlgo
 from trireme.workers.collectives.cuda import CudaGroup
 from trireme.workers.collectives.nccl import ID_BYTES
 
@@ -120,13 +120,13 @@ def test_ranks_with_cards_of_their_own_have_peer_memory_and_one_communicator() -
     assert [group._peers.handles for group in groups] == [[b"\1" * 64, b"\2" * 64]] * 2
     assert groups[0]._nccl.id == groups[1]._nccl.id
     assert [(group._nccl.rank, group._nccl.size) for group in groups] == [(0, 2), (1, 2)]
-    assert all(group.can_be_captured and group.ways[-1].way is Way.NCCL for group in groups)
+    assert all(group.can_be_captured and group.ways[-1].way is AllReduceAlgo.NCCL for group in groups)
 
 
 def test_ranks_that_share_a_card_do_without_nccl() -> None:
     groups = meet(2, 1, 1)
     assert all(group._nccl is None and group._peers is not None and group.can_be_captured for group in groups)
-    assert all(group.ways[-1].way is Way.TWO_SHOT for group in groups)
+    assert all(group.ways[-1].way is AllReduceAlgo.TWO_SHOT for group in groups)
 
 
 @pytest.mark.parametrize("num_cards", [2, 1], ids=["nccl", "peer memory"])
@@ -274,10 +274,13 @@ def test_columns_of_uneven_widths_are_gathered_over_nccl(monkeypatch: pytest.Mon
 
 def test_ranks_agree_on_the_times_of_the_slowest() -> None:
     groups = meet(2, 1, 2)
-    times = [{8192: {Way.PUSHED: 3.0, Way.NCCL: 9.0}}, {8192: {Way.PUSHED: 10.0, Way.NCCL: 8.0}}]
+    times = [
+        {8192: {AllReduceAlgo.PUSHED: 3.0, AllReduceAlgo.NCCL: 9.0}},
+        {8192: {AllReduceAlgo.PUSHED: 10.0, AllReduceAlgo.NCCL: 8.0}},
+    ]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda group: group._agreed(times[group.rank]), groups))
-    assert found == [{8192: {Way.PUSHED: 10.0, Way.NCCL: 9.0}}] * 2
+    assert found == [{8192: {AllReduceAlgo.PUSHED: 10.0, AllReduceAlgo.NCCL: 9.0}}] * 2
 
 
 def test_trouble_of_a_kernel_is_an_error_and_ends_everything() -> None:

@@ -110,10 +110,10 @@ def test_every_format_multiplies(form: str, rows: int, biased: bool, monkeypatch
     assert out[:, :8].isnan().all()
     assert out[:, 72:].isnan().all()
     if isinstance(linear, Fp8Linear):
-        assert [linear.narrow_type(count) for count in (4, 5)] == [None, torch.float8_e4m3fn]
+        assert [linear.input_dtype(count) for count in (4, 5)] == [None, torch.float8_e4m3fn]
         narrow, scale = torch.empty(rows, 512, dtype=torch.float8_e4m3fn), torch.empty(rows)
         cuda_ops.quantize_rows(x, narrow, scale)
-        applied = linear.of_narrow(narrow, scale, torch.empty(rows, 64).bfloat16())
+        applied = linear.forward_quantized(narrow, scale, torch.empty(rows, 64).bfloat16())
         left = torch.empty(rows, 64).bfloat16()
         scales = linear.unscaled(narrow, scale, left)
         assert (scales is None) == (biased or rows > 64)
@@ -129,7 +129,7 @@ def test_rows_of_float8_that_keep_their_bits(
     monkeypatch.setattr(cuda_ops, "fp8_linear_rows", lambda k: hopper_rows)
     matrix = ROUNDED["fp8"](torch.randn(32, 256).bfloat16())
     linear = make_linear([matrix], None)
-    assert [linear.narrow_type(count) for count in (exact_rows, exact_rows + 1)] == [None, torch.float8_e4m3fn]
+    assert [linear.input_dtype(count) for count in (exact_rows, exact_rows + 1)] == [None, torch.float8_e4m3fn]
     x = torch.randn(exact_rows + 1, 256).bfloat16()
     for rows, bound in ((exact_rows, 0.004), (exact_rows + 1, 0.04)):
         out = linear(x[:rows], torch.empty(rows, 32).bfloat16())
@@ -160,7 +160,7 @@ def test_int8_is_the_same_whichever_way(n: int, biased: bool, monkeypatch: pytes
         linear(x[:rows], out[:, 2 : n + 2])
         assert torch.equal(out[:, 2 : n + 2], whole[:rows])
         assert out[:, [0, 1, n + 2]].isnan().all()
-        assert linear.narrow_type(rows) == torch.int8
+        assert linear.input_dtype(rows) == torch.int8
         given = torch.empty(rows, n).bfloat16()
         assert linear.unscaled(narrow[:rows], scale[:rows], given) is None
         assert torch.equal(given, whole[:rows])

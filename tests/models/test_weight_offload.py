@@ -9,7 +9,7 @@ import torch
 
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda.layers.linear import Fp8Linear, SideBySide, make_linear
-from trireme.models.cuda.weight_offload import Shelf, tensors_of
+from trireme.models.cuda.weight_offload import OffloadedWeights, tensors_of
 from trireme.models.cuda.weights.sources import ROUNDED
 
 
@@ -41,12 +41,12 @@ def test_what_is_brought_back_is_what_was() -> None:
     made = layers()
     tensors = tensors_of(made)
     before = [tensor.clone() for tensor in tensors]
-    shelf = Shelf(tensors)
+    shelf = OffloadedWeights(tensors)
     assert shelf.nbytes == 48 * 256 + 48 * 4 + 48 * 2 + 16 * 144 + 16 * 512 + 16 * 256 + 16 * 4
     for _ in range(2):
-        shelf.put_away()
+        shelf.offload()
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-        shelf.bring_back()
+        shelf.restore()
         for tensor, old in zip(tensors, before, strict=True):
             assert torch.equal(
                 tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor,

@@ -28,7 +28,7 @@ from trireme.config import (
 from trireme.params import RowParams
 from trireme.transport.process.boot import Child, spawn
 from trireme.transport.process.rundir import RunDir
-from trireme.transport.sockets.names import Connection, Left, Poller
+from trireme.transport.sockets.names import Connection, Disconnected, Poller
 from trireme.transport.wire.columns import unpack, unpack_ids
 from trireme.transport.wire.messages import (
     Abort,
@@ -85,7 +85,7 @@ class Front:
         self.rows: dict[int, Row] = {}
         self.welcomes: list[Welcome] = []
         self.downs: list[EngineDown] = []
-        self.lefts: list[Left] = []
+        self.lefts: list[Disconnected] = []
         self.replies: list[CallReply] = []
         boot = msgspec.structs.replace(engine.boot, role="front", name=name)
         self.connection = Connection.open(boot, f"{engine.boot.name}.front", EngineToFront)
@@ -102,7 +102,7 @@ class Front:
                     self.downs.append(message)
                 case CallReply():
                     self.replies.append(message)
-                case Left():
+                case Disconnected():
                     self.lefts.append(message)
 
     def _take(self, outputs: StepOutputs) -> None:

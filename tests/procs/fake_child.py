@@ -11,7 +11,7 @@ import msgspec
 
 from trireme.errors import ModelError
 from trireme.transport.process.boot import BootChannel, spawn
-from trireme.transport.sockets.names import Connection, Left, Poller, Server
+from trireme.transport.sockets.names import Connection, Disconnected, Poller, Server
 from trireme.transport.wire.columns import pack, pack_ids
 from trireme.transport.wire.messages import (
     Boot,
@@ -74,7 +74,7 @@ def serve(channel: BootChannel, orders: dict[str, Any]) -> None:
     def on_messages() -> None:
         for peer, message in server.receive():
             match message:
-                case Hello() | Left():
+                case Hello() | Disconnected():
                     events.append(f"{type(message).__name__} {peer.name} {getattr(message, 'reason', '')}")
                 case Submit():
                     server.send(peer, StepOutputs(0, 1, pack_ids([message.rid]), pack([int(message.prompt.sum())])))

@@ -15,7 +15,7 @@ import pytest
 
 from tests.procs.deployment import Deployment, is_alive, ready_of, wait_for
 from trireme.transport.process.boot import Child, Report, spawn
-from trireme.transport.process.prespawn import hatch
+from trireme.transport.process.prespawn import prespawn
 from trireme.transport.process.rundir import RunDir, sweep_run_dirs
 from trireme.transport.sockets.poller import Poller
 from trireme.transport.wire.messages import Failed, Progress, Ready
@@ -76,21 +76,21 @@ def test_a_childs_own_error_reaches_the_parent_once_and_last(
 
 def test_a_hatched_child_becomes_what_its_boot_says(deployment: Deployment) -> None:
     """It waits with its imports done; a listening socket reaches it under a number of its own."""
-    egg = hatch("tests.procs.fake_child", "front-0", "front")
+    prespawned = prespawn("tests.procs.fake_child", "front-0", "front")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         orders = msgspec.json.encode({"do": "work"})
         boot = deployment.boot("front", "front-0", config=orders)
         boot = msgspec.structs.replace(boot, listen_fd=listener.fileno())
-        child = spawn("tests.procs.fake_child", boot, egg=egg)
+        child = spawn("tests.procs.fake_child", boot, prespawned=prespawned)
         deployment.children.append(child)
         facts = ready_of(child).facts
-        assert facts["pid"] == egg.process.pid == child.pid
+        assert facts["pid"] == prespawned.process.pid == child.pid
         links = [os.readlink(link) for link in Path(f"/proc/{child.pid}/fd").iterdir()]
         assert os.readlink(f"/proc/self/fd/{listener.fileno()}") in links
 
 
 def test_an_egg_that_is_not_needed_ends(deployment: Deployment) -> None:
-    discarded, forgotten = (hatch("tests.procs.fake_child", "front-0", "front") for _ in range(2))
+    discarded, forgotten = (prespawn("tests.procs.fake_child", "front-0", "front") for _ in range(2))
     discarded.discard()
     assert discarded.process.returncode == -signal.SIGKILL
     forgotten.channel.close()

@@ -26,7 +26,7 @@ from trireme.transport.sockets.address import CurveKeys, check_address, connect_
 from trireme.transport.sockets.aio import AsyncConnection
 from trireme.transport.sockets.framing import HEAD_BYTES, head_of
 from trireme.transport.sockets.local import LocalServer
-from trireme.transport.sockets.names import Connection, Identity, Left, Peer, Poller, Server, Waker
+from trireme.transport.sockets.names import Connection, Disconnected, Identity, Peer, Poller, Server, Waker
 from trireme.transport.wire.codec import decode, encode
 from trireme.transport.wire.columns import pack, pack_ids, unpack_ids
 from trireme.transport.wire.messages import (
@@ -173,7 +173,7 @@ def test_a_killed_server_is_noticed_within_a_second_and_its_next_life_is_welcome
     client.until(Welcome)
     os.kill(child.pid, signal.SIGKILL)
     start = time.monotonic()
-    left = client.until(Left)
+    left = client.until(Disconnected)
     assert time.monotonic() - start < 1.0
     assert left.reason == "engine-0.front closed its connection"
     assert not client.link.send(submit(1))  # nothing is kept for a later server
@@ -188,10 +188,10 @@ def test_last_words_arrive_before_the_end_is_noticed(deployment: Deployment, cli
     deployment.start("engine", "engine-0", do="serve")
     client.until(Welcome)
     client.link.send(Call(1, "last words", {"count": 1000}))
-    wait_for(lambda: client.poller.wait(0.1) and client.got and isinstance(client.got[-1], Left))
+    wait_for(lambda: client.poller.wait(0.1) and client.got and isinstance(client.got[-1], Disconnected))
     seen = client.got
     assert [m.step for m in seen if isinstance(m, StepOutputs)] == list(range(1000))
-    assert [type(m) for m in seen[-2:]] == [EngineDown, Left]
+    assert [type(m) for m in seen[-2:]] == [EngineDown, Disconnected]
 
 
 def test_a_killed_client_is_noticed_within_a_second(deployment: Deployment) -> None:
@@ -208,7 +208,7 @@ def test_a_killed_client_is_noticed_within_a_second(deployment: Deployment) -> N
         os.kill(child.pid, signal.SIGKILL)
         assert wait_for(lambda: poller.wait(0.05) and events) < 1.0
         assert events[0][0] is peer
-        assert isinstance(events[0][1], Left)
+        assert isinstance(events[0][1], Disconnected)
         assert peer.gone
         assert not server.send(peer, Ping(1))
         assert not server.peers
@@ -222,7 +222,7 @@ def test_a_frozen_side_is_given_up_and_comes_back_by_itself(deployment: Deployme
         client = Client(deployment, silence_s=1.5)
         client.until(Welcome)
         os.kill(child.pid, signal.SIGSTOP)
-        assert "silent" in client.until(Left, 4.0).reason
+        assert "silent" in client.until(Disconnected, 4.0).reason
         os.kill(child.pid, signal.SIGCONT)
         assert client.until(Welcome, 4.0).epoch == 0
         client.link.close(0)
@@ -266,7 +266,7 @@ def test_a_new_connection_of_the_same_name_replaces_the_old_one(deployment: Depl
         wait_for(lambda: poller.wait(0.05) and len(events) == 1)
         second.say(hello(epoch=2))
         wait_for(lambda: poller.wait(0.05) and len(events) == 3)
-        assert [type(message) for _, message in events] == [Hello, Left, Hello]
+        assert [type(message) for _, message in events] == [Hello, Disconnected, Hello]
         assert events[1][0] is events[0][0]
         stale.say(hello(epoch=1))
         first.say(Abort([1]))
@@ -375,7 +375,10 @@ def test_what_is_not_the_next_message_as_it_was_sent_ends_its_connection_only(
     assert client.link.send(submit(6))
     assert client.until(StepOutputs).rids == pack_ids([6])
     events = client.call("events")
-    assert [event.split()[:2] for event in events if "front-9" in event] == [["Hello", "front-9"], ["Left", "front-9"]]
+    assert [event.split()[:2] for event in events if "front-9" in event] == [
+        ["Hello", "front-9"],
+        ["Disconnected", "front-9"],
+    ]
     assert sum(client.call("counts")[kind] for kind in ("malformed", "gaps", "refused")) >= 2
     peer.sequence = 0
     peer.say(hello())
@@ -419,7 +422,7 @@ def test_tcp_with_keys_survives_a_restart_on_another_port(tcp_deployment: Deploy
     client.link.send(submit(1, 100_000))
     assert client.until(StepOutputs).tokens == pack([100_000])
     os.kill(first.pid, signal.SIGKILL)
-    client.until(Left, 2.0)
+    client.until(Disconnected, 2.0)
     tcp_deployment.start("engine", "engine-0", epoch=1, do="serve")
     assert client.until(Welcome).epoch == 1
     client.link.close(0)
@@ -506,8 +509,8 @@ def test_the_asyncio_side_delivers_everything_in_order_over_a_restart(
         assert time.monotonic() - start < 1.0
         await asyncio.to_thread(deployment.start, "engine", "engine-0", 1, do="serve")
         assert (await link.wait_up(5.0)).epoch == 1
-        kinds = [type(m) for m in got if isinstance(m, Welcome | Left)]
-        assert kinds == [Welcome, Left, Welcome]
+        kinds = [type(m) for m in got if isinstance(m, Welcome | Disconnected)]
+        assert kinds == [Welcome, Disconnected, Welcome]
         link.close()
         link.close()
         assert not link.send(submit(1))
@@ -580,7 +583,7 @@ async def test_the_local_pair_behaves_like_sockets() -> None:
         await other.wait_up(2.0)
         other.close()
         async with asyncio.timeout(5):
-            while not any(isinstance(message, Left) for message in seen):
+            while not any(isinstance(message, Disconnected) for message in seen):
                 await asyncio.sleep(0.001)
         assert set(server.peers) == {"front-0"}
     finally:
@@ -588,7 +591,7 @@ async def test_the_local_pair_behaves_like_sockets() -> None:
         thread.join()
     server.close()
     await asyncio.sleep(0)
-    assert isinstance(got[-1], Left)
+    assert isinstance(got[-1], Disconnected)
     assert not link.is_up
     assert not link.send(submit(1))
 

@@ -20,7 +20,7 @@ from trireme.errors import ModelError
 from trireme.params import RowParams
 from trireme.transport.process.boot import Child, spawn
 from trireme.transport.process.rundir import RunDir
-from trireme.transport.sockets.names import Left, Peer, Poller, Server
+from trireme.transport.sockets.names import Disconnected, Peer, Poller, Server
 from trireme.transport.wire.codec import decode, encode
 from trireme.transport.wire.messages import (
     Boot,
@@ -141,7 +141,7 @@ def test_an_exception_is_reported_with_its_cause_and_ends_the_worker(start: Call
     fault = core.until(WorkerFault)
     assert fault.error.startswith("KeyError")
     assert "Traceback" in fault.traceback
-    core.until(Left)
+    core.until(Disconnected)
     core.until(lambda: any(isinstance(report, Failed) and "KeyError" in report.error for report in core.reports))
     assert core.child.wait(5.0)
 

@@ -14,7 +14,7 @@ import msgspec
 from trireme.config import EngineConfig
 from trireme.engine_core.outputs import FrontOutputs
 from trireme.transport.process.boot import BootChannel
-from trireme.transport.sockets.names import Connection, Left, Peer, Poller, Server
+from trireme.transport.sockets.names import Connection, Disconnected, Peer, Poller, Server
 from trireme.transport.wire.messages import (
     Abort,
     Call,
@@ -52,7 +52,7 @@ class _Engine:
             elif isinstance(message, Abort):
                 for rid in message.rids:
                     self.rows.pop((peer, rid), None)
-            elif isinstance(message, Left):
+            elif isinstance(message, Disconnected):
                 self.rows = {key: row for key, row in self.rows.items() if key[0] is not peer}
             elif isinstance(message, Call):
                 stats = {"num_running": len(self.rows), "num_waiting": 0, "steps": self.step}

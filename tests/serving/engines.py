@@ -14,7 +14,7 @@ import numpy as np
 from tests.models.tiny import EOS
 from trireme.engine_core.outputs import FrontOutputs
 from trireme.serving.engines.client import EngineClient
-from trireme.transport.sockets.names import Left
+from trireme.transport.sockets.names import Disconnected
 from trireme.transport.wire.messages import (
     Abort,
     Call,
@@ -130,14 +130,14 @@ class FakeEngine:
             if cause:
                 link.on_message(EngineDown(engine=self.index, error=cause))
             link.is_up = False
-            link.on_message(Left(reason))
+            link.on_message(Disconnected(reason))
 
     def tear(self, reason: str = "a message arrived broken") -> None:
         """The connection breaks and comes back; the engine lives on and has ended what came over it."""
         self.rows.clear()
         for link in self._links:
             link.is_up = False
-            link.on_message(Left(reason, is_torn=True))
+            link.on_message(Disconnected(reason, is_torn=True))
             self._welcome(link)
 
     def revive(self) -> None:
@@ -146,7 +146,7 @@ class FakeEngine:
         for link in self._links:
             self._welcome(link)
 
-    def give_back(self, to: int, waited_s: float = 0.0) -> None:
+    def reclaim(self, to: int, waited_s: float = 0.0) -> None:
         """Forgets the rows that never began, and tells their front ends."""
         for link in self._links:
             rids = [rid for rid, row in self.rows.items() if row.link is link and row.num_done == 0]

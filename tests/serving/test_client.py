@@ -15,10 +15,10 @@ from tests.serving.engines import FakeEngine, client_of, words
 from trireme.errors import EngineDeadError, EngineError, NotFoundError
 from trireme.params import RowParams
 from trireme.serving.engines.client import EngineClient
-from trireme.serving.engines.fallback_router import Chooser
+from trireme.serving.engines.fallback_router import FallbackRouter
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Event, Stream
-from trireme.transport.sockets.names import Left
+from trireme.transport.sockets.names import Disconnected
 from trireme.transport.wire.messages import Abort, End, Load, Member, Released, Route, Routed, Submit, View
 
 
@@ -278,7 +278,7 @@ async def test_absent_coordinator_is_replaced_by_own_counts() -> None:
     coordinator = FakeCoordinator(lambda route: None)
     first, second, client = await two_engines(coordinator)
     coordinator.is_up = False
-    coordinator.on_message(Left("killed"))
+    coordinator.on_message(Disconnected("killed"))
     for engine in (first, second):
         engine.hold.clear()
     for _ in range(20):
@@ -294,7 +294,7 @@ async def test_coordinator_lost_while_a_request_waits() -> None:
     submitting = asyncio.ensure_future(client.submit([replay()]))
     await asyncio.sleep(0.01)
     coordinator.is_up = False
-    coordinator.on_message(Left("killed"))
+    coordinator.on_message(Disconnected("killed"))
     assert ends(await drain(await submitting)) == [(0, "length", "")]
 
 
@@ -332,29 +332,29 @@ def view(*rows: int) -> View:
 
 def test_first_burst_spreads_without_any_statistics() -> None:
     """O22, as a front end alone sees it."""
-    chooser = Chooser(random.Random(1))
+    fallback_router = FallbackRouter(random.Random(1))
     counts: Counter[int] = Counter()
     for _ in range(400):
-        engine = chooser.choose([0, 1, 2, 3])
-        chooser.started(engine)
+        engine = fallback_router.choose([0, 1, 2, 3])
+        fallback_router.started(engine)
         counts[engine] += 1
     assert all(80 <= counts[engine] <= 120 for engine in range(4))
 
 
 def test_a_stale_view_neither_hides_nor_doubles_own_rows() -> None:
-    chooser = Chooser(random.Random(1))
-    chooser.started(0, 3)
-    chooser.on_view(view(5, 4))  # three of the five are ours
-    assert (chooser.cost(0), chooser.cost(1)) == (5, 4)
-    chooser.ended(0, 3)
-    assert (chooser.cost(0), chooser.cost(1)) == (2, 4)
-    chooser.started(1, 2)
-    chooser.on_view(view(2, 4))  # taken before our two were seen
-    assert chooser.cost(1) >= 4
+    fallback_router = FallbackRouter(random.Random(1))
+    fallback_router.started(0, 3)
+    fallback_router.on_view(view(5, 4))  # three of the five are ours
+    assert (fallback_router.cost(0), fallback_router.cost(1)) == (5, 4)
+    fallback_router.ended(0, 3)
+    assert (fallback_router.cost(0), fallback_router.cost(1)) == (2, 4)
+    fallback_router.started(1, 2)
+    fallback_router.on_view(view(2, 4))  # taken before our two were seen
+    assert fallback_router.cost(1) >= 4
 
 
 def test_draining_engines_get_nothing_unless_nothing_else_is_up() -> None:
-    chooser = Chooser(random.Random(1))
-    chooser.on_view(View(1, [Member(0, 0, "draining"), Member(1, 0, "ready")]))
-    assert {chooser.choose([0, 1]) for _ in range(20)} == {1}
-    assert chooser.choose([0]) == 0
+    fallback_router = FallbackRouter(random.Random(1))
+    fallback_router.on_view(View(1, [Member(0, 0, "draining"), Member(1, 0, "ready")]))
+    assert {fallback_router.choose([0, 1]) for _ in range(20)} == {1}
+    assert fallback_router.choose([0]) == 0

@@ -91,9 +91,9 @@ async def test_a_silent_engine_stalls_all(pair: tuple[FakeEngine, FakeEngine]) -
 
 async def test_calls_to_the_living_one_are_not_cut(pair: tuple[FakeEngine, FakeEngine]) -> None:
     client = await ready(*pair)
-    asking = [asyncio.ensure_future(client.call(i, "stats")) for i in range(2)]
+    admission_fields = [asyncio.ensure_future(client.call(i, "stats")) for i in range(2)]
     await asyncio.sleep(0)
     pair[0].die("killed")
-    found = await asyncio.gather(*asking, return_exceptions=True)
+    found = await asyncio.gather(*admission_fields, return_exceptions=True)
     assert isinstance(found[0], EngineDeadError)
     assert isinstance(found[1], dict)

@@ -154,7 +154,7 @@ async def test_rows_given_back_by_an_engine_go_where_they_are_told(pair: tuple[F
     pair[1].hold.clear()
     stream = await client.submit([replay(max_tokens=4, choice=0), replay(max_tokens=4, choice=1)])
     source, target = pair if pair[0].rows else (pair[1], pair[0])
-    source.give_back(to=target.index)
+    source.reclaim(to=target.index)
     target.hold.set()
     events = await drain(stream)
     assert ends(events) == [(0, "length", ""), (1, "length", "")]
@@ -172,7 +172,7 @@ async def test_rows_meant_for_an_engine_that_is_not_there_go_anywhere_at_once(
     stream = await client.submit([replay(max_tokens=4)], pin=0)
     if to == 1:
         pair[1].die()
-    pair[0].give_back(to)
+    pair[0].reclaim(to)
     pair[0].hold.set()
     assert ends(await asyncio.wait_for(drain(stream), 1)) == [(0, "length", "")]
 
@@ -186,7 +186,7 @@ async def test_what_was_waited_counts_against_the_deadline_and_pinned_rows_say_s
     row.deadline_s = 5.0
     stream = await client.submit([row], pin=0)
     assert submits_of(pair[0])[0].stays
-    pair[0].give_back(1, waited_s=3.0)
+    pair[0].reclaim(1, waited_s=3.0)
     await drain(stream)
     assert submits_of(pair[1])[0].deadline_s == pytest.approx(2.0)
     row.has_waited(99.0)
@@ -262,15 +262,15 @@ def suspect(**kw: bool) -> Sketch:
 def test_several_suspects_that_die_together_are_tried_alone() -> None:
     rows = [suspect(), suspect(), Sketch(has_gained=True), Sketch(was_placed=False)]
     verdict = judge(rows, 2)
-    assert verdict.guilty == []
+    assert verdict.poison == []
     assert verdict.free == rows[3:]
     assert verdict.trials == [[rows[2]], [rows[0]], [rows[1]]]
 
 
 def test_a_death_that_is_explained_costs_the_others_nothing() -> None:
-    guilty, mate, queued = suspect(), Sketch(has_gained=True), Sketch(was_placed=False)
-    verdict = judge([guilty, mate, queued], 0)
-    assert verdict == ([guilty], [], [queued], [[mate]])
+    poison, mate, queued = suspect(), Sketch(has_gained=True), Sketch(was_placed=False)
+    verdict = judge([poison, mate, queued], 0)
+    assert verdict == ([poison], [], [queued], [[mate]])
     assert mate.replay.is_suspect
     assert not queued.replay.is_suspect
 
@@ -301,12 +301,12 @@ def test_every_row_has_exactly_one_fate(shapes: list[tuple[bool, bool, bool, int
         rows.append(row)
     before = [row.replay.num_moves for row in rows]
     verdict = judge(rows, limit)
-    fates = [*verdict.guilty, *verdict.spent, *verdict.free, *(row for trial in verdict.trials for row in trial)]
+    fates = [*verdict.poison, *verdict.spent, *verdict.free, *(row for trial in verdict.trials for row in trial)]
     assert sorted(map(id, fates)) == sorted(map(id, rows))
-    assert len(verdict.guilty) <= 1
+    assert len(verdict.poison) <= 1
     for row, moves in zip(rows, before, strict=True):
-        assert row.replay.num_moves == moves + (not verdict.guilty)
-        assert (row in verdict.spent) == (row not in verdict.guilty and row.replay.num_moves > limit)
+        assert row.replay.num_moves == moves + (not verdict.poison)
+        assert (row in verdict.spent) == (row not in verdict.poison and row.replay.num_moves > limit)
     assert all(row.has_gained for row in verdict.trials[0]) or len(verdict.trials[0]) == 1 if verdict.trials else True
 
 

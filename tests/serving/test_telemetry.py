@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trireme.engine_core.lifecycle.graph_capture import Captures
 from trireme.metrics import BY_NAME
 from trireme.serving.engines.engine import EngineState
-from trireme.serving.metrics.aggregation import Siblings
+from trireme.serving.metrics.aggregation import Aggregation
 from trireme.serving.metrics.telemetry import Snapshot, Telemetry, merged, page
 
 
@@ -69,7 +69,7 @@ def test_what_an_engine_counts_of_its_graphs_is_exported() -> None:
 
 
 async def test_siblings_answer_for_each_other(tmp_path: Path) -> None:
-    fronts = [Siblings(str(tmp_path), i, 3, telemetry(i + 1).snapshot) for i in range(3)]
+    fronts = [Aggregation(str(tmp_path), i, 3, telemetry(i + 1).snapshot) for i in range(3)]
     await fronts[0].start()
     await fronts[2].start()
     (tmp_path / "front-1.stats").touch()  # a dead one's remains

@@ -24,7 +24,7 @@ from trireme.errors import (
 )
 from trireme.serving.engines.client import ENGINE_WAIT_S, MIGRATION_LIMIT
 from trireme.serving.engines.stream import PromptLogprobs
-from trireme.transport.sockets.framing import Left
+from trireme.transport.sockets.framing import Disconnected
 from trireme.transport.sockets.server import Peer
 from trireme.transport.wire.columns import unpack_ids
 from trireme.transport.wire.messages import Abort, End, First, Load, LogprobRow, Released, Routed, StepOutputs, Submit
@@ -192,7 +192,7 @@ class EngineBook:
             if key not in self._open:
                 self._open[key] = None
                 self.num_submits += 1
-        elif isinstance(message, Left):
+        elif isinstance(message, Disconnected):
             gone = [key for key in self._open if key[0] == peer.routing_id]
             self.num_silent += len(gone)
             for key in gone:
@@ -298,7 +298,7 @@ class CoordinatorBook:
         elif isinstance(message, Released):
             engine = self._host.core.members[message.engine]
             self._tickets.released(peer.name, message, engine.epoch == message.epoch)
-        elif isinstance(message, Left) or (peer.role == "engine" and not isinstance(message, Load)):
+        elif isinstance(message, Disconnected) or (peer.role == "engine" and not isinstance(message, Load)):
             if peer.role == "front":
                 self._tickets.forget(front=peer.name)
             else:

@@ -15,10 +15,10 @@ from trireme.engine_core.core import EngineCore
 from trireme.engine_core.kv.cache import KVCache
 from trireme.engine_core.loop import EngineLoop
 from trireme.serving.engines.client import EngineClient
-from trireme.serving.engines.fallback_router import Chooser
+from trireme.serving.engines.fallback_router import FallbackRouter
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Stream
-from trireme.transport.sockets.framing import Left
+from trireme.transport.sockets.framing import Disconnected
 from trireme.transport.wire.messages import Submit
 
 Planter = Callable[[pytest.MonkeyPatch], None]
@@ -147,7 +147,7 @@ def a_client_deaf_to_the_loss_of_an_engine(patch: pytest.MonkeyPatch) -> None:
     listen = EngineClient._on_engine
 
     def deaf(self: EngineClient, engine: Any, message: Any) -> None:
-        if isinstance(message, Left):
+        if isinstance(message, Disconnected):
             engine.welcome = None
         else:
             listen(self, engine, message)
@@ -160,15 +160,15 @@ def streams_that_notice_the_loss_of_the_coordinator(patch: pytest.MonkeyPatch) -
 
     def noticing(self: EngineClient, message: Any) -> None:
         listen(self, message)
-        if isinstance(message, Left):
+        if isinstance(message, Disconnected):
             self.end_all("the coordinator is away")
 
     patch.setattr(EngineClient, "_on_coordinator", noticing)
 
 
 def a_gauge_that_is_not_taken_back(patch: pytest.MonkeyPatch) -> None:
-    ended = Chooser.ended
-    patch.setattr(Chooser, "ended", lambda self, engine, num_rows=1: ended(self, engine, min(1, num_rows)))
+    ended = FallbackRouter.ended
+    patch.setattr(FallbackRouter, "ended", lambda self, engine, num_rows=1: ended(self, engine, min(1, num_rows)))
 
 
 def a_prefix_trusted_although_its_step_failed(patch: pytest.MonkeyPatch) -> None:

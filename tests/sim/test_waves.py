@@ -82,10 +82,10 @@ class DropsStartWhileRunning(Wave):
 
     __slots__ = ()
 
-    def obey(self, order: WaveOrder) -> bool:
+    def on_order(self, order: WaveOrder) -> bool:
         if self.running:
             order = WaveOrder(order.epoch, self.wave, order.number, order.mode)
-        return super().obey(order)
+        return super().on_order(order)
 
 
 class PausesAlone(Wave):
@@ -150,9 +150,9 @@ class ObeysLateOrders(Wave):
 
     __slots__ = ()
 
-    def obey(self, order: WaveOrder) -> bool:
+    def on_order(self, order: WaveOrder) -> bool:
         self.number = min(self.number, order.number - 1)
-        return super().obey(order)
+        return super().on_order(order)
 
 
 class SilentToNewcomers(Wave):

@@ -230,7 +230,7 @@ class WaveModel:
             yield Move("the coordinator is replaced", self._restart_coordinator(world, outside, ranks), False)
 
     def unsettled(self, world: World) -> str:
-        """Left alone, everything that came has ended, or is held by a pause that holds; every call is answered."""
+        """Disconnected alone, everything that came has ended, or is held by a pause that holds; every call is answered."""
         values = self._parts.values
         outside: Outside = values[world.outside]
         ranks: list[Rank] = [values[rank] for rank in world.ranks]
@@ -281,7 +281,7 @@ class WaveModel:
             is_welcome = True
             wave.welcome()
         elif event == "order":
-            if wave.obey(what) and what.mode == "abort":
+            if wave.on_order(what) and what.mode == "abort":
                 ended, rows = sum(1 << row.number for row in rows), []
         elif event == "row":
             rows.append(what)

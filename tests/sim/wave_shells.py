@@ -26,12 +26,12 @@ from trireme.coordinator.core import Coordinator
 from trireme.coordinator.shell import CoordinatorShell, engine_index
 from trireme.engine_core import main as engine_main
 from trireme.engine_core.core import EngineCore
-from trireme.engine_core.lifecycle.stepping import Together
+from trireme.engine_core.lifecycle.stepping import Lockstep
 from trireme.engine_core.lifecycle.wave import Wave
 from trireme.engine_core.loop import EngineLoop
 from trireme.params import RowParams
 from trireme.topology.lockstep import Agreed, Ballot, agree
-from trireme.transport.sockets.framing import Left
+from trireme.transport.sockets.framing import Disconnected
 from trireme.transport.sockets.server import Peer
 from trireme.transport.wire.messages import (
     PROTOCOL_VERSION,
@@ -122,7 +122,7 @@ class EngineShell:
         self.wave = kind(rank, epoch, depth)
         self.fronts, self.coordinator = Inbox(), Inbox()
         poller = TurningPoller()
-        pace = Together(self.core, self.wave, tell)
+        pace = Lockstep(self.core, self.wave, tell)
         self.loop = EngineLoop(
             self.core,
             self.worker,  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ class Shells:
             self._engine(rank).worker.learn(self.outcomes[rank].popleft())
             self._engine(rank).turn()
         elif event.endswith(("crashes", "is ended with its group")):
-            self.ups[rank].append((self._engine(rank).peer, Left("it died")))
+            self.ups[rank].append((self._engine(rank).peer, Disconnected("it died")))
             self.downs[rank].clear()
             self.engines[rank] = None
             self.is_broken = True
@@ -214,7 +214,7 @@ class Shells:
         collective: Collective = model.part(world.collective)
         for i, engine in enumerate(self.engines):
             rank: Rank = model.part(world.ranks[i])
-            ups = tuple(("left", peer.epoch) if isinstance(m, Left) else m for peer, m in self.ups[i])
+            ups = tuple(("left", peer.epoch) if isinstance(m, Disconnected) else m for peer, m in self.ups[i])
             pairs += [
                 (f"from rank {i}", ups, model.part(world.ups[i])),
                 (f"to rank {i}", tuple(self.downs[i]), model.part(world.downs[i])),

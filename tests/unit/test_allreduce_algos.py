@@ -6,7 +6,7 @@ import pytest
 
 from trireme.workers.collectives.allreduce_algos import (
     AlgoRange,
-    Way,
+    AllReduceAlgo,
     default_steps,
     describe,
     steps_from,
@@ -20,29 +20,37 @@ K = 1024
 
 def test_the_fastest_way_of_each_size_is_taken() -> None:
     times = {
-        8 * K: {Way.PUSHED: 3.0, Way.ONE_SHOT: 5.0, Way.NCCL: 12.0},
-        64 * K: {Way.PUSHED: 5.0, Way.ONE_SHOT: 5.0, Way.NCCL: 14.0},
-        512 * K: {Way.PUSHED: 15.0, Way.ONE_SHOT: 9.0, Way.NCCL: 20.0},
-        8192 * K: {Way.ONE_SHOT: 90.0, Way.TWO_SHOT: 80.0, Way.NCCL: 60.0},
+        8 * K: {AllReduceAlgo.PUSHED: 3.0, AllReduceAlgo.ONE_SHOT: 5.0, AllReduceAlgo.NCCL: 12.0},
+        64 * K: {AllReduceAlgo.PUSHED: 5.0, AllReduceAlgo.ONE_SHOT: 5.0, AllReduceAlgo.NCCL: 14.0},
+        512 * K: {AllReduceAlgo.PUSHED: 15.0, AllReduceAlgo.ONE_SHOT: 9.0, AllReduceAlgo.NCCL: 20.0},
+        8192 * K: {AllReduceAlgo.ONE_SHOT: 90.0, AllReduceAlgo.TWO_SHOT: 80.0, AllReduceAlgo.NCCL: 60.0},
     }
     steps = steps_from(times)
-    assert steps == [AlgoRange(64 * K, Way.PUSHED), AlgoRange(512 * K, Way.ONE_SHOT), AlgoRange(8192 * K, Way.NCCL)]
-    assert way_of(steps, 16) is Way.PUSHED
-    assert way_of(steps, 64 * K) is Way.PUSHED
-    assert way_of(steps, 64 * K + 16) is Way.ONE_SHOT
-    assert way_of(steps, 1 << 30) is Way.NCCL
+    assert steps == [
+        AlgoRange(64 * K, AllReduceAlgo.PUSHED),
+        AlgoRange(512 * K, AllReduceAlgo.ONE_SHOT),
+        AlgoRange(8192 * K, AllReduceAlgo.NCCL),
+    ]
+    assert way_of(steps, 16) is AllReduceAlgo.PUSHED
+    assert way_of(steps, 64 * K) is AllReduceAlgo.PUSHED
+    assert way_of(steps, 64 * K + 16) is AllReduceAlgo.ONE_SHOT
+    assert way_of(steps, 1 << 30) is AllReduceAlgo.NCCL
     assert describe(steps) == "pushed up to 64 KiB, one-shot up to 512 KiB, nccl beyond"
 
 
 def test_one_way_for_all() -> None:
-    assert describe(steps_from({8 * K: {Way.NCCL: 1.0}, 16 * K: {Way.NCCL: 2.0}})) == "nccl always"
+    assert describe(steps_from({8 * K: {AllReduceAlgo.NCCL: 1.0}, 16 * K: {AllReduceAlgo.NCCL: 2.0}})) == "nccl always"
 
 
 @pytest.mark.parametrize("has_nccl", [True, False])
 def test_without_measuring_small_messages_are_pushed(has_nccl: bool) -> None:
     steps = default_steps(512 * K, 8192 * K, has_peers=True, has_nccl=has_nccl)
-    assert [way_of(steps, size) for size in (16, 8 * K, 512 * K)] == [Way.PUSHED, Way.PUSHED, Way.ONE_SHOT]
-    assert way_of(steps, 1 << 28) is (Way.NCCL if has_nccl else Way.TWO_SHOT)
+    assert [way_of(steps, size) for size in (16, 8 * K, 512 * K)] == [
+        AllReduceAlgo.PUSHED,
+        AllReduceAlgo.PUSHED,
+        AllReduceAlgo.ONE_SHOT,
+    ]
+    assert way_of(steps, 1 << 28) is (AllReduceAlgo.NCCL if has_nccl else AllReduceAlgo.TWO_SHOT)
 
 
 def test_without_peer_memory_everything_goes_one_way() -> None:
@@ -50,14 +58,14 @@ def test_without_peer_memory_everything_goes_one_way() -> None:
 
 
 def test_ways_have_limits() -> None:
-    def of(size: int, **has: bool) -> list[Way]:
+    def of(size: int, **has: bool) -> list[AllReduceAlgo]:
         return usable(size, pushed=64 * K, staged=512 * K, **{"has_peers": True, "has_nccl": True, **has})
 
-    assert of(64 * K) == [Way.PUSHED, Way.ONE_SHOT, Way.TWO_SHOT, Way.NCCL]
-    assert of(128 * K) == [Way.ONE_SHOT, Way.TWO_SHOT, Way.NCCL]
-    assert of(1 << 20) == [Way.NCCL]
+    assert of(64 * K) == [AllReduceAlgo.PUSHED, AllReduceAlgo.ONE_SHOT, AllReduceAlgo.TWO_SHOT, AllReduceAlgo.NCCL]
+    assert of(128 * K) == [AllReduceAlgo.ONE_SHOT, AllReduceAlgo.TWO_SHOT, AllReduceAlgo.NCCL]
+    assert of(1 << 20) == [AllReduceAlgo.NCCL]
     assert of(24, has_nccl=False) == []
-    assert of(64, has_peers=False) == [Way.NCCL]
+    assert of(64, has_peers=False) == [AllReduceAlgo.NCCL]
 
 
 class Fixture:

@@ -149,5 +149,5 @@ def test_distrust_unseals_from_the_failed_chunk_on() -> None:
     cache = KVCache(16, 4)
     request = make_request(list(range(12)))
     fill(cache, request)
-    cache.distrust(request.hashes[1:])
+    cache.invalidate(request.hashes[1:])
     assert cache.match(make_request([*range(12), 99])) == request.blocks[:1]

@@ -26,7 +26,7 @@ def test_ranks_in_different_steps_are_found_out(other: Ballot) -> None:
 def test_a_wave_of_two_steps_under_way_ends_one_step_after_it_was_agreed_to() -> None:
     wave = Wave(0, epoch=0, depth=2)
     assert not wave.may_vote
-    wave.obey(WaveOrder(0, 1))
+    wave.on_order(WaveOrder(0, 1))
     assert wave.vote(begun=0, queued=1) == Ballot(1, 1, True, False)
     assert wave.vote(begun=1, queued=0) == Ballot(1, 2, True, False)
     assert not wave.may_vote
@@ -39,7 +39,7 @@ def test_a_wave_of_two_steps_under_way_ends_one_step_after_it_was_agreed_to() ->
 
 def test_orders_of_another_life_count_for_nothing() -> None:
     wave = Wave(0, epoch=3)
-    assert not wave.obey(WaveOrder(2, 9, 9, "keep"))
+    assert not wave.on_order(WaveOrder(2, 9, 9, "keep"))
     assert (wave.running, wave.mode) == (False, "")
 
 
@@ -54,12 +54,12 @@ def test_a_start_held_back_until_both_ranks_have_paused_does_no_harm() -> None:
         waves.reported(report_of(ranks[0], queued=1))
         start = dict(waves.orders())
         assert start.keys() == {0, 1}
-        ranks[0].obey(start[0])
+        ranks[0].on_order(start[0])
         number = waves.direct("keep")
         pause = dict(waves.orders())
-        ranks[0].obey(pause[0])
+        ranks[0].on_order(pause[0])
         for order in (pause[1], start[1]) if late else (start[1], pause[1]):
-            ranks[1].obey(order)
+            ranks[1].on_order(order)
         assert not waves.standing(number)  # both run the wave that was ordered first
         agreed = agree([wave.vote(begun=0, queued=1 - wave.rank) for wave in ranks])
         for wave in ranks:
@@ -70,11 +70,11 @@ def test_a_start_held_back_until_both_ranks_have_paused_does_no_harm() -> None:
         assert waves.orders() == []
         resumed = waves.direct("")
         for rank, order in waves.orders():
-            assert ranks[rank].obey(order)
+            assert ranks[rank].on_order(order)
             waves.reported(report_of(ranks[rank], queued=1 - rank))
         assert waves.standing(resumed)
         for rank, order in waves.orders():
-            ranks[rank].obey(order)
+            ranks[rank].on_order(order)
         assert all(wave.running and wave.wave == 2 for wave in ranks)
         assert ranks[0].vote(begun=0, queued=1).has_work
 

@@ -17,7 +17,7 @@ from trireme.coordinator.router import CACHE_WORTH
 from trireme.engine_core.kv.events import BlockLog
 from trireme.engine_core.kv.pool import BlockPool
 from trireme.hashing import KEY_BYTES, block_hashes, packed_keys, prompt_keys, unpacked_keys
-from trireme.topology.zones import Fleet
+from trireme.topology.zones import Topology
 from trireme.transport.wire.messages import MAX_PREFIX, KVEvents, Route
 
 
@@ -79,7 +79,7 @@ class LogMachine(RuleBasedStateMachine):
             self.pool.release(self.held.pop())
 
     @rule(content=st.integers(0, 9))
-    def distrust(self, content: int) -> None:
+    def invalidate(self, content: int) -> None:
         block = self.pool.find(content.to_bytes(32, "little"))
         if block is not None:
             self.pool.forget(block)
@@ -380,7 +380,7 @@ def test_a_dead_owner_is_forgotten_with_its_cache() -> None:
 
 
 def test_a_far_owner_is_found_when_the_near_ones_are_full() -> None:
-    core = coordinator(balance="prefix", fleet=Fleet(labels=("a", "a", "b", "b")))
+    core = coordinator(balance="prefix", fleet=Topology(labels=("a", "a", "b", "b")))
     cached(core, 3, PROMPT)
     assert ask(core, label="a").engine in (0, 1)
     for engine in (0, 1):

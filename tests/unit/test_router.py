@@ -13,7 +13,7 @@ from trireme.coordinator.ledger import Outstanding
 from trireme.coordinator.members import Members
 from trireme.coordinator.router import POLICIES, cost_of
 from trireme.settings import table
-from trireme.topology.zones import Fleet
+from trireme.topology.zones import Topology
 from trireme.transport.wire.messages import Load, Released, Route
 
 
@@ -26,7 +26,7 @@ def load(engine: int, *, seq: int = 1, epoch: int = 0, **fields: object) -> Load
 
 
 def coordinator(
-    num_engines: int = 4, balance: str = "p2c", seed: int = 0, epoch: int = 0, fleet: Fleet | None = None
+    num_engines: int = 4, balance: str = "p2c", seed: int = 0, epoch: int = 0, fleet: Topology | None = None
 ) -> Coordinator:
     """Every engine has connected and reported once: idle."""
     core = Coordinator(num_engines, balance, random.Random(seed), epoch=epoch, fleet=fleet)
@@ -180,7 +180,7 @@ def test_every_policy_of_the_settings_exists() -> None:
 
 
 def test_weighted_round_robin_is_exact_and_smooth() -> None:
-    core = coordinator(3, "round_robin", fleet=Fleet({0: 4.0, 1: 2.0, 2: 1.0}))
+    core = coordinator(3, "round_robin", fleet=Topology({0: 4.0, 1: 2.0, 2: 1.0}))
     turns = [core.route("f", Route(i, 1), 0.0).engine for i in range(70)]
     assert Counter(turns) == {0: 40, 1: 20, 2: 10}
     assert all(Counter(turns[i : i + 7]) == {0: 4, 1: 2, 2: 1} for i in range(0, 70, 7))
@@ -199,14 +199,14 @@ def test_an_engine_that_was_away_gets_no_turns_for_that_time() -> None:
 
 @pytest.mark.parametrize("balance", ["least", "p2c"])
 def test_larger_engines_get_more_of_a_burst(balance: str) -> None:
-    core = coordinator(2, balance, fleet=Fleet({0: 3.0, 1: 1.0}))
+    core = coordinator(2, balance, fleet=Topology({0: 3.0, 1: 1.0}))
     counts = burst(core, 400)
     assert 299 <= counts[0] <= 301, counts
 
 
 # ---------------------------------------------------------------- labels
 
-RACKS = Fleet(labels=("a", "a", "b", "b"))
+RACKS = Topology(labels=("a", "a", "b", "b"))
 
 
 @pytest.mark.parametrize("balance", POLICIES)
@@ -242,7 +242,7 @@ def test_when_the_near_ones_are_away_a_far_one_serves_and_pins_go_anywhere() -> 
 
 # ---------------------------------------------------------------- shares
 
-HALVES = Fleet(share=2)
+HALVES = Topology(share=2)
 
 
 def test_a_front_end_with_a_share_gets_its_own_engines_only() -> None:

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trireme.engine_core.lifecycle.sleep import Rest
+from trireme.engine_core.lifecycle.sleep import SleepState
 from trireme.errors import EngineError
 
 
 class Watched:
-    """A Rest, the orders it gave and the answers it owes."""
+    """A SleepState, the orders it gave and the answers it owes."""
 
     def __init__(self) -> None:
         self.orders: list[tuple[str, dict[str, Any]]] = []
         self.answers: list[str] = []
-        self.rest = Rest(lambda method, args: self.orders.append((method, args)))
+        self.rest = SleepState(lambda method, args: self.orders.append((method, args)))
 
     def sleep(self, level: int = 1, num_requests: int = 0) -> bool:
         return self.rest.sleep(level, num_requests, self.answers.append)

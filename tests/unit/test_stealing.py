@@ -26,7 +26,7 @@ from trireme.params import RowParams
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Stream
-from trireme.transport.sockets.names import Left
+from trireme.transport.sockets.names import Disconnected
 from trireme.transport.wire.messages import (
     Abort,
     End,
@@ -121,7 +121,7 @@ def test_the_newest_waiting_rows_are_given_back_and_everything_else_goes_on() ->
     rows = [driver.submit(3 + i, 6) for i in range(6)]
     driver.step()
     driver.now = 2.0
-    assert driver.core.give_back(3, 1, driver.now) == 3
+    assert driver.core.reclaim(3, 1, driver.now) == 3
     found = returned(driver)
     assert [(rid, to) for rid, to, _ in found] == [(6, 1), (5, 1), (4, 1)]
     assert all(waited_s == pytest.approx(2.0, abs=0.02) for _, _, waited_s in found)
@@ -139,9 +139,9 @@ def test_rows_that_ran_moved_or_are_pinned_stay() -> None:
         rid = 100 + len(extra)
         message = Submit(rid, np.arange(3, dtype=np.int32), RowParams(4, temperature=0.0), **extra)  # type: ignore[arg-type]
         driver.core.submit("front-1", message, 0.0)
-        assert driver.core.give_back(9, 1, 1.0) == 0
+        assert driver.core.reclaim(9, 1, 1.0) == 0
         driver.core.abort("front-1", [rid])
-    assert driver.core.give_back(0, 1, 1.0) == 0
+    assert driver.core.reclaim(0, 1, 1.0) == 0
 
 
 def test_preempted_rows_stay() -> None:
@@ -149,7 +149,7 @@ def test_preempted_rows_stay() -> None:
     rows = [driver.submit(10, 16) for _ in range(3)]
     for _ in range(200):
         driver.step()
-        assert driver.core.give_back(9, 1, driver.now) == 0 or not driver.core.scheduler.num_preemptions
+        assert driver.core.reclaim(9, 1, driver.now) == 0 or not driver.core.scheduler.num_preemptions
     assert driver.core.scheduler.num_preemptions > 0
     assert sum(len(row.ends) for row in rows) + driver.core.counters.returned == 3
 
@@ -317,7 +317,7 @@ class World:
     def _on_order(self, engine: int, order: GiveBack) -> None:
         core = self.cores[engine]
         if order.epoch == core.epoch:
-            self.num_stolen += core.give_back(order.count, order.to, self.now)
+            self.num_stolen += core.reclaim(order.count, order.to, self.now)
             self._send_outputs(engine)
 
     def _send_outputs(self, engine: int) -> None:
@@ -373,7 +373,7 @@ class World:
             if index == engine and self.fronts_alive[front]:
                 link.there.messages.clear()
                 kept = list(link.back.messages)[:keep]
-                link.back.messages = deque([*kept, Left("killed"), self._welcome(engine)])
+                link.back.messages = deque([*kept, Disconnected("killed"), self._welcome(engine)])
         self.reports[engine].messages.clear()
         self.orders[engine].messages.clear()
         self.coordinator.engine_connected(engine, self.epochs[engine])
@@ -389,7 +389,7 @@ class World:
             link.there.messages.clear()
             link.back.messages.clear()
             if self.fronts_alive[front]:
-                link.back.messages.append(Left("killed"))
+                link.back.messages.append(Disconnected("killed"))
 
     def kill_front(self, front: int) -> None:
         if not self.fronts_alive[front]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.engine_driver import Driver, Row, make_limits
 from trireme.coordinator.waves import Waves
-from trireme.engine_core.lifecycle.stepping import Alone, Together
+from trireme.engine_core.lifecycle.stepping import Independent, Lockstep
 from trireme.engine_core.lifecycle.wave import Wave
 from trireme.topology.lockstep import Ballot, Mode, agree
 from trireme.transport.wire.messages import StepResult, WaveOrder, WaveReport
@@ -30,7 +30,7 @@ class Pair:
         self.entered: list[deque[tuple[Ballot, StepResult]]] = [deque(), deque()]
         self.rows: list[tuple[int, Row]] = []
         self.paces = [
-            Together(driver.core, Wave(i, 0, 2 if ahead else 1), lambda report, i=i: self._tell(i, report))  # type: ignore[misc]
+            Lockstep(driver.core, Wave(i, 0, 2 if ahead else 1), lambda report, i=i: self._tell(i, report))  # type: ignore[misc]
             for i, driver in enumerate(self.drivers)
         ]
         for i, pace in enumerate(self.paces):
@@ -63,10 +63,10 @@ class Pair:
         self._send()
         return True
 
-    def obey(self, i: int) -> bool:
+    def on_order(self, i: int) -> bool:
         if not self.downs[i]:
             return False
-        self.paces[i].obey(self.downs[i].popleft())
+        self.paces[i].on_order(self.downs[i].popleft())
         self.drivers[i].collect()
         self.paces[i].settle()
         return True
@@ -101,7 +101,7 @@ class Pair:
     def run(self) -> None:
         """Until nothing more happens by itself."""
         for _ in range(5000):
-            moved = [act(i) for i in range(2) for act in (self.hear, self.obey, self.step, self.answer)]
+            moved = [act(i) for i in range(2) for act in (self.hear, self.on_order, self.step, self.answer)]
             if not any(moved):
                 return
         raise AssertionError("it never comes to rest")
@@ -161,7 +161,7 @@ def test_nothing_steps_while_a_pause_stands(events: list[tuple[Any, ...]], mode:
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_an_engine_alone_answers_when_its_steps_are_over(mode: Mode) -> None:
     driver = Driver(make_limits())
-    pace, answers = Alone(driver.core), list[str]()
+    pace, answers = Independent(driver.core), list[str]()
     row = driver.submit(9, 6)
     driver.plan()
     pace.direct(mode, answers.append)

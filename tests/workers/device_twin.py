@@ -17,9 +17,9 @@ from trireme.models.cuda.attention.prefill_plan import PIECES, Rules
 from trireme.models.cuda.ops import JOB, MOST_LOGPROBS, NOT_FINITE, NOTHING_LEFT, CudaPagedKV
 from trireme.models.cuda.reference import note_output_reference, ruled_logits_reference
 from trireme.topology.mesh import Mesh
-from trireme.workers.sampling.gumbel import NoiseField, noise_key, race_among
+from trireme.workers.sampling.gumbel import NoiseField, argmax_among, noise_key
 from trireme.workers.sampling.logprobs import logprob_row
-from trireme.workers.sampling.top_k_top_p import survivors
+from trireme.workers.sampling.top_k_top_p import kept
 
 VOCAB = 96
 TURN = 128  # of a row of the table, beside a token
@@ -140,9 +140,9 @@ def _drawn(row: np.ndarray, job: Any, position: int, noise: NoiseField) -> int:
     key = noise_key(int(job["seed"]), int(job["choice"]), position)
     temperature = float(job["temperature"])
     if job["top_k"] == 0 and job["top_p"] >= 1.0 and job["min_depth"] == -np.inf:
-        return noise.race(row, peak, temperature, key)
+        return noise.argmax(row, peak, temperature, key)
     ids = np.flatnonzero(row > -np.inf)
     if job["top_k"] > 0 or job["top_p"] < 1.0:
-        ids = survivors(row, peak, (int(job["top_k"]), float(job["top_p"]), 0.0, temperature))
+        ids = kept(row, peak, (int(job["top_k"]), float(job["top_p"]), 0.0, temperature))
     ids = ids[row[ids] >= np.float32(peak + float(job["min_depth"]))]
-    return race_among(ids, row[ids], peak, temperature, key)
+    return argmax_among(ids, row[ids], peak, temperature, key)

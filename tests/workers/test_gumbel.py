@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.models.isas import instruction_set
 from trireme.models.native import load_native
-from trireme.workers.sampling.gumbel import Floats, NoiseField, gumbels, noise_key, race_among, uniforms
+from trireme.workers.sampling.gumbel import Floats, NoiseField, argmax_among, gumbels, noise_key, uniforms
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -66,13 +66,13 @@ def test_race_finds_the_exact_winner(seed: int, temperature: float, spread: floa
         logits[0] = 0.0
     peak, key = float(logits.max()), noise_key(seed, 3, size)
     ids = np.arange(size)
-    exact = race_among(ids, logits, peak, temperature, key)
+    exact = argmax_among(ids, logits, peak, temperature, key)
     if search == "numpy":
-        assert NoiseField(size).race(logits, peak, temperature, key) == exact
+        assert NoiseField(size).argmax(logits, peak, temperature, key) == exact
     else:
         native = load_native()
         with instruction_set("portable" if search == "portable" else native.best_isa()):
-            found = native.race(logits.ctypes.data, size, peak, temperature, key)
+            found = native.argmax(logits.ctypes.data, size, peak, temperature, key)
         assert found == exact or (found == -1 and is_close_race(logits, peak, temperature, key))
     assert logits[exact] > -np.inf
     scores = (logits.astype(np.float64) - peak) / temperature + gumbels(key, ids)
@@ -91,7 +91,7 @@ def test_draws_are_fair() -> None:
     field, draws = NoiseField(6), 10_000
     counts = np.zeros(6)
     for position in range(draws):
-        counts[field.race(logits, float(logits[0]), 1.0, noise_key(9, 0, position))] += 1
+        counts[field.argmax(logits, float(logits[0]), 1.0, noise_key(9, 0, position))] += 1
     expected = np.exp(logits.astype(np.float64)) * draws
     assert ((counts - expected) ** 2 / expected).sum() < 35.9
 

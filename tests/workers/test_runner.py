@@ -26,7 +26,7 @@ from trireme.topology.mesh import Mesh
 from trireme.transport.wire.columns import pack, unpack
 from trireme.transport.wire.messages import StepResult
 from trireme.workers.batch import Batch
-from trireme.workers.cpu.runner import Company, Runner
+from trireme.workers.cpu.runner import LockstepPeers, Runner
 from trireme.workers.inputs import InputBuilder
 from trireme.workers.kv.tensors import allocate_kv, copy_blocks, poison_blocks
 
@@ -78,7 +78,7 @@ def make_runner(
     num_blocks: int = 80,
     mesh: Mesh = SOLO,
     poison: bool = True,
-    company: Company | None = None,
+    company: LockstepPeers | None = None,
 ) -> tuple[Runner, Batch, Attention, list[HostKV]]:
     model = Attention(block_size)
     kv = allocate_kv(model, num_blocks, block_size, np.dtype(np.float32))
@@ -271,7 +271,7 @@ class Others:
         self.events.append(f"meet {num_tokens} {num_pieces}")
         return agree([self.ballot, Ballot(0, 0, True, False, num_tokens, 0, num_pieces)])
 
-    def accompany(self) -> None:
+    def dummy_forward(self) -> None:
         self.events.append("accompany")
 
 

@@ -60,11 +60,11 @@ def reference_logits(logits: Logits, tokens: list[int], num_prompt: int, p: RowP
             z[token] -= np.float32(p.presence_penalty)
     for token, bias in p.logit_bias:
         z[token] += np.float32(bias)
-    barred = set(range(len(z))) - set(p.allowed_token_ids) if p.allowed_token_ids else set()
-    barred |= {s[-1] for s in p.bad_token_ids if tokens[len(tokens) - len(s) + 1 :] == list(s[:-1])}
+    masked = set(range(len(z))) - set(p.allowed_token_ids) if p.allowed_token_ids else set()
+    masked |= {s[-1] for s in p.bad_token_ids if tokens[len(tokens) - len(s) + 1 :] == list(s[:-1])}
     if len(outputs) < p.min_tokens:
-        barred |= {*p.eos_token_ids, *p.stop_token_ids}
-    return [-math.inf if token in barred else float(value) for token, value in enumerate(z)]
+        masked |= {*p.eos_token_ids, *p.stop_token_ids}
+    return [-math.inf if token in masked else float(value) for token, value in enumerate(z)]
 
 
 def reference_token(logits: Logits, tokens: list[int], num_prompt: int, p: RowParams) -> int | None:

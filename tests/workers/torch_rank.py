@@ -25,7 +25,7 @@ from trireme.errors import CollectiveError
 from trireme.models.cuda.decoder import CudaModel
 from trireme.models.weights.tp_shards import RankSpans
 from trireme.topology.mesh import Mesh
-from trireme.workers.collectives import rendezvous as meeting
+from trireme.workers.collectives import rendezvous as rendezvous
 from trireme.workers.collectives.cuda import CudaGroup
 from trireme.workers.collectives.shm import ShmGroup
 
@@ -49,7 +49,7 @@ def run(program: str, arena: str, mesh: Mesh, cards: int, split_from: int) -> No
     worker = mesh.worker
     with pytest.MonkeyPatch.context() as patch, OnCpu(), torch.inference_mode():
         make_plain(patch)
-        patch.setattr(meeting, "PeerMemory", NoPeerMemory)
+        patch.setattr(rendezvous, "PeerMemory", NoPeerMemory)
         group = CudaGroup(mesh, ShmGroup(arena, mesh, timeout_s=100.0, step_timeout_s=100.0), cards)
         chosen = group.measure()
         model = CudaModel(

@@ -33,7 +33,7 @@ import msgspec
 from trireme.errors import ProtocolError, TransportError, TriremeError
 from trireme.phases import Phases
 from trireme.topology.lockstep import Mode
-from trireme.transport.process.prespawn import Egg, hatch
+from trireme.transport.process.prespawn import Prespawned, prespawn
 from trireme.transport.process.rundir import remove_run_dir
 from trireme.transport.sockets.poller import NEVER, Waker
 from trireme.transport.wire.codec import MessageDecoder, encode
@@ -189,16 +189,16 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def spawn(module: str, boot: Boot, *, egg: Egg | None = None) -> Child:
-    """Starts a process that runs `module` as `boot` says, or tells a hatched one. A listening socket goes along; the child
-    has it under a number of its own. About threads see hatch.
+def spawn(module: str, boot: Boot, *, prespawned: Prespawned | None = None) -> Child:
+    """Starts a process that runs `module` as `boot` says, or tells a prespawned one. A listening socket goes along; the child
+    has it under a number of its own. About threads see prespawn.
     """
     try:
-        egg = egg or hatch(module, boot.name, boot.role)
+        prespawned = prespawned or prespawn(module, boot.name, boot.role)
     except OSError as error:
         raise TransportError(f"cannot start {boot.name}: {error}") from error
-    egg.channel.setblocking(False)
-    child = Child(boot, egg.process, egg.channel, egg.born)
+    prespawned.channel.setblocking(False)
+    child = Child(boot, prespawned.process, prespawned.channel, prespawned.born)
     child.tell_boot()
     return child
 
@@ -231,7 +231,7 @@ class BootChannel:
         if not isinstance(boot, Boot):
             raise ProtocolError(f"a child's first message must be Boot, not {type(boot).__name__}")
         self.boot = msgspec.structs.replace(boot, listen_fd=fds[0]) if fds else boot
-        if boot.name != self._name:  # hatched as a spare
+        if boot.name != self._name:  # prespawned as a spare
             self._name = boot.name
             with contextlib.suppress(OSError):
                 Path("/proc/self/comm").write_text(boot.name[:15])

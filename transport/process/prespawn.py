@@ -18,7 +18,7 @@ CHILD_SCRIPT = str(Path(__file__).with_name("child.py"))
 HARD_ROLES = ("engine", "worker")
 
 
-class Egg(NamedTuple):
+class Prespawned(NamedTuple):
     """A child without a Boot. `channel` is our end of a SOCK_SEQPACKET pair whose other end is the child's stdin."""
 
     name: str
@@ -33,7 +33,7 @@ class Egg(NamedTuple):
         self.channel.close()
 
 
-def hatch(module: str, name: str, role: str, *, also: tuple[str, ...] = (), output: int = 2) -> Egg:
+def prespawn(module: str, name: str, role: str, *, also: tuple[str, ...] = (), output: int = 2) -> Prespawned:
     """Starts `python transport/process/child.py module name`, which imports `also` too while it waits. What the child prints
     goes to the descriptor `output`, by default our stderr. Raises OSError.
 
@@ -54,7 +54,7 @@ def hatch(module: str, name: str, role: str, *, also: tuple[str, ...] = (), outp
         except OSError:
             ours.close()
             raise
-    return Egg(name, process, ours, born)
+    return Prespawned(name, process, ours, born)
 
 
 def _death_signal(role: str) -> int:

@@ -20,7 +20,7 @@ from trireme.transport.wire.messages import Boot, Welcome, Wire
 
 class AsyncConnection:
     """Connecting side on an asyncio loop: `on_message` is called in the loop, once per message, in order; it gets the
-    same stream as Connection.receive (Welcome, messages, Left). It must be quick.
+    same stream as Connection.receive (Welcome, messages, Disconnected). It must be quick.
 
     One reader on ZMQ's file descriptor serves all messages: no task and no future per message (measured against
     zmq.asyncio in docs/log.md). That descriptor is edge-triggered, hence the look at EVENTS after every send and drain.

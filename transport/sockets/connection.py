@@ -16,7 +16,7 @@ import zmq
 
 from trireme.errors import TransportError
 from trireme.transport.sockets.address import CurveKeys, check_address, connect_address, guard_client
-from trireme.transport.sockets.framing import GRACE_S, NOW, PING_S, SILENCE_S, Identity, Left, Wired
+from trireme.transport.sockets.framing import GRACE_S, NOW, PING_S, SILENCE_S, Disconnected, FramedSocket, Identity
 from trireme.transport.sockets.poller import Poller
 from trireme.transport.wire.messages import PROTOCOL_VERSION, Boot, Hello, Ping, Pong, Refused, Welcome, Wire
 
@@ -28,7 +28,7 @@ PROBE_S = 0.5  # between Pings
 ADDRESS_S = 0.05  # between looks for the address that a tcp server publishes
 
 
-class Connection(Wired):
+class Connection(FramedSocket):
     """Connecting side, for blocking loops. Connects in the background, says Hello, reconnects for ever. A Source for Poller."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Connection(Wired):
 
     def receive(self, limit: int = 1024) -> Iterator[Any]:
         """What has arrived, never blocking. Welcome comes first after each (re)connection (compare `epoch` with the last
-        one to see a restart), Left when the server is gone, everything else in between."""
+        one to see a restart), Disconnected when the server is gone, everything else in between."""
         for _ in range(limit):
             while self._events:
                 yield self._events.popleft()
@@ -261,7 +261,7 @@ class Connection(Wired):
         self.welcome = None
         self._lost_reason = ""
         self._next_hello = 0.0
-        self._events.append(Left(reason, is_torn))
+        self._events.append(Disconnected(reason, is_torn))
         self._connect()
 
     def _note_disconnection(self) -> bool:

@@ -39,7 +39,7 @@ NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combinin
 
 
 @dataclass(frozen=True)
-class Left:
+class Disconnected:
     """Not on the wire: the other side is gone (dead, silent, replaced, refused or too slow). Nothing sent to it will arrive.
     `is_torn`: it lives as far as is known, but what one side said arrived broken, or was not to the other's liking."""
 
@@ -83,7 +83,7 @@ class Counts:
         return dict(vars(self))
 
 
-class Wired:
+class FramedSocket:
     """What both sides share: framing, pidfds, context manager. One thread only."""
 
     def __init__(self, socket: zmq.Socket[bytes], accepts: Any, identity: Identity) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trireme.errors import TransportError
-from trireme.transport.sockets.framing import QUEUE_LIMIT, Left
+from trireme.transport.sockets.framing import QUEUE_LIMIT, Disconnected
 from trireme.transport.sockets.poller import NEVER, Waker
 from trireme.transport.sockets.server import Peer
 from trireme.transport.wire.messages import PROTOCOL_VERSION, EngineFacts, Hello, Role, Welcome, Wire
@@ -67,7 +67,7 @@ class LocalServer:
                 self._greet(peer)
             elif peer.gone:
                 continue
-            elif isinstance(message, Left):
+            elif isinstance(message, Disconnected):
                 self._forget(peer)
             self._counts["received"] += 1
             yield peer, message
@@ -92,8 +92,8 @@ class LocalServer:
     def drop(self, peer: Peer, reason: str) -> None:
         connection = self._connections.get(peer)
         if connection is not None and not peer.gone:
-            connection.deliver(Left(reason), urgent=True)
-            self._inbox.append((peer, Left(reason)))
+            connection.deliver(Disconnected(reason), urgent=True)
+            self._inbox.append((peer, Disconnected(reason)))
             self._waker.set()
 
     def counts(self) -> dict[str, int]:
@@ -109,7 +109,7 @@ class LocalServer:
         return NEVER
 
     def close(self, linger_s: float = 1.0, reason: str = "the engine was closed") -> None:
-        """Every connection sees Left(reason) after what was sent before."""
+        """Every connection sees Disconnected(reason) after what was sent before."""
         with self._lock:
             self.closed = True
             connections = list(self._connections.items())
@@ -117,7 +117,7 @@ class LocalServer:
             self._peers.clear()
         for peer, connection in connections:
             peer.gone = True
-            connection.deliver(Left(reason), urgent=True)
+            connection.deliver(Disconnected(reason), urgent=True)
         self._waker.close()
 
     def put(self, peer: Peer, message: Any) -> bool:
@@ -198,10 +198,10 @@ class LocalConnection:
         return welcome
 
     def close(self) -> None:
-        """The server sees Left. Nothing more is delivered."""
+        """The server sees Disconnected. Nothing more is delivered."""
         self.welcome = None
         self._on_message = _ignore
-        self._server.put(self._peer, Left(f"{self._peer.name} closed its connection"))
+        self._server.put(self._peer, Disconnected(f"{self._peer.name} closed its connection"))
 
     def deliver(self, message: Any, *, urgent: bool = False) -> bool:
         """The server's way in; thread-safe. False when the queue is full or the loop has ended."""
@@ -225,7 +225,7 @@ class LocalConnection:
         for message in messages:
             if isinstance(message, Welcome):
                 self.welcome = message
-            elif isinstance(message, Left):
+            elif isinstance(message, Disconnected):
                 self.welcome = None
                 self._left_reason = message.reason
             self._on_message(message)

@@ -2,7 +2,7 @@
 
 Nobody outside transport/ sees zmq. Sends never block; queues are bounded; what is not the next message as it was sent
 ends its connection.
-Peers and servers come and go in the stream of messages itself: Hello / Welcome say "here", Left says "gone".
+Peers and servers come and go in the stream of messages itself: Hello / Welcome say "here", Disconnected says "gone".
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trireme.transport.sockets.connection import Connection
-from trireme.transport.sockets.framing import Identity, Left
+from trireme.transport.sockets.framing import Disconnected, Identity
 from trireme.transport.sockets.poller import Poller, Source, Waker
 from trireme.transport.sockets.server import Peer, Server
 
 if TYPE_CHECKING:
     from trireme.transport.sockets.aio import AsyncConnection
 
-__all__ = ["AsyncConnection", "Connection", "Identity", "Left", "Peer", "Poller", "Server", "Source", "Waker"]
+__all__ = ["AsyncConnection", "Connection", "Disconnected", "Identity", "Peer", "Poller", "Server", "Source", "Waker"]
 
 
 def __getattr__(name: str) -> Any:

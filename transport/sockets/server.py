@@ -32,9 +32,9 @@ from trireme.transport.sockets.framing import (
     PING_S,
     QUEUE_LIMIT,
     SILENCE_S,
+    Disconnected,
+    FramedSocket,
     Identity,
-    Left,
-    Wired,
 )
 from trireme.transport.wire.codec import Frame
 from trireme.transport.wire.messages import (
@@ -69,7 +69,7 @@ class Peer:
     pidfd: int = -1
 
 
-class Server(Wired):
+class Server(FramedSocket):
     """Bound side. `with` or close() it. One thread only. A Source for Poller."""
 
     def __init__(
@@ -140,7 +140,7 @@ class Server(Wired):
 
     def receive(self, limit: int = 1024) -> Iterator[tuple[Peer, Any]]:
         """What has arrived, never blocking: (peer, message). A new peer's Hello comes first (it has been welcomed), and
-        (peer, Left) last, exactly once."""
+        (peer, Disconnected) last, exactly once."""
         self._collect_deaths()
         for _ in range(limit):
             while self._events:
@@ -155,7 +155,7 @@ class Server(Wired):
             yield self._events.popleft()
 
     def send(self, peer: Peer, message: Wire) -> bool:
-        """Queues `message`; False when the peer is gone or its queue is full (then it is dropped: Left follows)."""
+        """Queues `message`; False when the peer is gone or its queue is full (then it is dropped: Disconnected follows)."""
         return self._send_encoded(peer, self._encoder.encode(message))
 
     def broadcast(self, message: Wire, role: Role | None = None) -> None:
@@ -166,7 +166,7 @@ class Server(Wired):
                 self._send_encoded(peer, frames)
 
     def drop(self, peer: Peer, reason: str, *, is_torn: bool = False) -> None:
-        """Forgets a peer and tells it so; Left follows."""
+        """Forgets a peer and tells it so; Disconnected follows."""
         if not peer.gone:
             self._refuse(peer.routing_id, reason, peer.num_sent)
             self._forget(peer, reason, is_torn=is_torn)
@@ -175,7 +175,7 @@ class Server(Wired):
         return (self._socket, self._deaths.fileno())
 
     def acknowledge(self) -> bool:
-        """True when a peer's process died: its Left is due after a grace."""
+        """True when a peer's process died: its Disconnected is due after a grace."""
         return bool(self._deaths.poll(0))
 
     def tick(self, now: float) -> float:
@@ -326,4 +326,4 @@ class Server(Wired):
         del self._by_routing_id[peer.routing_id]
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
-        self._events.append((peer, Left(reason, is_torn)))
+        self._events.append((peer, Disconnected(reason, is_torn)))

@@ -16,7 +16,7 @@ MAX_LABEL = 64  # characters
 MAX_WEIGHT = 1000.0
 
 
-class Fleet(NamedTuple):
+class Topology(NamedTuple):
     """`weights` and `labels` by engine; an engine that is in neither has weight 1 and no label. Each front end uses `share`
     engines of its own, front end 0 the first ones; 0: each uses all."""
 
@@ -48,7 +48,7 @@ class Fleet(NamedTuple):
         return [engine for engine in range(num_engines) if self.label(engine) != self.label(0)]
 
 
-def fleet_of(config: EngineConfig) -> Fleet:
+def fleet_of(config: EngineConfig) -> Topology:
     """Raises ConfigError for lists of the wrong length, weights that are no positive numbers, and endless labels."""
     given = config.coordinator
     num_engines = config.parallel.dp
@@ -62,7 +62,7 @@ def fleet_of(config: EngineConfig) -> Fleet:
     _check_sharing(config)
     weights = [_weight(word) for word in given.engine_weights]
     share = 0 if given.load_balancing == "internal" else num_engines // config.serving.api_servers
-    return Fleet(dict(enumerate(weights)), given.engine_labels, share)
+    return Topology(dict(enumerate(weights)), given.engine_labels, share)
 
 
 def engines_of_front(config: EngineConfig, front: int) -> range:

@@ -14,7 +14,7 @@ PUSHED_BYTES = 512 << 10  # payload of a pushed message, at most
 STAGED_BYTES = 8 << 20  # of a staged one, at least
 
 
-class Way(IntEnum):
+class AllReduceAlgo(IntEnum):
     """The first three as models._cuda.Peers numbers them."""
 
     PUSHED = 0
@@ -27,17 +27,17 @@ class AlgoRange(NamedTuple):
     """Messages of up to `most` bytes go this way."""
 
     most: int
-    way: Way
+    way: AllReduceAlgo
 
 
-def usable(size: int, *, pushed: int, staged: int, has_peers: bool, has_nccl: bool) -> list[Way]:
+def usable(size: int, *, pushed: int, staged: int, has_peers: bool, has_nccl: bool) -> list[AllReduceAlgo]:
     """The ways that take `size` bytes at once."""
-    limits = {Way.PUSHED: pushed, Way.ONE_SHOT: staged, Way.TWO_SHOT: staged}
+    limits = {AllReduceAlgo.PUSHED: pushed, AllReduceAlgo.ONE_SHOT: staged, AllReduceAlgo.TWO_SHOT: staged}
     ways = [way for way, most in limits.items() if has_peers and size <= most and size % 16 == 0]
-    return [*ways, Way.NCCL] if has_nccl else ways
+    return [*ways, AllReduceAlgo.NCCL] if has_nccl else ways
 
 
-def steps_from(times: Mapping[int, Mapping[Way, float]]) -> list[AlgoRange]:
+def steps_from(times: Mapping[int, Mapping[AllReduceAlgo, float]]) -> list[AlgoRange]:
     """The fastest way for every size tried, neighbours that agree made one. Beyond the last size its way holds."""
     steps: list[AlgoRange] = []
     for size in sorted(times):
@@ -51,16 +51,16 @@ def steps_from(times: Mapping[int, Mapping[Way, float]]) -> list[AlgoRange]:
 def default_steps(pushed: int, staged: int, *, has_peers: bool, has_nccl: bool) -> list[AlgoRange]:
     """Where nothing was measured."""
     if not has_peers:
-        return [AlgoRange(staged, Way.NCCL)]
-    most = Way.NCCL if has_nccl else Way.TWO_SHOT
+        return [AlgoRange(staged, AllReduceAlgo.NCCL)]
+    most = AllReduceAlgo.NCCL if has_nccl else AllReduceAlgo.TWO_SHOT
     return [
-        AlgoRange(min(128 << 10, pushed), Way.PUSHED),
-        AlgoRange(min(1 << 20, staged), Way.ONE_SHOT),
+        AlgoRange(min(128 << 10, pushed), AllReduceAlgo.PUSHED),
+        AlgoRange(min(1 << 20, staged), AllReduceAlgo.ONE_SHOT),
         AlgoRange(staged, most),
     ]
 
 
-def way_of(steps: Sequence[AlgoRange], size: int) -> Way:
+def way_of(steps: Sequence[AlgoRange], size: int) -> AllReduceAlgo:
     """The way of a message of `size` bytes."""
     return next((step.way for step in steps if size <= step.most), steps[-1].way)
 

@@ -24,7 +24,7 @@ from trireme.workers.collectives.allreduce_algos import (
     PUSHED_BYTES,
     STAGED_BYTES,
     TRIED,
-    Way,
+    AllReduceAlgo,
     default_steps,
     describe,
     steps_from,
@@ -32,7 +32,7 @@ from trireme.workers.collectives.allreduce_algos import (
     way_of,
 )
 from trireme.workers.collectives.nccl import NcclComm
-from trireme.workers.collectives.rendezvous import Meeting
+from trireme.workers.collectives.rendezvous import Rendezvous
 from trireme.workers.collectives.shm import ShmGroup
 from trireme.workers.collectives.timing import time_ways
 from trireme.workers.collectives.torch_dist import TorchComm
@@ -62,11 +62,11 @@ class CudaGroup:
         self.rank, self.size = mesh.tp_rank, mesh.tp
         self._mesh, self._host = mesh, host
         self._staged = min(max(STAGED_BYTES, _rounded(gathered_bytes)), 8 * STAGED_BYTES)
-        self._met: Meeting | None = None
+        self._met: Rendezvous | None = None
         self.watch = CollectiveWatchdog(self._failure, self.abort)
         self.watch.start()
         with self.watch.guard(timeout_s):
-            met = self._met = Meeting(
+            met = self._met = Rendezvous(
                 mesh, host, num_cards, staged_bytes=self._staged, timeout_s=timeout_s, reason=self._reason
             )
         self._peers, self._nccl, self._before, self._behind = met.peers, met.nccl, met.before, met.behind
@@ -119,12 +119,12 @@ class CudaGroup:
                 times.append(f"{(time.perf_counter() - begun) * 1e3:.1f} ms for {size >> 10} KiB")
         return f"Every sum waits for the GPU and passes through the host: {', '.join(times)}"
 
-    def _times(self, size: int) -> Iterator[tuple[Way, float]]:
+    def _times(self, size: int) -> Iterator[tuple[AllReduceAlgo, float]]:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device="cuda")
         for way in usable(size, pushed=PUSHED_BYTES, staged=self._staged, has_peers=True, has_nccl=True):
             yield way, time_ways(lambda way=way: self._reduce(x, way))  # type: ignore[misc]
 
-    def _agreed(self, times: dict[int, dict[Way, float]]) -> dict[int, dict[Way, float]]:
+    def _agreed(self, times: dict[int, dict[AllReduceAlgo, float]]) -> dict[int, dict[AllReduceAlgo, float]]:
         """The times of the slowest rank, so that all choose alike."""
         mine = torch.tensor([taken for of_size in times.values() for taken in of_size.values()])
         slowest = self._host.all_gather(mine, [mine.numel()] * self.size).view(self.size, -1).amax(0).tolist()
@@ -142,10 +142,10 @@ class CudaGroup:
         if x.nbytes % 16 and self._large is None:
             padded = torch.nn.functional.pad(x.view(-1), (0, -x.numel() % 16))
             return x.copy_(self.all_reduce(padded)[: x.numel()].view(x.shape))
-        return self._reduce(x, Way.NCCL if x.nbytes % 16 else way_of(self.ways, x.nbytes))
+        return self._reduce(x, AllReduceAlgo.NCCL if x.nbytes % 16 else way_of(self.ways, x.nbytes))
 
-    def _reduce(self, x: Tensor, way: Way) -> Tensor:
-        if way is Way.NCCL or self._peers is None:
+    def _reduce(self, x: Tensor, way: AllReduceAlgo) -> Tensor:
+        if way is AllReduceAlgo.NCCL or self._peers is None:
             assert self._large is not None
             return self._large.all_reduce(x)
         return self._peers.all_reduce(x, way)

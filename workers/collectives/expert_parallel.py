@@ -15,7 +15,7 @@ from trireme.workers.collectives.experts import SplitExperts
 from trireme.workers.collectives.lockstep import Peers
 
 
-class EngineCompany:
+class ExpertParallelPeers:
     """Satisfies runner.Company. `experts` goes into the model, which `join` brings back here."""
 
     def __init__(self, arena: str, mesh: Mesh, *, timeout_s: float) -> None:
@@ -33,9 +33,9 @@ class EngineCompany:
         self.experts.num_tokens = agreed.num_tokens
         return agreed
 
-    def accompany(self) -> None:
+    def dummy_forward(self) -> None:
         assert self._model is not None
-        self._model.accompany()
+        self._model.dummy_forward()
 
     def facts(self) -> dict[str, Any]:
         """Steps taken together, and a checksum over what was agreed in them."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trireme.errors import CollectiveError
 from trireme.models.cuda import ops as cuda_ops
-from trireme.workers.collectives.allreduce_algos import Way
+from trireme.workers.collectives.allreduce_algos import AllReduceAlgo
 
 DEADLINE_S = 14.0  # of one kernel; the watch aborts a little earlier
 _TEXTS = {1: "the collectives were aborted", 2: "another rank did not take part in a sum"}
@@ -28,7 +28,11 @@ class PeerMemory:
         self, rank: int, size: int, *, pushed_bytes: int, staged_bytes: int, deadline_s: float = DEADLINE_S
     ) -> None:
         self.size = size
-        self._most = {Way.PUSHED: pushed_bytes, Way.ONE_SHOT: staged_bytes, Way.TWO_SHOT: staged_bytes}
+        self._most = {
+            AllReduceAlgo.PUSHED: pushed_bytes,
+            AllReduceAlgo.ONE_SHOT: staged_bytes,
+            AllReduceAlgo.TWO_SHOT: staged_bytes,
+        }
         try:
             self._native: Any = cuda_ops.load().Peers(rank, size, pushed_bytes, staged_bytes, deadline_s)
         except (RuntimeError, ValueError) as error:
@@ -48,7 +52,7 @@ class PeerMemory:
         except (RuntimeError, ValueError) as error:
             raise CollectiveError(str(error)) from None
 
-    def all_reduce(self, x: Tensor, way: Way) -> Tensor:
+    def all_reduce(self, x: Tensor, way: AllReduceAlgo) -> Tensor:
         """Sum over ranks in rank order, in place, added in float32. x is contiguous and 16 divides its bytes."""
         most, size, stream = self._most[way], x.itemsize, torch.cuda.current_stream().cuda_stream
         for start in range(0, x.nbytes, most):
@@ -61,7 +65,7 @@ class PeerMemory:
         rows, stream = x.shape[0], torch.cuda.current_stream().cuda_stream
         out = torch.empty(rows, sum(sizes), dtype=x.dtype, device=x.device)
         widths = [size * x.itemsize for size in sizes]
-        part = max(1, self._most[Way.ONE_SHOT] // max(1, max(widths)))
+        part = max(1, self._most[AllReduceAlgo.ONE_SHOT] // max(1, max(widths)))
         for start in range(0, rows, part):
             count = min(part, rows - start)
             self._native.all_gather(x[start:].data_ptr(), out[start:].data_ptr(), count, widths, stream)

@@ -23,7 +23,7 @@ from trireme.workers.collectives.torch_dist import TorchComm, lacks_torch
 PATH_BYTES = 512  # of where ranks meet for torch
 
 
-class Meeting:
+class Rendezvous:
     """What this rank has found; `lacks` are the ways that its stage cannot have, and why. Raises CollectiveError when all are.
 
     `reason` says why the collectives were aborted.

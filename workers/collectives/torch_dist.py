@@ -39,7 +39,7 @@ class TorchComm:
 
     def __init__(
         self,
-        meeting: str,
+        rendezvous: str,
         rank: int,
         size: int,
         *,
@@ -59,7 +59,7 @@ class TorchComm:
         options._timeout = timedelta(seconds=timeout_s)
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            self._group = dist.ProcessGroupGloo(dist.FileStore(meeting, size), rank, size, options)
+            self._group = dist.ProcessGroupGloo(dist.FileStore(rendezvous, size), rank, size, options)
         except RuntimeError as error:
             raise CollectiveError(f"torch.distributed: {_first_line(error)}") from None
 

@@ -40,14 +40,14 @@ class _Outcome:
     faults: list[RowFault] = field(default_factory=list)
 
 
-class Company(Protocol):
+class LockstepPeers(Protocol):
     """Engines in lock step, as workers.cpu.worker joins them."""
 
     def meet(self, ballot: Ballot | None, num_tokens: int, num_pieces: int) -> Agreed:
         """Agrees on the step."""
         ...
 
-    def accompany(self) -> None:
+    def dummy_forward(self) -> None:
         """Takes part in a forward of others without rows of one's own."""
         ...
 
@@ -69,10 +69,10 @@ class Runner:
         mesh: Mesh,
         *,
         keeper: Group | None = None,
-        company: Company | None = None,
+        lockstep_peers: LockstepPeers | None = None,
     ) -> None:
         self._keeper = keeper
-        self._company = company
+        self._lockstep_peers = lockstep_peers
         self.before_forward: Callable[[], object] = lambda: None
         self._model = model
         self._kv = kv
@@ -124,13 +124,13 @@ class Runner:
     def _run_pieces(self, plan: StepPlan, step: StepRows, outcome: _Outcome) -> Agreed | None:
         """All rows of a step; then, in company, the forwards that others still have to run. What all have agreed on."""
         pieces, agreed = list(self._pieces(step)) if step.rows.size else [], None
-        if self._company is not None:
-            agreed = self._company.meet(plan.ballot, int(step.num_tokens.sum()), len(pieces))
+        if self._lockstep_peers is not None:
+            agreed = self._lockstep_peers.meet(plan.ballot, int(step.num_tokens.sum()), len(pieces))
         for piece in pieces:
             self._try(piece, outcome)
-        if self._company is not None and agreed is not None:
+        if self._lockstep_peers is not None and agreed is not None:
             for _ in range(agreed.num_pieces - len(pieces)):
-                self._company.accompany()
+                self._lockstep_peers.dummy_forward()
         return agreed
 
     def _keep(self, group: Group, rows: NDArray[np.int64], sampled: Sampled) -> None:
@@ -187,7 +187,7 @@ class Runner:
             self.before_forward()
             logits = self._model.forward(forward, self._kv)
         except ROW_ERRORS as error:
-            if self._mesh.num_workers > 1 or self._company is not None:
+            if self._mesh.num_workers > 1 or self._lockstep_peers is not None:
                 raise
             if step.rows.size == 1:
                 outcome.faults.append(RowFault(int(step.rows[0]), f"{_MODEL_FAILED}: {error}"))

@@ -36,7 +36,7 @@ from trireme.workers.inputs import InputBuilder
 from trireme.workers.kv.tensors import KvDtype, allocate_kv, block_bytes, choose_kv_dtype, poison_blocks
 
 if TYPE_CHECKING:
-    from trireme.workers.collectives.expert_parallel import EngineCompany
+    from trireme.workers.collectives.expert_parallel import ExpertParallelPeers
 
 
 class CpuWorker:
@@ -48,7 +48,7 @@ class CpuWorker:
         self.mesh = Mesh(parallel.dp, parallel.pp, parallel.tp, init.dp_rank).at_worker(init.worker)
         self._arena = init.arena
         self._peers_arena = init.peers
-        self._company: EngineCompany | None = None
+        self._lockstep_peers: ExpertParallelPeers | None = None
         self._native = _native_kernels()
         self._progress = progress
         self._loaded: tuple[ArchSpec, Model, KvDtype] | None = None
@@ -72,11 +72,11 @@ class CpuWorker:
         asked = self.config.model
         experts = None
         if self._peers_arena:
-            from trireme.workers.collectives.expert_parallel import EngineCompany
+            from trireme.workers.collectives.expert_parallel import ExpertParallelPeers
 
             limit_s = self.config.launch.step_timeout
-            self._company = EngineCompany(self._peers_arena, self.mesh, timeout_s=limit_s)
-            experts, self._abort_group = self._company.experts, self._company.abort
+            self._lockstep_peers = ExpertParallelPeers(self._peers_arena, self.mesh, timeout_s=limit_s)
+            experts, self._abort_group = self._lockstep_peers.experts, self._lockstep_peers.abort
         model = load_model(
             files,
             arch,
@@ -89,8 +89,8 @@ class CpuWorker:
             dummy=asked.load_format == "dummy",
             experts=experts,
         )
-        if self._company is not None:
-            self._company.join(model)
+        if self._lockstep_peers is not None:
+            self._lockstep_peers.join(model)
         if runtime.value == TORCH:
             from trireme.models.cpu.tensors import use_threads
 
@@ -132,7 +132,7 @@ class CpuWorker:
             inputs,
             self.mesh,
             keeper=self._group if config.runs_ahead else None,
-            company=self._company,
+            lockstep_peers=self._lockstep_peers,
         )
         phases.end("kv")
         return phases.seconds
@@ -186,7 +186,7 @@ class CpuWorker:
             "pid": os.getpid(),
             "own_bytes": read_memory().own,
             "torch": "torch" in sys.modules,
-            **(self._company.facts() if self._company is not None else {}),
+            **(self._lockstep_peers.facts() if self._lockstep_peers is not None else {}),
         }
 
     def _set_threads(self) -> tuple[int, list[Decision]]:

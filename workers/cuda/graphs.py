@@ -24,7 +24,15 @@ from trireme.workers.batch import Batch
 from trireme.workers.cuda.device_state import DeviceRows, Indices, Ints
 from trireme.workers.cuda.graph_policy import GraphPolicy, Size
 from trireme.workers.cuda.staging import Upload
-from trireme.workers.cuda.steps import COLUMNS, MIXED, SHORT, Mixed, Steps, drawn_tensors, fill_decode
+from trireme.workers.cuda.steps import (
+    COLUMNS,
+    SHORT,
+    STEP_COLUMNS,
+    PrefillDecodeStep,
+    Steps,
+    drawn_tensors,
+    fill_decode,
+)
 from trireme.workers.inputs import StepRows
 
 Progress = Callable[[str, int, int], None]
@@ -225,7 +233,7 @@ class MixedGraphs:
         self._tokens, self._logprobs = drawn_tensors(rows + MOST_PIECES, steps.device)
         self.set = GraphSet(policy, memory, self._captured)
 
-    def run(self, size: Size, step: Mixed) -> Drawn:
+    def run(self, size: Size, step: PrefillDecodeStep) -> Drawn:
         """Launches a step whose plan has pieces only; the tokens [S] it samples, and their log-probabilities, are valid until the
         next one is launched."""
         at, blocks = step.columns[-2:]
@@ -236,7 +244,7 @@ class MixedGraphs:
         fill_mixed(host, size, step, self._steps.rows)
         self._upload.send(host.size, self._inputs[: host.size])
         self.set.replay(size, 0, sum(size) - step.columns[0].size)
-        asking = step.columns[MIXED.index("asking")].size
+        asking = step.columns[STEP_COLUMNS.index("asking")].size
         return self._tokens[:asking], self._logprobs[:asking]
 
     def _captured(self, size: Size) -> Mapping[int, Launch]:
@@ -260,7 +268,7 @@ class MixedGraphs:
 
 PADDED = plan_prompts(np.full(MOST_PIECES, 2, np.int32), np.zeros(MOST_PIECES, np.int32), PIECES)
 """The plan of a graph: so many pieces, whose sizes are known on the device alone."""
-EMPTY = Mixed(0, 0, PADDED, [np.zeros(int(name in ("bounds", "fresh")), np.int32) for name in MIXED])
+EMPTY = PrefillDecodeStep(0, 0, PADDED, [np.zeros(int(name in ("bounds", "fresh")), np.int32) for name in STEP_COLUMNS])
 
 
 def captured(
@@ -314,7 +322,7 @@ def _size(decodes: int, tokens: int) -> int:
     return sum(_widths(decodes, tokens))
 
 
-def fill_mixed(out: Ints, size: Size, step: Mixed, rows: DeviceRows) -> None:
+def fill_mixed(out: Ints, size: Size, step: PrefillDecodeStep, rows: DeviceRows) -> None:
     """Writes the columns of `step` into `out`, padded to `size`: padding decodes nothing, has no pieces, samples nothing."""
     padding = {
         "slots": -1,
@@ -326,9 +334,9 @@ def fill_mixed(out: Ints, size: Size, step: Mixed, rows: DeviceRows) -> None:
     }
     places = np.split(out, np.cumsum(_widths(*size))[:-1])
     shift = size[0] - step.num_decodes
-    for name, place, column in zip(MIXED, places, step.columns, strict=True):
+    for name, place, column in zip(STEP_COLUMNS, places, step.columns, strict=True):
         place[:] = padding.get(name, 0)
-        if name in MIXED[:3]:
+        if name in STEP_COLUMNS[:3]:
             place[: step.num_decodes] = column[: step.num_decodes]
             place[size[0] : size[0] + column.size - step.num_decodes] = column[step.num_decodes :]
         elif name == "bounds":

@@ -58,7 +58,7 @@ def record_of(parts: RuleParts, past: Tokens, vocab_size: int) -> Record:
     """The layout of csrc/cuda/ops.h; `past` are the row's tokens."""
     tokens = np.concatenate([parts.bias_ids, parts.ends])
     last = np.array([word[-1] for word in parts.words], np.int64)
-    named = (parts.seen, parts.allowed, parts.barred, last, tokens)
+    named = (parts.seen, parts.allowed, parts.masked, last, tokens)
     flags = np.array([0, ALLOWED, BARRED, COMPLETES, LISTED], np.uint32).repeat([ids.size for ids in named])
     flags[: parts.seen.size] = np.where(parts.counts > 0, parts.counts, IN_PROMPT)
     marked, place = np.unique(np.concatenate(named), return_inverse=True)

@@ -28,7 +28,7 @@ from trireme.workers.cuda.graph_policy import Size
 from trireme.workers.cuda.graphs import MOST_PIECES, DecodeGraphs, GraphSet, MixedGraphs
 from trireme.workers.cuda.logits_processors import DeviceRules, is_for_device
 from trireme.workers.cuda.staging import Answer
-from trireme.workers.cuda.steps import Mixed, Steps
+from trireme.workers.cuda.steps import PrefillDecodeStep, Steps
 from trireme.workers.inputs import StepRows
 from trireme.workers.logits_processors import LogitRules
 from trireme.workers.sampling.sampler import Sampler
@@ -211,7 +211,9 @@ class GpuRunner:
             return self._graphs.set
         return self._mixed_graphs.set if shape and self._mixed_graphs is not None else None
 
-    def _launch_and_sample(self, ticket: LaunchedStep, step: Mixed, at_host: NDArray[np.bool_]) -> LaunchedStep:
+    def _launch_and_sample(
+        self, ticket: LaunchedStep, step: PrefillDecodeStep, at_host: NDArray[np.bool_]
+    ) -> LaunchedStep:
         """A step of which the host samples the rows `at_host`, as soon as their logits are there."""
         on_device, logprobs, logits = self._steps.mixed(step)
         wanted = torch.from_numpy(np.flatnonzero(at_host)).to(logits.device)

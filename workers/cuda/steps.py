@@ -79,7 +79,7 @@ def fill_decode(out: Ints, batch: Batch, step: StepRows, changes: tuple[Indices,
 
 
 @dataclass(slots=True)
-class Mixed:
+class PrefillDecodeStep:
     """A step of any kind. On the device rows with one token come first; those that sample are in plan order."""
 
     num_decodes: int
@@ -92,7 +92,7 @@ class Mixed:
         return [column.size for column in self.columns]
 
 
-MIXED = (
+STEP_COLUMNS = (
     *("ids", "positions", "slots"),  # of tokens
     *("rows", "contexts"),  # of decodes
     *("places", "firsts", "bounds", "reach", "fresh"),  # of pieces, and where packed prompts begin
@@ -108,7 +108,7 @@ def mix(
     rules: Rules,
     table_rows: TableRows,
     at_host: NDArray[np.bool_] | None = None,
-) -> Mixed:
+) -> PrefillDecodeStep:
     """The columns of `step` in the order of MIXED. Of the rows that sample, those of `at_host` get no token on the device. Raises
     EngineError like fill_decode."""
     context = step.num_computed + step.num_tokens
@@ -137,7 +137,7 @@ def mix(
         context[step.sample],
         *changes,
     ]
-    return Mixed(decodes, int(contexts[:decodes].max(initial=0)), plan, columns)
+    return PrefillDecodeStep(decodes, int(contexts[:decodes].max(initial=0)), plan, columns)
 
 
 def drawn_tensors(
@@ -209,17 +209,17 @@ class Steps:
         *,
         rules: Rules | None = None,
         at_host: NDArray[np.bool_] | None = None,
-    ) -> Mixed:
+    ) -> PrefillDecodeStep:
         """`mix` for this model, its prompts by its own rules or by `rules`."""
         return mix(batch, step, changes, rules or self.rules, self._model.table_rows, at_host)
 
-    def mixed(self, step: Mixed) -> tuple[Tensor, Tensor, Tensor]:
+    def mixed(self, step: PrefillDecodeStep) -> tuple[Tensor, Tensor, Tensor]:
         """Launches any step; returns tokens [S], log-probabilities [S, LOGPROB_WORDS] and logits [S, V] of the rows that sample, in
         plan order."""
         host = self._upload.take(sum(step.sizes))
         np.concatenate(step.columns, out=host, casting="same_kind")
         parts = self._upload.send(host.size).split(step.sizes)
-        tokens, logprobs = drawn_tensors(step.columns[MIXED.index("asking")].size, self.device, torch.empty)
+        tokens, logprobs = drawn_tensors(step.columns[STEP_COLUMNS.index("asking")].size, self.device, torch.empty)
         splits = self.splits(step.num_decodes, step.longest)
         return tokens, logprobs, self.launch_mixed(parts, step.plan, tokens, splits, logprobs=logprobs)
 

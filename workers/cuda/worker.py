@@ -30,7 +30,7 @@ from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda.decoder import DTYPES, CudaModel
 from trireme.models.cuda.host_adapter import HostModel
 from trireme.models.cuda.sequence_parallel import SPLIT_FROM
-from trireme.models.cuda.weight_offload import Shelf, tensors_of
+from trireme.models.cuda.weight_offload import OffloadedWeights, tensors_of
 from trireme.models.cuda.weights.shards import own_weights
 from trireme.models.forward import HostKV, Model, SoloGroup
 from trireme.models.load import as_decoder, open_checked
@@ -76,7 +76,7 @@ class CudaWorker:
         self._loaded: tuple[ArchSpec, CudaModel] | None = None
         self._batch: Batch | None = None
         self._num_blocks = 0
-        self._shelf: Shelf | None = None  # the weights of a model that sleeps, where they are kept
+        self._shelf: OffloadedWeights | None = None  # the weights of a model that sleeps, where they are kept
         self._is_asleep = False
         self._runner: GpuRunner | None = None
         self._adaptation: Adaptation | None = None
@@ -276,9 +276,9 @@ class CudaWorker:
         torch.cuda.synchronize()
         self._runner, self._adaptation, self._kv = None, None, []
         model.reserve(0)
-        self._shelf = Shelf(tensors_of(model)) if level == 1 else None
+        self._shelf = OffloadedWeights(tensors_of(model)) if level == 1 else None
         if self._shelf is not None:
-            self._shelf.put_away()
+            self._shelf.offload()
         else:
             self._loaded = None
         del model
@@ -290,7 +290,7 @@ class CudaWorker:
         """As before the sleep, with no key or value. Raises ConfigError where others have taken the memory."""
         try:
             if self._shelf is not None:
-                self._shelf.bring_back()
+                self._shelf.restore()
                 assert self._loaded is not None
                 arch, model = self._loaded
             else:

@@ -98,7 +98,7 @@ class NoiseField:
         self._x, self._spare = np.empty_like(self._scrambled), np.empty_like(self._scrambled)
         self._ratio, self._weight = np.empty(vocab_size, np.float32), np.empty(vocab_size, np.float32)
 
-    def race(self, logits: Floats, peak: float, temperature: float, key: int) -> int:
+    def argmax(self, logits: Floats, peak: float, temperature: float, key: int) -> int:
         """Winner of (logits - peak) / temperature + noise over the whole vocabulary; `peak` is the greatest logit.
 
         Logits of -inf never win. Exact: equal to `race_among` over all tokens.
@@ -106,7 +106,7 @@ class NoiseField:
         rivals = self._rivals(logits, peak, temperature, key)
         if rivals.size == 1:
             return int(rivals[0])
-        return race_among(rivals, logits[rivals], peak, temperature, key)
+        return argmax_among(rivals, logits[rivals], peak, temperature, key)
 
     def _rivals(self, logits: Floats, peak: float, temperature: float, key: int) -> Ids:
         """Tokens that can win: those whose v * exp(depth), at most E * exp(depth), is within the leader's E * exp(depth)."""
@@ -125,7 +125,7 @@ class NoiseField:
         return np.flatnonzero(ratio <= np.float32(bound))
 
 
-def race_among(ids: Ids, logits: Floats, peak: float, temperature: float, key: int) -> int:
+def argmax_among(ids: Ids, logits: Floats, peak: float, temperature: float, key: int) -> int:
     """Winner of (logits - peak) / temperature + noise among `ids` (ascending); logits[i] belongs to ids[i]."""
     score = (logits.astype(np.float64) - peak) / temperature + gumbels(key, ids)
     return int(ids[int(score.argmax())])

@@ -18,10 +18,10 @@ from trireme.models.native import find_native
 from trireme.params import RowParams
 from trireme.transport.wire.messages import LogprobRow, RowFault
 from trireme.workers.batch import ROW_ERRORS, Batch
-from trireme.workers.sampling.gumbel import Floats, NoiseField, noise_key, race_among
+from trireme.workers.sampling.gumbel import Floats, NoiseField, argmax_among, noise_key
 from trireme.workers.sampling.logprobs import logprob_row, logprob_row_reference
 from trireme.workers.sampling.native_sampler import NOT_FINITE, NOTHING_LEFT, Answers, NativeSampler
-from trireme.workers.sampling.top_k_top_p import survivors
+from trireme.workers.sampling.top_k_top_p import kept
 
 
 @dataclass(slots=True)
@@ -128,9 +128,9 @@ class Sampler:
             return best
         key = noise_key(params.seed, params.choice, int(batch.num_tokens[row]))
         if _takes_all(params, logits.size):
-            return self._noise.race(logits, peak, params.temperature, key)
-        ids = survivors(logits, peak, (params.top_k, params.top_p, params.min_p, params.temperature))
-        return race_among(ids, logits[ids], peak, params.temperature, key)
+            return self._noise.argmax(logits, peak, params.temperature, key)
+        ids = kept(logits, peak, (params.top_k, params.top_p, params.min_p, params.temperature))
+        return argmax_among(ids, logits[ids], peak, params.temperature, key)
 
 
 def _fault(row: int, error: Exception) -> RowFault:

@@ -80,7 +80,7 @@ def nucleus(depths: Floats, top_p: float) -> Ids:
     return np.sort(order[: int(np.searchsorted(reached, target)) + 1])
 
 
-def survivors(logits: Floats, peak: float, params: Cuts) -> Ids:
+def kept(logits: Floats, peak: float, params: Cuts) -> Ids:
     """Ids (rising) that stay in the draw of a row with `params`; `peak` is the greatest logit."""
     top_k, top_p, min_p, temperature = params
     ids: Ids | None = None

@@ -476,8 +476,8 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
     const bool is_late = i >= kStages - 1;
     const int to = is_late ? i - (kStages - 1) : i, piece = span.first + turn + to * ways;
     if (i == kStages - 1) {
-      wait_for_inputs();
-      let_next_start();
+      pdl_wait();
+      pdl_launch_dependents();
     }
     if (piece < span.last && (piece >= num_early) == is_late) {
       reader.find(piece);
@@ -591,8 +591,8 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
 template <class T, int D>
 __global__ void fold_kernel(DecodeArgs args) {
   const int row = blockIdx.x, head = blockIdx.y;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const float* records = args.partial + (static_cast<int64_t>(row) * args.q_heads + head) * args.splits * kRecord<D>;
   const int dim = threadIdx.x * 4;
   const float largest = store_output<T, D>(args, row, head, dim, fold<D, 16>(args.splits, dim, [&](int i) { return records + i * kRecord<D>; }));

@@ -127,7 +127,7 @@ __device__ uint64_t take(const PeerView& v, const char* from, uint32_t mark, Pat
 
 template <class T>
 __global__ void __launch_bounds__(kPushThreads) reduce_pushed(PeerView v, const T* x, T* out, int64_t halves) {
-  wait_for_inputs();
+  pdl_wait();
   Counter& counter = header(v, v.rank)->pushed;
   const uint32_t call = this_call(counter);
   const int64_t first = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x, step = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kPushThreads) reduce_pushed(PeerView v, const 
       if (peer != v.rank) push(inbox(v, peer, call, v.rank) + i * kPack, own, call);
     }
   }
-  let_next_start();
+  pdl_launch_dependents();
   Patience patience;
   for (int64_t i = first; i < halves; i += step) {
     float sum[Half<T>::size] = {};
@@ -168,7 +168,7 @@ __device__ Pack<T> sum_of(const PeerView& v, uint32_t call, int64_t at) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) reduce_one_shot(PeerView v, const T* x, T* out, int64_t packs) {
-  wait_for_inputs();
+  pdl_wait();
   Counter& counter = header(v, v.rank)->staged;
   const uint32_t call = this_call(counter);
   constexpr int64_t n = Pack<T>::size;
@@ -176,14 +176,14 @@ __global__ void __launch_bounds__(kThreads) reduce_one_shot(PeerView v, const T*
   T* own = reinterpret_cast<T*>(stage(v, v.rank, call));
   for (int64_t i = first + threadIdx.x; i < last; i += blockDim.x) store_pack(own + i * n, load_pack(x + i * n));
   meet(v, call, 0);
-  let_next_start();
+  pdl_launch_dependents();
   for (int64_t i = first + threadIdx.x; i < last; i += blockDim.x) store_pack(out + i * n, sum_of<T>(v, call, i * n));
   end_call(counter, call);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) reduce_two_shot(PeerView v, const T* x, T* out, int64_t packs) {
-  wait_for_inputs();
+  pdl_wait();
   Counter& counter = header(v, v.rank)->staged;
   const uint32_t call = this_call(counter);
   constexpr int64_t n = Pack<T>::size;
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads) reduce_two_shot(PeerView v, const T*
   const int64_t end = min(packs, v.rank * part + to);
   for (int64_t i = v.rank * part + from + threadIdx.x; i < end; i += blockDim.x) store_pack(summed + i * n, sum_of<T>(v, call, i * n));
   meet(v, call, 1);
-  let_next_start();
+  pdl_launch_dependents();
   for (int rank = 0; rank < v.size; ++rank) {
     const T* theirs = reinterpret_cast<const T*>(sums(v, rank, call));
     const int64_t last = min(packs, rank * part + to);
@@ -216,7 +216,7 @@ struct Widths {
 
 template <class U>
 __global__ void __launch_bounds__(kThreads) gather_columns(PeerView v, const U* x, U* out, int64_t rows, Widths widths) {
-  wait_for_inputs();
+  pdl_wait();
   Counter& counter = header(v, v.rank)->staged;
   const uint32_t call = this_call(counter);
   const auto width = [&](int rank) { return widths.start[rank + 1] - widths.start[rank]; };
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads) gather_columns(PeerView v, const U* 
   U* own = reinterpret_cast<U*>(stage(v, v.rank, call));
   for (int64_t i = first + threadIdx.x; i < last; i += blockDim.x) own[i] = x[i];
   meet(v, call, 0);
-  let_next_start();
+  pdl_launch_dependents();
   for (int rank = 0; rank < v.size; ++rank) {
     span(rank, first, last);
     const U* theirs = rank == v.rank ? x : reinterpret_cast<const U*>(stage(v, rank, call));

@@ -14,8 +14,8 @@ __device__ __forceinline__ float activate(float x) {
 
 template <class T, Gate gate, bool kIsGated>
 __global__ void activation_kernel(GatedArgs args, int first) {
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const int at = (blockIdx.x * blockDim.x + threadIdx.x) * Pack<T>::size;
   const int64_t token = first + blockIdx.y;
   const float row = row_scale(args.scales, token);

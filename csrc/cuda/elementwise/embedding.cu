@@ -7,8 +7,8 @@ namespace {
 template <class T>
 __global__ void gather_kernel(const T* table, const int32_t* ids, T* out, int hidden, int first, int count, float scale) {
   constexpr int size = Pack<T>::size;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int64_t token = blockIdx.x;
   const int id = ids[token] - first;
   for (int at = threadIdx.x * size; at < hidden; at += blockDim.x * size) {
@@ -28,8 +28,8 @@ __global__ void gather_kernel(const T* table, const int32_t* ids, T* out, int hi
 }
 
 __global__ void copy_blocks_kernel(uint4* cache, const int32_t* pairs, int64_t block_packs) {
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const uint4* from = cache + pairs[2 * blockIdx.x] * block_packs;
   uint4* to = cache + pairs[2 * blockIdx.x + 1] * block_packs;
   const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.x;

@@ -15,8 +15,8 @@ __device__ __forceinline__ void norm_row(const NormArgs& args) {
   T* residual = static_cast<T*>(args.residual);
   if (residual != nullptr) residual += token * args.residual_stride;
   const T* weight = static_cast<const T*>(args.weight);
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const float row = row_scale(args.x_scales, token);
   Kept<T> kept;
   float squares = 0.0f, total = 0.0f, mean = 0.0f;
@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(1024) quantize_kernel(NormArgs args) {
   constexpr int size = Pack<T>::size;
   const int packs = args.hidden / size;
   const int64_t token = blockIdx.x;
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   Kept<T> kept;
 #pragma unroll
   for (int i = 0; i < kMaxPacks; ++i) {
@@ -107,8 +107,8 @@ template <class T, class N>
 __global__ void round_kernel(NormArgs args) {
   const int at = (blockIdx.x * blockDim.x + threadIdx.x) * Pack<T>::size;
   const int64_t token = blockIdx.y;
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   if (at >= args.hidden) return;
   const Pack<T> pack = load_pack(static_cast<const T*>(args.x) + token * args.x_stride + at);
   const Rounding<N> rounded(args.largest[token]);

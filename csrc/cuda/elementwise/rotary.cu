@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(32 * kWarps) rotary_kernel(RotaryArgs args) {
   __shared__ float scratch[kWarps][kMaxDim];
   const int dim = args.cache.dim, heads = args.q_heads + 2 * args.cache.heads;
   const int head = blockIdx.y * kWarps + threadIdx.y;
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   if (head >= heads) return;
   const int64_t token = blockIdx.x;
   const int slot = args.slots[token];
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(32 * kWarps) whole_kernel(RotaryArgs args) {
   static_assert(lanes <= 32 && (lanes & (lanes - 1)) == 0, "lanes of a head are a power of two of one warp");
   const int at = threadIdx.x % lanes * size, heads = args.q_heads + 2 * args.cache.heads, kv_heads = args.cache.heads;
   const int64_t token = blockIdx.x;
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const int slot = args.slots[token];
   const float row = row_scale(args.scales, token);
   const float* angles = args.cos_sin + args.positions[token] * args.cos_sin_stride + at;

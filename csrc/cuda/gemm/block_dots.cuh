@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(kProductWarps * 32) dots_kernel(SkinnyArgs arg
   Turn later = next;
 #pragma unroll 1
   for (int i = 0; i < kTurnsAhead && later.group < plan.groups; ++i, later.advance(plan, stride)) ask_for_turn<Block>(args, plan, later);
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const int slots = plan.steps << plan.log_lanes;
   round_rows<T, M>(args, slots, x);
   __syncthreads();
@@ -269,8 +269,8 @@ template <class Block, class T>
 __global__ void __launch_bounds__(kProductWarps * 32) expand_blocks_kernel(const uint8_t* blocks, T* out, int64_t count) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kProductWarps + threadIdx.x / 32;
   const int chunk = threadIdx.x % 32 / 8, word = threadIdx.x % 8;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   if (index >= count) return;
   const uint8_t* block = blocks + index * Block::kBytes;
   const Pair codes = Block::codes(block, chunk, word);

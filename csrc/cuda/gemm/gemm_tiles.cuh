@@ -15,7 +15,7 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
 }
 
 // Calls the 128 bytes around p to the card's last-level cache.
-__device__ __forceinline__ void call_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // c += a b of mma.m16n8k16; T is bf16 or f16.
 template <class T>

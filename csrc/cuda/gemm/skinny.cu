@@ -56,10 +56,10 @@ __global__ void __launch_bounds__(kProductWarps * 32) skinny_kernel(SkinnyArgs a
   }
   const int stop = min(args.k, DEPTH * step + kAhead);
   for (int i = threadIdx.x, at; (at = DEPTH * step + i / (16 * NT) * kPiece) < stop; i += blockDim.x) {
-    call_to_l2(w + static_cast<int64_t>(min(first + i % (16 * NT), args.n - 1)) * args.k + at);
+    prefetch_l2(w + static_cast<int64_t>(min(first + i % (16 * NT), args.n - 1)) * args.k + at);
   }
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const T* columns[MT];
 #pragma unroll
   for (int m = 0; m < MT; ++m) {

@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kProductWarps * 32) fp8_kernel(SkinnyArgs args
   };
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) fetch(pieces[i]);
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const T* columns[MT];
 #pragma unroll
   for (int m = 0; m < MT; ++m) columns[m] = static_cast<const T*>(args.x) + (m * 8 + g < args.m ? m * 8 + g : 0) * args.x_stride + t * 16;

@@ -221,12 +221,12 @@ __global__ void __launch_bounds__(kThreads + 32, 1) hopper_kernel(const __grid_c
   }
   __syncthreads();
   if (warp == kWarps) {
-    let_next_start();
+    pdl_launch_dependents();
     if (lane == 0) bring_weight(weight, plan, shared, full, free);
     return;
   }
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   place_halves<T, N, Kept>(args, x, inverse, peaks, plan.turns * kStage);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");

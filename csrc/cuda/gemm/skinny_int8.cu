@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kProductWarps * 32, MT <= 4 ? 2 : 1) skinny_in
   };
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) fetch(pieces[i]);
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const int8_t* columns[MT];
 #pragma unroll
   for (int m = 0; m < MT; ++m) columns[m] = args.x + min(m * 8 + g, args.scaling.m - 1) * args.x_stride;
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kProductWarps * 32) skinny_int8_scale_kernel(c
       for (int i = 0; i < kTogether; ++i) bias[i] = to_float(static_cast<const T*>(scaling.bias)[at + i]);
     }
   }
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   if (!has_outputs) return;
   int4 found[kScaledRows];
   float x_scale[kScaledRows];

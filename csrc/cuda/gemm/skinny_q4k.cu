@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kProductWarps * 32) q4_k_kernel(SkinnyArgs arg
   }
   Super next{};
   if (warp % W < supers) next = load_super(rows, warp % W, t);
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const T* columns[MT];
 #pragma unroll
   for (int m = 0; m < MT; ++m) columns[m] = static_cast<const T*>(args.x) + (m * 8 + g < args.m ? m * 8 + g : 0) * args.x_stride + t / 2 * 64 + t % 2 * 16;

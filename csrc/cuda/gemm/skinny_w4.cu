@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kProductWarps * 32) w4_kernel(GroupedArgs grou
   };
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) fetch(turns[i]);
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const T* columns[MT];
 #pragma unroll
   for (int m = 0; m < MT; ++m) columns[m] = static_cast<const T*>(args.x) + (m * 8 + g < args.m ? m * 8 + g : 0) * args.x_stride + t * 8;
@@ -139,8 +139,8 @@ template <class T>
 __global__ void __launch_bounds__(kProductWarps * 32) expand_kernel(GroupedArgs grouped) {
   const SkinnyArgs& args = grouped.product;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (kProductWarps * 32) + threadIdx.x;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int per_row = args.k / 32;
   if (index >= static_cast<int64_t>(args.n) * per_row) return;
   const int64_t row = index / per_row;

@@ -26,8 +26,8 @@ __device__ __forceinline__ int order_key(float x) {
 
 template <class T>
 __global__ void __launch_bounds__(kRouteWarps * 32) route_kernel(RouteArgs args) {
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const int lane = threadIdx.x % 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kRouteWarps + threadIdx.x / 32;
   if (token >= args.tokens) return;
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(SortArgs args) {
   const int at = threadIdx.x;
   const bool is_expert = at < kMostExperts;
   if (is_expert) counts[at] = 0;
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   __syncthreads();
   for (int pair = at; pair < args.pairs; pair += kSortThreads) atomicAdd(&counts[args.chosen[pair]], 1);
   __syncthreads();
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(32 * WM * WN) expert_kernel(ExpertArgs args) {
   constexpr int kStage = (kPlaces + kRows) * kRowBytes, kOutputs = kIsGated ? kRows / 2 : kRows;
   static_assert(8 * NT * WN == kRows && kPlaces % kStep == 0 && NT % 4 == 0);
   extern __shared__ __align__(128) unsigned char stages[];
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   if (static_cast<int>(blockIdx.y) >= args.tiles[0]) return;
   const int32_t* tile = args.tiles + 1 + 3 * blockIdx.y;
   const int expert = tile[0], first = tile[1], count = tile[2];
@@ -284,8 +284,8 @@ void multiply_experts(const ExpertArgs& args, Stream stream) {
 
 template <class T>
 __global__ void mix_kernel(MixArgs args, int first) {
-  let_next_start();
-  wait_for_inputs();
+  pdl_launch_dependents();
+  pdl_wait();
   const int at = (blockIdx.x * blockDim.x + threadIdx.x) * Pack<T>::size;
   if (at >= args.hidden) return;
   const int64_t token = first + blockIdx.y;

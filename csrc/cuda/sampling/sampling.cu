@@ -370,8 +370,8 @@ __device__ __noinline__ void write_logprobs(const T* logits, int vocab, int toke
 template <class T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(SampleArgs args) {
   __shared__ Shared s;
-  wait_for_inputs();
-  let_next_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int row = blockIdx.x, vocab = args.vocab;
   const T* logits = static_cast<const T*>(args.logits) + row * args.logits_stride;
   const int slot = args.slots == nullptr ? row : args.slots[row];

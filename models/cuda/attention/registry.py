@@ -19,7 +19,7 @@ from trireme.models.cuda.attention.prefill import PromptAttention, Prompts, gath
 from trireme.models.cuda.attention.prefill_plan import Rules, plan_prompts
 from trireme.models.cuda.ops import CudaPagedKV
 
-Way: TypeAlias = Literal["decode", "pieces", "fresh", "whole"]
+AttentionPath: TypeAlias = Literal["decode", "pieces", "fresh", "whole"]
 HALF = (torch.float16, torch.bfloat16)
 EIGHTHS = range(8, 257, 8)  # head dims
 POWERS = (16, 32, 64, 128, 256)
@@ -46,7 +46,7 @@ class Kernel:
     """A kernel of one way. `load` gives its function, of the type that the way has in cuda_prompt; it may raise."""
 
     name: str
-    way: Way
+    way: AttentionPath
     load: Callable[[], Any]
     dims: Container[int] = EIGHTHS
     has_windows: bool = True
@@ -206,7 +206,7 @@ KERNELS: tuple[Kernel, ...] = (
 )
 
 
-def candidates(way: Way, need: Need) -> tuple[list[Kernel], list[str]]:
+def candidates(way: AttentionPath, need: Need) -> tuple[list[Kernel], list[str]]:
     """Those that can serve, and why the others cannot."""
     mine = [kernel for kernel in KERNELS if kernel.way == way]
     reasons = [kernel.lacks(need) for kernel in mine]
@@ -239,7 +239,7 @@ class AttentionTrial:
         plan = plan_prompts(self.counts, 0 * self.counts, rules)
         return Prompts.of(plan, self.table, (torch.from_numpy(column).cuda() for column in plan.columns))
 
-    def attention(self, way: Way, run: Any) -> PromptAttention:
+    def attention(self, way: AttentionPath, run: Any) -> PromptAttention:
         """One kernel for everything."""
         if way == "whole":
             return PromptAttention(self._whole_rules, _nothing, whole=run)
@@ -251,7 +251,7 @@ class AttentionTrial:
         prompts = self.prompts(attention.rules)
         return lambda: attention(self.qkv, self.q_heads, self.cache, prompts, self.scale, window, self.out)
 
-    def run(self, way: Way, run: Any) -> tuple[Tensor, float]:
+    def run(self, way: AttentionPath, run: Any) -> tuple[Tensor, float]:
         """What it gives, and microseconds."""
         launch = self.launch(self.attention(way, run), 0 if way == "whole" else self.need.window)
         found = launch().float()

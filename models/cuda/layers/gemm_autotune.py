@@ -20,7 +20,7 @@ MakeLaunch = Callable[[int], Launch]
 """A launch for so many rows."""
 
 
-def rows_of_own_kernel(
+def max_rows_own_kernel(
     key: tuple[Any, ...], weight: Tensor, own: MakeLaunch, theirs: MakeLaunch, tried: Sequence[int]
 ) -> int:
     """Rows of x, of those in `tried`, up to which our kernel is the faster one; between them the answer of the next greater one

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trireme.models.cuda import ops
-from trireme.models.cuda.layers.gemm_autotune import Launch, rows_of_own_kernel
-from trireme.models.cuda.layers.protocol import narrow_like
+from trireme.models.cuda.layers.gemm_autotune import Launch, max_rows_own_kernel
+from trireme.models.cuda.layers.protocol import empty_quantized_like
 from trireme.models.cuda.ops import Scales
 
 _LEAST_ROWS = 17  # of torch._int_mm, on a card
@@ -38,24 +38,24 @@ class Int8Linear:
         self._few = ops.INT8_ROWS
         if weight.shape[0] % _OUTPUTS == 0:
             own, theirs = (partial(self._trial, product) for product in (self._own, self._theirs))
-            best = rows_of_own_kernel(("int8", *weight.shape), weight, own, theirs, _TRIED)
+            best = max_rows_own_kernel(("int8", *weight.shape), weight, own, theirs, _TRIED)
             self._few = max(best, _LEAST_ROWS - 1)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        narrow, scale = narrow_like(x, torch.int8)
-        return self.of_narrow(ops.quantize_rows(x, narrow, scale), scale, out)
+        narrow, scale = empty_quantized_like(x, torch.int8)
+        return self.forward_quantized(ops.quantize_rows(x, narrow, scale), scale, out)
 
-    def narrow_type(self, num_rows: int) -> torch.dtype | None:
+    def input_dtype(self, num_rows: int) -> torch.dtype | None:
         return torch.int8
 
-    def of_narrow(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    def forward_quantized(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         for rows in self._slices(x.shape[0]):
             product = self._own if rows.stop - rows.start <= self._few else self._theirs
             product(x[rows], scale[rows], out[rows])
         return out
 
     def unscaled(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
-        self.of_narrow(x, scale, out)
+        self.forward_quantized(x, scale, out)
         return None
 
     def _slices(self, num_rows: int) -> Iterator[slice]:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from trireme.models.cuda import ops
-from trireme.models.cuda.layers.gemm_autotune import Launch, rows_of_own_kernel
+from trireme.models.cuda.layers.gemm_autotune import Launch, max_rows_own_kernel
 from trireme.models.cuda.layers.int8_linear import Int8Linear
 from trireme.models.cuda.layers.packed_linear import BlockLinear, Fp8BlocksLinear, Q4Linear, W4Linear
-from trireme.models.cuda.layers.protocol import LinearLayer, OfHalves, narrow_like
+from trireme.models.cuda.layers.protocol import LinearLayer, OfHalves, empty_quantized_like
 from trireme.models.cuda.layers.quantize import fp8_from
 from trireme.models.cuda.ops import Scales
 
@@ -52,7 +52,7 @@ class CudaLinear(OfHalves):
         own = partial(_launch_dense, lambda x, out: ops.skinny_linear(x, weight, out), weight)
         theirs = partial(_launch_dense, lambda x, out: torch.mm(x, self._transposed, out=out), weight)
         key = (str(weight.dtype), *weight.shape)
-        self._few = 0 if weight.shape[1] % 64 else rows_of_own_kernel(key, weight, own, theirs, _TRIED)
+        self._few = 0 if weight.shape[1] % 64 else max_rows_own_kernel(key, weight, own, theirs, _TRIED)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         if x.shape[0] <= self._few:
@@ -96,13 +96,13 @@ class Fp8Linear:
             return ops.fp8_linear(x, self.weight, out, self._bias, scale=self._scale)
         if x.shape[0] <= self._exact_rows:
             return ops.skinny_linear(x, self.weight, out, self._bias, scale=self._scale)
-        narrow, scale = narrow_like(x, torch.float8_e4m3fn)
-        return self.of_narrow(ops.quantize_rows(x, narrow, scale), scale, out)
+        narrow, scale = empty_quantized_like(x, torch.float8_e4m3fn)
+        return self.forward_quantized(ops.quantize_rows(x, narrow, scale), scale, out)
 
-    def narrow_type(self, num_rows: int) -> torch.dtype | None:
+    def input_dtype(self, num_rows: int) -> torch.dtype | None:
         return torch.float8_e4m3fn if num_rows > self._exact_rows else None
 
-    def of_narrow(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    def forward_quantized(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         is_direct = out.dtype == torch.bfloat16 and out.is_contiguous()
         found = self._multiply(x, scale.view(-1, 1), self._scale_row, out if is_direct else None)
         if self._bias is not None:
@@ -112,7 +112,7 @@ class Fp8Linear:
     def unscaled(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
         is_plain = self._bias is None and out.dtype == torch.bfloat16 and out.is_contiguous()
         if not is_plain or x.shape[0] > _UNSCALED_ROWS:
-            self.of_narrow(x, scale, out)
+            self.forward_quantized(x, scale, out)
             return None
         one = _one(x.device)
         self._multiply(x, one, one, out)

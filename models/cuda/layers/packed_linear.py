@@ -18,7 +18,7 @@ _MOST_SLICES = (
 _EXPANDED = 1 << 25  # values expanded at a time
 
 
-class NarrowLinear(OfHalves):
+class QuantizedLinear(OfHalves):
     """y = x W^T + b."""
 
     __slots__ = ("_bias", "weight")
@@ -61,7 +61,7 @@ class NarrowLinear(OfHalves):
         raise NotImplementedError
 
 
-class Q4Linear(NarrowLinear):
+class Q4Linear(QuantizedLinear):
     """Weight uint8 [n, k / 256 * 144]: rows of GGUF's Q4_K super-blocks."""
 
     __slots__ = ()
@@ -73,7 +73,7 @@ class Q4Linear(NarrowLinear):
         ops.expand_q4_k(self.weight[outputs], out)
 
 
-class BlockLinear(NarrowLinear):
+class BlockLinear(QuantizedLinear):
     """Weight uint8: rows of super-blocks of one of cuda_ops.BLOCKS. Few rows meet them as int8; many meet the values as soon as
     that moves fewer bytes, 16-bit values being written and read."""
 
@@ -97,7 +97,7 @@ class BlockLinear(NarrowLinear):
         ops.expand_blocks(self.weight[outputs], out, form=self._form)
 
 
-class _GroupedLinear(NarrowLinear):
+class _GroupedLinear(QuantizedLinear):
     """A weight whose inputs share something in groups, [k / group, n] on the device."""
 
     __slots__ = ("_groups",)

@@ -10,7 +10,7 @@ from torch import Tensor
 from trireme.models.cuda.ops import Scales
 
 
-def narrow_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def empty_quantized_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Room for x [T, k] in a type of one byte, and for a scale of each row."""
     return torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[0], dtype=torch.float32)
 
@@ -22,11 +22,11 @@ class LinearLayer(Protocol):
         """Writes the product into `out` [T, n], whose rows may be strided, and returns it."""
         ...
 
-    def narrow_type(self, num_rows: int) -> torch.dtype | None:
+    def input_dtype(self, num_rows: int) -> torch.dtype | None:
         """In which type of one byte so many rows are best given, to one of the next two; None: as they are."""
         ...
 
-    def of_narrow(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    def forward_quantized(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """The product of x [T, k] of that type times scale [T]."""
         ...
 
@@ -40,10 +40,10 @@ class OfHalves:
 
     __slots__ = ()
 
-    def narrow_type(self, num_rows: int) -> torch.dtype | None:
+    def input_dtype(self, num_rows: int) -> torch.dtype | None:
         return None
 
-    def of_narrow(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    def forward_quantized(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         raise NotImplementedError
 
     def unscaled(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:

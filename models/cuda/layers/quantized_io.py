@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trireme.models.cuda import ops
-from trireme.models.cuda.layers.protocol import LinearLayer, narrow_like
+from trireme.models.cuda.layers.protocol import LinearLayer, empty_quantized_like
 
 
 class Product(NamedTuple):
@@ -17,22 +17,22 @@ class Product(NamedTuple):
     scales: ops.Scales | None = None
 
 
-class Narrow(NamedTuple):
+class QuantizedInput(NamedTuple):
     """Inputs of a product, rounded: values [T, k] of one byte each, times scale [T] float32."""
 
     values: Tensor
     scale: Tensor
 
 
-def narrowed(linear: LinearLayer, x: Tensor, largest: Tensor | None) -> Tensor | Narrow:
+def narrowed(linear: LinearLayer, x: Tensor, largest: Tensor | None) -> Tensor | QuantizedInput:
     """x as `linear` wants it; `largest` are its rows' largest magnitudes, where they are known."""
-    dtype = linear.narrow_type(x.shape[0])
+    dtype = linear.input_dtype(x.shape[0])
     if dtype is None:
         return x
-    narrow, scale = narrow_like(x, dtype)
-    return Narrow(ops.quantize_rows(x, narrow, scale, largest), scale)
+    narrow, scale = empty_quantized_like(x, dtype)
+    return QuantizedInput(ops.quantize_rows(x, narrow, scale, largest), scale)
 
 
-def multiply(linear: LinearLayer, x: Tensor | Narrow, out: Tensor) -> Tensor:
+def multiply(linear: LinearLayer, x: Tensor | QuantizedInput, out: Tensor) -> Tensor:
     """The product of x with all its scales."""
-    return linear(x, out) if isinstance(x, Tensor) else linear.of_narrow(x.values, x.scale, out)
+    return linear(x, out) if isinstance(x, Tensor) else linear.forward_quantized(x.values, x.scale, out)

@@ -14,7 +14,7 @@ import torch
 _MOST_ROWS = 64  # more fill a device with a block for each
 
 
-class LargestOfRows:
+class RowAmax:
     """Room for `count` of them in a step."""
 
     __slots__ = ("_all",)
