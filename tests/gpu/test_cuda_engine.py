@@ -97,12 +97,13 @@ def assert_same_up_to_ties(
     theirs: list[tuple[int, ...]],
     prompts: Sequence[list[int]] = PROMPTS,
     near: float = 0.5,
+    length: int = LENGTH,
 ) -> None:
     """Where two answers part, the two tokens must have been nearly equal: within what bfloat16 errs by on these logits."""
     for prompt, a, b in zip(prompts, mine, theirs, strict=True):
-        assert len(a) == len(b) == LENGTH
+        assert len(a) == len(b) == length
         if a != b:
-            at = next(i for i in range(LENGTH) if a[i] != b[i])
+            at = next(i for i in range(length) if a[i] != b[i])
             assert margin_of(model, prompt, a[:at], (a[at], b[at])) < near
 
 
