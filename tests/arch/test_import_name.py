@@ -49,6 +49,7 @@ def shadowed(folder: Path) -> Path:
 
 def test_a_script_beside_folders_of_the_same_names_runs(tmp_path: Path) -> None:
     """Processes and all: two engines behind the coordinator, each in a process of its own."""
+    from tests.e2e.deployment import python_path
     from tests.models.tiny import make_stub
 
     script = shadowed(tmp_path) / "script.py"
@@ -58,7 +59,7 @@ def test_a_script_beside_folders_of_the_same_names_runs(tmp_path: Path) -> None:
         f"with LLM({str(make_stub(tmp_path / 'stub'))!r}, worker='fake', dp=2) as llm:\n"
         "    print(len(llm.generate([[5, 6, 7]] * 4, SamplingParams(max_tokens=4, ignore_eos=True))))\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["4"], done.stderr
 

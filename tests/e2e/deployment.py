@@ -54,6 +54,11 @@ def is_spare(pid: int, line: str) -> bool:
     return False
 
 
+def python_path() -> str:
+    """The checkout, before what the environment names."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+
+
 class Deployment:
     """`trireme serve MODEL FLAGS...` on a free port. Use as a context manager."""
 
@@ -75,7 +80,7 @@ class Deployment:
             str(self.port),
             *self.flags,
         ]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+        env = {**os.environ, "PYTHONPATH": python_path(), "NO_COLOR": "1"}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
         )

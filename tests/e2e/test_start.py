@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.deployment import ROOT, Deployment, free_port, wait_for
+from tests.e2e.deployment import ROOT, Deployment, free_port, python_path, wait_for
 from tests.models.tiny import make_stub, make_tiny_llama
 from trireme.errors import ModelError
 from trireme.model.files import find_model
@@ -67,7 +67,7 @@ def test_on_a_terminal_the_log_of_every_part_is_shown(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "trireme.launch.cli", "serve", str(make_stub(tmp_path)), "--worker", "fake"]
     command += ["--port", str(free_port()), "--drain-notice", "0"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "200"}
+    env = {**os.environ, "PYTHONPATH": python_path(), "TERM": "xterm", "COLUMNS": "200"}
     shown = bytearray()
 
     def read() -> None:
