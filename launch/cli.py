@@ -12,6 +12,7 @@ from importlib import import_module
 
 from trireme.errors import TriremeError
 from trireme.launch.options import find_command, help_of, overview
+from trireme.launch.terminal import show
 
 _HELP = ("-h", "--help", "help")
 
@@ -49,9 +50,9 @@ def run(words: list[str]) -> int:
 
 def print_error(message: str, hint: str = "") -> None:
     """The form of every error: what happened with its numbers, then what to try, one cure a line."""
-    print(f"error: {message}", file=sys.stderr)
+    show(f"error: {message}", to=sys.stderr)
     for i, cure in enumerate(line for line in hint.split("\n") if line):
-        print(f"  {'try' if i == 0 else 'or ':<5} {cure}", file=sys.stderr)
+        show(f"  {'try' if i == 0 else 'or ':<5} {cure}", to=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trireme.config import Decision
+from trireme.launch.terminal import printable
 from trireme.sizes import MIB, format_bytes
 
 PLAIN_EVERY_S = 5.0
@@ -30,6 +31,11 @@ class _Amount(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(_amount(task.completed, task.total or 0), style="progress.download")
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Names, templates and errors may come from files and servers of others."""
+    return Text(printable(text), style=style)
 
 
 def _amount(done: float, total: float) -> str:
@@ -55,12 +61,12 @@ class Console:
 
     def say(self, text: str, *, style: str = "") -> None:
         """One line, above the bars if there are any."""
-        self._rich.print(Text(text, style=style))
+        self._rich.print(_text(text, style))
 
     def title(self, left: str, right: str = "") -> None:
         if self.is_terminal and right:
             gap = max(self._rich.width - len(left) - len(right), 2)
-            self._rich.print(Text(left, style="bold"), Text(" " * (gap - 2) + right, style="dim"))
+            self._rich.print(_text(left, "bold"), _text(" " * (gap - 2) + right, "dim"))
         else:
             self.say(f"{left}  {right}".rstrip(), style="bold")
 
@@ -135,7 +141,7 @@ class Console:
     def _pass_on(self, reading: int) -> None:
         with os.fdopen(reading, errors="replace") as lines:
             for line in lines:
-                self._rich.print(Text(line.rstrip("\n")))
+                self._rich.print(_text(line.rstrip("\n")))
 
     # ------------------------------------------------------------ panels and tables
 
@@ -143,9 +149,7 @@ class Console:
         """What was decided and why, a line each."""
         grid = Table.grid(padding=(0, 2))
         for decision in decisions:
-            grid.add_row(
-                Text("  " + decision.what, style="cyan"), Text(decision.value), Text(decision.because, style="dim")
-            )
+            grid.add_row(_text("  " + decision.what, "cyan"), _text(decision.value), _text(decision.because, "dim"))
         self._rich.print(grid, soft_wrap=False)
 
     def ready(self, seconds: float, address: str, curl: str, also: str, parts: str = "") -> None:
@@ -165,5 +169,5 @@ class Console:
         for i, column in enumerate(columns):
             table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*map(_text, row))
         self._rich.print(table, soft_wrap=False)

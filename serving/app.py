@@ -32,6 +32,7 @@ from trireme.serving.api.openai.wire import (
     sampling_params,
     split_prompts,
 )
+from trireme.serving.echo import Echo, echo_of_ids, echo_of_text
 from trireme.serving.engines.replay import Replay
 from trireme.serving.front import Front
 from trireme.serving.http.middleware import Admin, ApiKeys, Middleware, send_body
@@ -224,6 +225,7 @@ async def _chat(front: Front, scope: Scope, receive: Receive, send: Send) -> Non
                 model=front.model_name,
                 table=front.table,
                 num_choices=len(rows),
+                prompt=rows[0].prompt.tolist() if request.return_token_ids else (),
                 request_usage=_wants_usage(request),
             )
 
@@ -269,6 +271,12 @@ async def _completions(front: Front, scope: Scope, receive: Receive, send: Send)
         prompts = split_prompts(request.prompt)
         tokens = await front.off_loop(sum(map(len, prompts)), lambda: _prompt_tokens(front, request, prompts))
         rows = front.processor.rows(tokens, params, salt=request.cache_salt, terms=terms)
+        echoes = None
+        if request.echo:
+            both = list(zip(prompts, tokens, strict=True))
+            echoes = await front.off_loop(
+                sum(map(len, prompts)), lambda: [_echo(front, request, prompt, ids) for prompt, ids in both]
+            )
 
         def form(generation: Generation) -> Format:
             return CompletionFormat(
@@ -278,7 +286,7 @@ async def _completions(front: Front, scope: Scope, receive: Receive, send: Send)
                 created=int(time.time()),
                 model=front.model_name,
                 table=front.table,
-                echoes=_echoes(front, prompts) if request.echo else None,
+                echoes=echoes,
                 request_usage=_wants_usage(request),
             )
 
@@ -297,9 +305,10 @@ def _prompt_tokens(front: Front, request: CompletionRequest, prompts: list[str |
     return found
 
 
-def _echoes(front: Front, prompts: list[str | list[int]]) -> list[str]:
-    decode = front.tokenizer.decode
-    return [prompt if isinstance(prompt, str) else decode(prompt, skip_special=False) for prompt in prompts]
+def _echo(front: Front, request: CompletionRequest, prompt: str | list[int], ids: np.ndarray) -> Echo:
+    if isinstance(prompt, str):
+        return echo_of_text(front.tokenizer, prompt, ids, add_special=request.add_special_tokens is not False)
+    return echo_of_ids(front.tokenizer, ids)
 
 
 def _wants_usage(request: CompletionRequest | ChatRequest) -> bool:
@@ -323,7 +332,8 @@ async def _answer(
     """Submits and answers, streamed or whole. Counts the request in once and out once, whatever happens."""
     pin, label = _pin(scope), _label(scope)
     front.admit_rows(len(rows), sum(len(row.prompt) for row in rows), rows[0].priority)
-    generation = Generation(front.client, front.table, rows, params)
+    echoed = isinstance(request, CompletionRequest) and bool(request.echo)
+    generation = Generation(front.client, front.table, rows, params, echoed=echoed)
     form = layer_config_of(generation)
     front.telemetry.received(route, generation, len(rows))
     front.admission.charge(caller, generation.usage().prompt_tokens)
@@ -383,6 +393,8 @@ async def _tokenize_inside(front: Front, scope: Scope, receive: Receive, send: S
     front.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
+    if request.tools and request.prompt is not None:
+        raise RequestError("tools are for messages: a prompt is tokenized as it is", param="tools")
     max_len = front.client.facts.max_len if front.client.facts else None
     if request.prompt is not None:
         text = request.prompt
@@ -434,6 +446,9 @@ async def _models(front: Front, scope: Scope, receive: Receive, send: Send) -> N
 
 
 async def _model(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    if not scope["path_params"]["model"]:  # /v1/models/
+        await _models(front, scope, receive, send)
+        return
     front.check_model(scope["path_params"]["model"])
     await send_body(send, 200, _encode(_model_object(front)))
 

@@ -62,7 +62,7 @@ class Front:
         self.model_name = model_name
         self.created = int(time.time())
         self.table = TokenText(tokenizer)
-        special = frozenset(self.table.shown(token) for token in tokenizer.special_ids)
+        special = tokenizer.special_names
         template = find_template(
             override=config.model.chat_template,
             own=tokenizer.chat_template,

@@ -69,7 +69,7 @@ class TextSide:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.table = TokenText(tokenizer)
-        special = frozenset(self.table.shown(token) for token in tokenizer.special_ids)
+        special = tokenizer.special_names
         template = find_template(
             override=config.model.chat_template,
             own=tokenizer.chat_template,

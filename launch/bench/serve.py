@@ -26,6 +26,7 @@ from trireme.launch.api.http import Endpoint, ServerError, endpoint, get_json, s
 from trireme.launch.api.view import ProgressView
 from trireme.launch.bench.samples import RunSummary, Sample, make_text, publish, ratio_row, summarize
 from trireme.launch.options import Invocation
+from trireme.launch.terminal import show
 from trireme.resolve import prepare
 
 WARM_UP_TOKENS = 8
@@ -155,7 +156,7 @@ async def _load(
         await asyncio.gather(*(client(which) for which in range(int(step.amount))))
     wall_s = time.perf_counter() - begun
     for error, times in Counter(sample.error for sample in samples if sample.error).items():
-        print(f"{times} x {error}", file=sys.stderr)
+        show(f"{times} x {error}", to=sys.stderr)
     return summarize(samples, wall_s)
 
 

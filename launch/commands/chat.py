@@ -11,6 +11,7 @@ import time
 from trireme.errors import RequestError
 from trireme.launch.commands.chat_backend import ChatBackend, make_backend
 from trireme.launch.options import Invocation
+from trireme.launch.terminal import show
 
 HELP = "/exit ends   /new forgets the talk   /help   Ctrl-C stops an answer"
 
@@ -75,7 +76,7 @@ def say_answer(backend: ChatBackend, messages: list[dict[str, str]]) -> str:
         for piece in backend.answer(messages):
             first = first or time.perf_counter()
             said.append(piece.text)
-            print(piece.text, end="", flush=True)
+            show(piece.text, end="")
     except KeyboardInterrupt:
         print(" ...", end="")
     print(flush=True)
@@ -86,4 +87,4 @@ def say_answer(backend: ChatBackend, messages: list[dict[str, str]]) -> str:
 
 
 def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    show(text, to=sys.stderr)

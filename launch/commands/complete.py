@@ -7,6 +7,7 @@ import sys
 
 from trireme.launch.commands.chat_backend import make_backend
 from trireme.launch.options import Invocation
+from trireme.launch.terminal import show
 
 
 def run(invocation: Invocation) -> int:
@@ -21,7 +22,7 @@ def run(invocation: Invocation) -> int:
             said.append(piece.text)
             finish = piece.finish or finish
             if not options["json"]:
-                print(piece.text, end="", flush=True)
+                show(piece.text, end="")
     finally:
         backend.close()
     if options["json"]:

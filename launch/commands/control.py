@@ -13,6 +13,7 @@ from trireme.errors import ConfigError
 from trireme.launch.api.client import AsyncClient
 from trireme.launch.api.http import Endpoint, endpoint, get_json, post_json
 from trireme.launch.options import Invocation
+from trireme.launch.terminal import show
 from trireme.sleep import LEVELS
 from trireme.topology.lockstep import PAUSES, pause_mode
 
@@ -32,7 +33,7 @@ def run(invocation: Invocation) -> int:
         found = asyncio.run(_by_http(endpoint(options["url"], keys[0] if keys else ""), action, level, mode))
     else:
         found = asyncio.run(_by_sockets(options["dir"], action, level, mode))
-    print(json.dumps(found, indent=1) if options["json"] else "\n".join(map(_line, found)))
+    show(json.dumps(found, indent=1) if options["json"] else "\n".join(map(_line, found)))
     return 0
 
 

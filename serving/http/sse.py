@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
@@ -158,8 +158,11 @@ class EventStream:
         generation = self.generation
         while self.failure is None:
             if deltas:
-                usage = generation.usage() if continuous_usage else None
-                chunk = b"".join([form.event(delta, usage) for delta in deltas])
+                if continuous_usage:
+                    counted = zip(deltas, _usages(generation.usage(), deltas), strict=True)
+                    chunk = b"".join([form.event(delta, usage) for delta, usage in counted])
+                else:
+                    chunk = b"".join([form.event(delta, None) for delta in deltas])
                 if len(chunk) > PIECE_BYTES:
                     await self._write_pieces(chunk)
                 elif chunk:
@@ -253,6 +256,14 @@ class EventStream:
     def _transport(self) -> asyncio.Transport | None:
         extension = self._scope.get("extensions", {}).get("trireme.transport")
         return extension["transport"] if extension is not None else None
+
+
+def _usages(usage: Usage, deltas: list[TextDelta]) -> Iterator[Usage]:
+    """What had been used after each of `deltas`, if `usage` was after all of them."""
+    num_tokens = usage.completion_tokens - sum(len(delta.tokens) for delta in deltas)
+    for delta in deltas:
+        num_tokens += len(delta.tokens)
+        yield usage._replace(completion_tokens=num_tokens)
 
 
 def _error_event(error: BaseException) -> bytes:

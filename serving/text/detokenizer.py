@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 _decode_utf8 = codecs.utf_8_decode
+LOOK_BACK = 16  # last tokens of a prompt that may hold the bytes of one character; unknown ids have none
 
 
 class Pieces(Protocol):
@@ -51,6 +52,16 @@ class TokenText(dict[int, "str | bytes"]):
     def raw(self, token: int) -> bytes:
         text = self[token]
         return text.encode() if isinstance(text, str) else text
+
+    def unfinished(self, prompt: Sequence[int]) -> bytes:
+        """Bytes at the end of a prompt that begin a character and do not complete it, at most 3."""
+        tail = b""
+        for token in reversed(prompt[-LOOK_BACK:]):
+            text = self[token]
+            if isinstance(text, str) and text:
+                break
+            tail = self.raw(token) + tail
+        return tail[_decode_utf8(tail, "replace", False)[1] :]
 
 
 class StopStrings:
@@ -114,10 +125,11 @@ class Detokenizer:
     """Text of one choice. After `stop` is set (the stop string that fired) nothing more may be pushed.
 
     `hidden_ids` are tokens that end the row and show no text; special tokens are hidden with `skip_special`. Stop strings
-    count only from the first text after `min_tokens` tokens.
+    count only from the first text after `min_tokens` tokens. `unfinished` are bytes that the prompt ended with: the text
+    begins with the character that they begin. Nothing is shown of them if nothing came after, unless the prompt is `echoed`.
     """
 
-    __slots__ = ("_hidden", "_min_tokens", "_partial", "_stops", "_table", "num_tokens")
+    __slots__ = ("_drops_partial", "_hidden", "_min_tokens", "_partial", "_stops", "_table", "num_tokens")
 
     def __init__(
         self,
@@ -128,13 +140,16 @@ class Detokenizer:
         skip_special: bool = True,
         hidden_ids: Iterable[int] = (),
         min_tokens: int = 0,
+        unfinished: bytes = b"",
+        echoed: bool = False,
     ) -> None:
         self._table = table
         hidden = frozenset(hidden_ids)
         self._hidden = hidden | table.special_ids if skip_special else hidden
         self._stops = StopStrings(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
-        self._partial = b""  # bytes that may be the beginning of a character
+        self._partial = unfinished  # bytes that may be the beginning of a character
+        self._drops_partial = bool(unfinished) and not echoed  # while they are the prompt's alone
         self.num_tokens = 0
 
     @property
@@ -155,7 +170,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What is left at the end: withheld text, an unfinished character as one U+FFFD."""
-        tail = self._partial.decode(errors="replace")
+        tail = "" if self._drops_partial else self._partial.decode(errors="replace")
         self._partial = b""
         if self._stops is None:
             return tail
@@ -164,6 +179,7 @@ class Detokenizer:
         return self._stops.finish() + tail
 
     def _decode(self, piece: str | bytes) -> str:
+        self._drops_partial = self._drops_partial and not piece
         raw = self._partial + (piece if isinstance(piece, bytes) else piece.encode())
         text, num_used = _decode_utf8(raw, "replace", False)
         self._partial = raw[num_used:]

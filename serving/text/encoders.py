@@ -40,7 +40,11 @@ class TextEncoder(Protocol):
 
     @property
     def adds_space(self) -> bool:
-        """Whether a space is put before a text, and before what follows an added token."""
+        """Whether a space is put before a text, which decoding takes away."""
+
+    @property
+    def adds_space_after_added(self) -> bool:
+        """Whether one is also put before what follows an added token."""
 
     @property
     def added(self) -> dict[int, AddedText]: ...
@@ -52,7 +56,7 @@ class TextEncoder(Protocol):
         """Id of the token spelled exactly so in the vocabulary, else None."""
 
     def piece_bytes(self, token: int) -> bytes:
-        """Bytes that an ordinary token stands for in running text; b"" for ids that are no token."""
+        """Bytes that a token stands for in running text, an added one too; b"" for ids that are no token."""
 
 
 class LibraryEncoder:
@@ -62,7 +66,12 @@ class LibraryEncoder:
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
-        self._decoder, self.adds_space = _decoder_facts(fast)
+        steps = _steps(fast.decoder, "decoders")
+        kinds = [step.get("type") for step in steps]
+        self._is_byte_level = "ByteLevel" in kinds and {*kinds} <= {"ByteLevel", "Fuse"}
+        self._has_byte_pieces = "ByteFallback" in kinds
+        self.adds_space = _strips_space(steps)
+        self.adds_space_after_added = self.adds_space and _prepends_to_each_part(fast)
         if vocab_size is None:
             vocab_size = max(fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.vocab_size = vocab_size
@@ -80,16 +89,40 @@ class LibraryEncoder:
         text = self._fast.id_to_token(token)
         if text is None:
             return b""
-        if self._decoder == "byte_level":
-            table = _byte_of_char()
+        if self._is_byte_level:
+            return self._byte_level_bytes(token, text)
+        if self._has_byte_pieces and (match := _BYTE_PIECE.fullmatch(text)):
+            return bytes([int(match[1], 16)])
+        anchor, lead = self._anchor
+        return self._fast.decode([anchor, token], skip_special_tokens=False).removeprefix(lead).encode()
+
+    def _byte_level_bytes(self, token: int, text: str) -> bytes:
+        """The library reads an added token as characters for bytes too. Where that breaks a token whose content is plain text
+        (an added "caf\u00e9", say), the content is meant."""
+        table = _byte_of_char()
+        try:
+            raw = bytes(table[char] for char in text)
+        except KeyError:
+            return text.encode()
+        if token in self.added and self._fast.model.id_to_token(token) != text:
             try:
-                return bytes(table[char] for char in text)
-            except KeyError:
+                raw.decode()
+            except UnicodeDecodeError:
                 return text.encode()
-        if self._decoder == "spm":
-            return spm_bytes(text)
-        anchor = self._fast.token_to_id("a") or 0
-        return self._fast.decode([anchor, token]).removeprefix(self._fast.decode([anchor])).encode()
+        return raw
+
+    @functools.cached_property
+    def _anchor(self) -> tuple[int, str]:
+        """A token, and its text: what the decoder makes of another one after it is what that one adds to running text."""
+        preferred = (self._fast.token_to_id("a"), self._fast.token_to_id("b"))
+        for token in (*preferred, *range(self.vocab_size)):
+            text = self._fast.id_to_token(token) if token is not None else None
+            if token is None or text is None or _BYTE_PIECE.fullmatch(text):
+                continue
+            lead = self._fast.decode([token], skip_special_tokens=False)
+            if lead and not lead.isspace() and "\ufffd" not in lead:
+                return token, lead
+        return 0, self._fast.decode([0], skip_special_tokens=False)
 
     @functools.cached_property
     def _plain(self) -> FastTokenizer:
@@ -110,7 +143,7 @@ class SpmEncoder:
         self, tokens: list[str], scores: Sequence[float], kinds: np.ndarray, *, unknown: int | None, adds_space: bool
     ) -> None:
         self.vocab_size = len(tokens)
-        self.adds_space = adds_space
+        self.adds_space = self.adds_space_after_added = adds_space
         self.added = {
             int(token): AddedText(tokens[token], kinds[token] == SPECIAL) for token in np.nonzero(kinds >= ADDED)[0]
         }
@@ -138,6 +171,8 @@ class SpmEncoder:
         return token if token >= 0 else None
 
     def piece_bytes(self, token: int) -> bytes:
+        if (added := self.added.get(token)) is not None:
+            return (added.text if added.special else added.text.replace(META, " ")).encode()
         return spm_bytes(self._tokens[token]) if 0 <= token < len(self._tokens) else b""
 
 
@@ -148,16 +183,39 @@ def spm_bytes(piece: str) -> bytes:
     return piece.replace(META, " ").encode()
 
 
-def _decoder_facts(fast: FastTokenizer) -> tuple[str, bool]:
-    """How pieces become bytes (byte-level, SentencePiece-style, or asked of the library) and whether one space is dropped."""
-    decoder = json.loads(fast.decoder.__getstate__()) if fast.decoder is not None else {}
-    steps = decoder.get("decoders", [decoder])
-    kinds = {step.get("type") for step in steps}
-    if kinds == {"ByteLevel"}:
-        return "byte_level", False
-    if "Metaspace" in kinds or any(s.get("type") == "Replace" and s.get("content") == " " for s in steps):
-        return "spm", "Strip" in kinds or any(s.get("prepend_scheme") in ("always", "first") for s in steps)
-    return "library", False
+def _steps(part: Any, name: str) -> list[dict[str, Any]]:
+    """A decoder, normalizer or pre-tokenizer of the library as its steps; `name` is the field that holds them."""
+    if part is None:
+        return []
+    state = json.loads(part.__getstate__())
+    steps: list[dict[str, Any]] = state.get(name, [state])
+    return steps
+
+
+def _strips_space(steps: list[dict[str, Any]]) -> bool:
+    """Whether a decoder drops one space at the beginning of a text: Strip counts once the pieces are one text."""
+    kinds = [step.get("type") for step in steps]
+    if any(step.get("type") == "Metaspace" and _prepends(step) for step in steps):
+        return True
+    joined = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    return any(
+        step.get("type") == "Strip" and step.get("content") == " " and step.get("start", 0) > 0
+        for step in steps[joined:]
+    )
+
+
+def _prepends_to_each_part(fast: FastTokenizer) -> bool:
+    """Whether a space is put before each part of a text between added tokens, and not only before the whole."""
+    if any(step.get("type") == "Prepend" for step in _steps(fast.normalizer, "normalizers")):
+        return True
+    return any(
+        step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") == "always" and _prepends(step)
+        for step in _steps(fast.pre_tokenizer, "pretokenizers")
+    )
+
+
+def _prepends(metaspace: dict[str, Any]) -> bool:
+    return metaspace.get("prepend_scheme", "always") in ("always", "first") and metaspace.get("add_prefix_space", True)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from trireme.params import SamplingParams
 from trireme.serving.engines.client import EngineClient, error_from_end
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Stream
-from trireme.serving.text.detokenizer import Detokenizer, TokenText
+from trireme.serving.text.detokenizer import LOOK_BACK, Detokenizer, TokenText
 from trireme.transport.wire.messages import End, First, LogprobRow
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -67,8 +67,15 @@ class Generation:
     """
 
     def __init__(
-        self, client: EngineClient, table: TokenText, replays: Sequence[Replay], params: SamplingParams
+        self,
+        client: EngineClient,
+        table: TokenText,
+        replays: Sequence[Replay],
+        params: SamplingParams,
+        *,
+        echoed: bool = False,
     ) -> None:
+        """`echoed`: the prompt is shown before the text, so that an unfinished character at its end is not lost."""
         self.params = params
         self.replays = replays
         self.prompt_logprobs: dict[int, list[TextLogprob]] = {}  # by choice; one entry per prompt token but the first
@@ -91,6 +98,8 @@ class Generation:
                     skip_special=params.skip_special_tokens,
                     hidden_ids=() if params.include_stop_str_in_output else _stop_ids(replay),
                     min_tokens=params.min_tokens,
+                    unfinished=table.unfinished(replay.prompt[-LOOK_BACK:].tolist()),
+                    echoed=echoed,
                 ),
             )
             for replay in replays

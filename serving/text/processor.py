@@ -30,6 +30,8 @@ class TextTokenizer(Protocol):
 
     def encode(self, text: str, *, add_special: bool = True, allow_special: bool = True) -> np.ndarray: ...
 
+    def encode_inside(self, text: str) -> np.ndarray: ...
+
     def encode_segments(self, segments: Sequence[tuple[str, bool]], *, add_special: bool = False) -> np.ndarray: ...
 
     def token_bytes(self, token: int) -> bytes: ...
@@ -202,7 +204,7 @@ class Processor:
         return wanted
 
     def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that spell a bad word, alone and after a space."""
+        """Token sequences that spell a bad word in running text, with a space before it and without."""
         found: dict[tuple[int, ...], None] = {}
         for i, word in enumerate(words):
             if not word.strip():
@@ -212,8 +214,9 @@ class Processor:
                     f"bad_words[{i}] has {len(word)} characters; the limit is 256", param=f"bad_words[{i}]"
                 )
             self.check_text(word, f"bad_words[{i}]")
-            for form in (word, " " + word.lstrip()):
-                ids = self.tokenizer.encode(form, add_special=False, allow_special=False)
+            bare = word.lstrip()
+            for form in (word, bare, " " + bare):
+                ids = self.tokenizer.encode_inside(form)
                 if len(ids):
                     found[tuple(ids.tolist())] = None
         if sum(map(len, found)) > MAX_BAD_WORD_TOKENS:

@@ -22,29 +22,31 @@ from trireme.serving.text.encoders import LibraryEncoder, TextEncoder
 from trireme.serving.text.tokens_gguf import tokenizer_from_gguf
 
 _HEAD = 3  # characters of a name that are looked for first
+_BEFORE = ("\n", "\x01", ".", "1")  # what text may stand behind: most vocabularies merge one of these with nothing
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
     """Text <-> token ids. Safe to use from several threads; ids are int32 arrays.
 
-    `decode` is exactly the join of `token_bytes`, read as UTF-8 with U+FFFD for what is broken, less the one leading
-    space that SentencePiece-style tokenizers put before a text and after each added token (`adds_space`).
+    `decode` is exactly the join of `pieces`, read as UTF-8 with U+FFFD for what is broken: `token_bytes` less the one leading
+    space that SentencePiece-style tokenizers put before a text and, some of them, after each added token.
     """
 
     def __init__(self, encoder: TextEncoder, *, special: dict[str, str], chat_template: str | None) -> None:
         """`special` maps bos_token, eos_token, ... to their strings."""
         self._encoder = encoder
-        self.adds_space = encoder.adds_space
         self.special_tokens = special
         self.chat_template = chat_template
         self.vocab_size = encoder.vocab_size
         added = encoder.added
         self._added: dict[int, bytes] = {token: entry.text.encode() for token, entry in added.items()}
+        self.special_names = frozenset(entry.text for entry in added.values() if entry.special)
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self.bos_token_id = self.token_id(special.get("bos_token"))
         self.eos_token_id = self.token_id(special.get("eos_token"))
         self.pad_token_id = self.token_id(special.get("pad_token"))
+        self._unknown = self.token_id(special.get("unk_token"))  # stands for text that has no token
         self._named = _SpecialNames({entry.text: token for token, entry in added.items() if entry.special})
         self._piece: Callable[[int], bytes] = functools.lru_cache(maxsize=1 << 16)(encoder.piece_bytes)
 
@@ -54,6 +56,23 @@ class Tokenizer:
         if not allow_special and not self._named.spans(text):
             allow_special = True  # the same ids, without the library's second copy
         return self._encoder.encode(text, add_special=add_special, allow_special=allow_special)
+
+    def encode_inside(self, text: str) -> np.ndarray:
+        """Ids of `text` as it stands behind other text, without the space that some tokenizers put before a text. Names of
+        special tokens are plain text."""
+        raw = text.encode()
+        alone = self.encode(text, add_special=False, allow_special=False)
+        if self._spells(alone, raw):
+            return alone
+        for before in _BEFORE:
+            lead = self.encode(before, add_special=False, allow_special=False)
+            both = self.encode(before + text, add_special=False, allow_special=False)
+            if np.array_equal(both[: len(lead)], lead) and self._spells(both[len(lead) :], raw):
+                return both[len(lead) :]
+        return alone
+
+    def _spells(self, ids: np.ndarray, raw: bytes) -> bool:
+        return b"".join(map(self._piece, ids.tolist())) == raw
 
     def encode_segments(self, segments: Sequence[tuple[str, bool]], *, add_special: bool = False) -> np.ndarray:
         """Ids of segments put together as one text; only segments flagged True (trusted, from a template) may name
@@ -74,25 +93,43 @@ class Tokenizer:
             start = end
         return np.array(ids, dtype=np.int32)
 
+    @functools.cached_property
+    def num_ends(self) -> tuple[int, int]:
+        """How many special tokens `encode` puts before and after a text with `add_special`."""
+        bare, whole = (self._encoder.encode("a", add_special=add, allow_special=True).tolist() for add in (False, True))
+        spare = len(whole) - len(bare)
+        begin = next((n for n in range(spare + 1) if whole[n : n + len(bare)] == bare), spare)
+        return begin, spare - begin
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; special tokens are left out unless `skip_special=False`. Unknown ids give nothing."""
-        parts: list[bytes] = []
-        at_start = self.adds_space
+        return b"".join(self.pieces(ids, skip_special=skip_special)).decode("utf-8", "replace")
+
+    def pieces(self, ids: Iterable[int], *, skip_special: bool = True) -> list[bytes]:
+        """What each of `ids` adds to the text of all, in order; b"" for what adds nothing."""
+        found: list[bytes] = []
+        after_added = self._encoder.adds_space_after_added
+        at_start = self._encoder.adds_space
         for token in ids:
             token = int(token)
-            if token in self._added:
-                if not (skip_special and token in self.special_ids):
-                    parts.append(self._added[token])
-                at_start = self.adds_space
+            if skip_special and token in self.special_ids:
+                found.append(b"")
+                at_start |= after_added and token != self._unknown
                 continue
             piece = self._piece(token)
-            parts.append(piece[1:] if at_start and piece.startswith(b" ") else piece)
-            at_start = False
-        return b"".join(parts).decode("utf-8", "replace")
+            if token in self.special_ids or self._added.get(token) == piece:
+                at_start = (
+                    after_added and token != self._unknown
+                )  # it was found in raw text, so that no space was put before it
+            elif at_start and piece:
+                piece = piece.removeprefix(b" ")
+                at_start = False
+            found.append(piece)
+        return found
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes that this token adds to the text, whatever stands before it; b"" for unknown ids."""
-        return self._added[token] if token in self._added else self._piece(token)
+        return self._piece(token)
 
     def token_text(self, token: int) -> str:
         """The token as shown in logprobs: its bytes as text, U+FFFD for broken UTF-8."""

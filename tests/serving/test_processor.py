@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from tests.models.tiny import make_stub
+from tests.models.tiny import make_stub, spm_pieces, write_spm_tokenizer
 from trireme.errors import RequestError
-from trireme.model.files import find_model
+from trireme.model.files import ModelFiles, find_model
 from trireme.params import SamplingParams
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.tokens import load_tokenizer
@@ -69,8 +71,29 @@ def test_end_tokens(processor: Processor) -> None:
     assert processor.rows(prompt, SamplingParams(top_k=-1))[0].params.top_k == 0
 
 
+def test_bad_words_of_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
+    """Its encoder puts a space before a text: the spelling without one comes from inside a word."""
+    write_spm_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(ModelFiles("safetensors", tmp_path, "test"))
+    pieces = spm_pieces()
+    spm = Processor(tokenizer, max_len=100, vocab_size=len(pieces))
+
+    def spelled(word: str) -> set[tuple[str, ...]]:
+        return {tuple(pieces[token] for token in ids) for ids in spm.bad_token_ids([word])}
+
+    assert spelled("hi") == spelled(" hi") == {("hi",), ("\u2581hi",)}
+    assert spelled("ah") == {("a", "h"), ("\u2581a", "h")}
+    assert spelled("\u00e9") == {("<0xC3>", "<0xA9>"), ("\u2581", "<0xC3>", "<0xA9>")}
+    assert spelled("hi a") == {("hi", "\u2581a"), ("\u2581hi", "\u2581a")}
+    for word in ("hi", " a hi", "i  h", "<s>", "\nhi", "\u00e9\n"):
+        wanted = {word.encode(), word.lstrip().encode(), b" " + word.lstrip().encode()}
+        found = {b"".join(map(tokenizer.token_bytes, ids)) for ids in spm.bad_token_ids([word])}
+        assert found == wanted
+
+
 def test_bad_words_are_barred_alone_and_after_a_space(processor: Processor) -> None:
     assert processor.bad_token_ids(["no", " no"]) == (tuple(b"no"), tuple(b" no"))
+    assert processor.bad_token_ids([" no"]) == (tuple(b" no"), tuple(b"no"))
     assert processor.bad_token_ids(["</s>"]) == (tuple(b"</s>"), tuple(b" </s>"))  # never the special token itself
 
 

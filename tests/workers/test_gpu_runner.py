@@ -37,12 +37,13 @@ from trireme.workers.inputs import InputBuilder
 from trireme.workers.kv.tensors import independent
 
 NUM_BLOCKS, BLOCK, NUM_ROWS, MAX_LEN = 64, 4, 4, 64
+KNOWN = 40  # tokens of a tokenizer that does not fill the model's vocabulary
 CPU = torch.device("cpu")
 torch.set_num_threads(1)
 
 
-def host_runner(model: Any, kv: list[Any], *, keeps: bool) -> Runner:
-    batch = Batch(NUM_ROWS, MAX_LEN, BLOCK, VOCAB, NUM_BLOCKS)
+def host_runner(model: Any, kv: list[Any], *, keeps: bool, vocab_size: int = VOCAB) -> Runner:
+    batch = Batch(NUM_ROWS, MAX_LEN, BLOCK, vocab_size, NUM_BLOCKS)
     inputs = InputBuilder(128, NUM_ROWS, MAX_LEN // BLOCK)
     host = cast(Any, HostModel(model, "cpu"))
     return Runner(host, kv, batch, inputs, Mesh(1, 1, 1), keeper=SoloGroup() if keeps else None)
@@ -56,13 +57,14 @@ def make_runner(
     sizes: Sequence[tuple[int, int]] = (),
     policies: tuple[GraphPolicy, GraphPolicy] | None = None,
     table_rows: TableRows = POSITIONS,
+    vocab_size: int = VOCAB,
 ) -> tuple[GpuRunner, list[HostKV]]:
     """A runner, and its cache as arrays. `sizes` are those of graphs of small steps with prompts."""
     model = cast(Any, TwinModel(rules, table_rows))
     kv = model.allocate_kv(NUM_BLOCKS, BLOCK)
-    slow = host_runner(model, kv, keeps=keeps)
+    slow = host_runner(model, kv, keeps=keeps, vocab_size=vocab_size)
     rows = DeviceRows(NUM_ROWS, slow._batch.blocks.shape[1], CPU)
-    steps = Steps(model, kv, rows, sample_rows, max_tokens=16, device=CPU)
+    steps = Steps(model, kv, rows, sample_rows, max_tokens=16, device=CPU, vocab_size=vocab_size)
     memory = GraphMemory(CPU)
     policies = policies or (fixed((size,) for size in sizes_up_to(num_graphs)), fixed(sizes))
     graphs, mixed = DecodeGraphs(steps, policies[0], memory), MixedGraphs(steps, policies[1], memory)
@@ -86,10 +88,10 @@ def copy_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ops, "copy_blocks", copy_blocks)
 
 
-def alone(job: tuple[list[int], RowParams], table_rows: TableRows = POSITIONS) -> Job:
+def alone(job: tuple[list[int], RowParams], table_rows: TableRows = POSITIONS, *, vocab_size: int = VOCAB) -> Job:
     model = TwinModel(table_rows=table_rows)
     kv = model.allocate_kv(NUM_BLOCKS, BLOCK)
-    return run_alone(host_runner(model, kv, keeps=True), range(9), *job)
+    return run_alone(host_runner(model, kv, keeps=True, vocab_size=vocab_size), range(9), *job)
 
 
 def is_plain(job: tuple[list[int], RowParams]) -> tuple[list[int], RowParams]:
@@ -136,6 +138,33 @@ def test_any_plan_gives_what_the_host_gives(
         theirs = alone(job, table_rows)
         assert mine.outputs == theirs.outputs
         assert mine.scores == theirs.scores
+        assert [a.logprobs.tobytes() for a in mine.logprobs] == [b.logprobs.tobytes() for b in theirs.logprobs]
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.one_of(job_of(KNOWN), job_of(KNOWN).map(is_plain)), min_size=1, max_size=5),
+    st.integers(0, 2**32),
+    st.sampled_from([1, NUM_ROWS]),
+    st.sampled_from([(), ((2, 4), (4, 40))]),
+    st.sampled_from([0, NUM_ROWS]),
+)
+def test_tokens_beyond_a_smaller_vocabulary_are_not_sampled(
+    jobs: list[Any], seed: int, num_graphs: int, sizes: tuple[tuple[int, int], ...], most_ruled: int
+) -> None:
+    """In steps with graphs and without, with rules on the device and on the host; the model's logits are as wide as ever."""
+    runner, kv = make_runner(num_graphs=num_graphs, sizes=sizes, vocab_size=KNOWN)
+    runner._rules.most = most_ruled
+    together = [Job(*job) for job in jobs]
+    planner = RandomPlanner(
+        random.Random(seed), together, cast(Any, runner), kv, num_rows=NUM_ROWS, block_size=BLOCK, tolerance=0.0
+    )
+    planner.run()
+    for mine, job in zip(together, jobs, strict=True):
+        theirs = alone(job, vocab_size=KNOWN)
+        assert mine.outputs == theirs.outputs
+        assert all(token < KNOWN for token in mine.outputs)
+        assert all((entry.token_ids < KNOWN).all() for entry in mine.logprobs)
         assert [a.logprobs.tobytes() for a in mine.logprobs] == [b.logprobs.tobytes() for b in theirs.logprobs]
 
 

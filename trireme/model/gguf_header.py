@@ -101,13 +101,15 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """A parsed header. Array values are lists; `metadata` also answers typed questions through the functions below."""
+    """A parsed header. Array values are lists; `metadata` also answers typed questions through the functions below. `strings` has
+    the length and the last item of each list of strings, kept or not."""
 
     path: Path
     version: int
     alignment: int
     metadata: dict[str, Scalar | list[Scalar]]
     tensors: dict[str, GgufTensor]
+    strings: dict[str, tuple[int, str]]
 
     def text(self, key: str, default: str | None = None) -> str:
         """String value of `key`; ModelError when it is absent (and there is no default) or of another type."""
@@ -188,6 +190,7 @@ class _Reader:
         self.size = size
         self.at = 0
         self.arrays = arrays
+        self.lists: dict[str, tuple[int, str]] = {}
 
     def read(self) -> GgufFile:
         if self.data[:4] != MAGIC:
@@ -216,7 +219,8 @@ class _Reader:
             raise self.bad(f"general.alignment is {alignment!r}, not a power of two up to {MAX_ALIGNMENT}")
         relative = [self.tensor() for _ in range(num_tensors)]
         start = -(-self.at // alignment) * alignment
-        return GgufFile(self.path, version, alignment, metadata, self.place(relative, start, alignment))
+        tensors = self.place(relative, start, alignment)
+        return GgufFile(self.path, version, alignment, metadata, tensors, self.lists)
 
     def place(self, relative: list[GgufTensor], start: int, alignment: int) -> dict[str, GgufTensor]:
         """Absolute offsets; refuses tensors that are misaligned, outside the file, doubly named or overlapping."""
@@ -269,13 +273,13 @@ class _Reader:
         kind = self.u32()
         num_items = self.count(f"length of {key}", MAX_ARRAY_ITEMS)
         if kind == _STRING:
-            return self.strings(num_items)
+            return self.strings(num_items, key)
         if kind == _ARRAY:
             raise self.bad(f"{key} is an array of arrays, which no known model uses")
         items = self.scalars(kind, num_items, key)
         return list(items) if self.arrays else []
 
-    def strings(self, num_items: int) -> list[Scalar]:
+    def strings(self, num_items: int, key: str) -> list[Scalar]:
         """The long arrays of a file (tokens, merges): bounds are checked as in `string`, in one tight loop."""
         data, size, at, keep = self.data, self.size, self.at, self.arrays
         items: list[Scalar] = []
@@ -291,6 +295,7 @@ class _Reader:
                 if keep:
                     items.append(data[at : at + length].decode("utf-8"))
                 at += length
+            self.lists[key] = num_items, data[at - length : at].decode("utf-8") if num_items else ""
         except UnicodeDecodeError as error:
             raise self.bad(f"a string at byte {at} is not UTF-8") from error
         self.at = at

@@ -79,7 +79,7 @@ class Runner:
         self._batch = batch
         self._inputs = inputs
         self._mesh = mesh
-        self._sampler = Sampler(model.vocab_size)
+        self._sampler = Sampler(batch.vocab_size)
         self.max_logits = max(1, LOGITS_BYTES // (4 * model.vocab_size))  # positions of one forward
         self.num_steps = 0
 
@@ -199,6 +199,8 @@ class Runner:
             self._read_logits(logits, wanted, outcome)
 
     def _read_logits(self, values: Logits, wanted: Wanted, outcome: _Outcome) -> None:
+        if values.shape[1] > self._batch.vocab_size:  # rows of the matrix that stand for no token
+            values = values[:, : self._batch.vocab_size]
         for row, first, count, at in wanted.prompt:
             try:
                 k = self._batch.row_params(row).prompt_logprobs

@@ -27,6 +27,7 @@ from trireme.phases import Phases
 from trireme.sleep import NO_SLEEP
 from trireme.topology.mesh import Mesh
 from trireme.transport.wire.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
+from trireme.vocabulary import begin_to_count
 from trireme.workers.batch import Batch
 from trireme.workers.collectives import make_group
 from trireme.workers.cpu.kv_pages import ResidentKv
@@ -52,6 +53,7 @@ class CpuWorker:
         self._native = _native_kernels()
         self._progress = progress
         self._loaded: tuple[ArchSpec, Model, KvDtype] | None = None
+        self._vocab_size = 0  # ids that can be sampled: the tokenizer's, of the model's
         self._kv: list[HostKV] = []
         self._runner: Runner | None = None
         self._pages: ResidentKv | None = None
@@ -70,6 +72,7 @@ class CpuWorker:
         self._group = group
         self._abort_group = getattr(group, "abort", None)
         asked = self.config.model
+        known_tokens = begin_to_count(asked)
         experts = None
         if self._peers_arena:
             from trireme.workers.collectives.expert_parallel import ExpertParallelPeers
@@ -98,11 +101,12 @@ class CpuWorker:
             use_threads(num_threads if self._native is None else 1)
         kv_dtype, kv_decision = choose_kv_dtype(self.config.cache.kv_dtype, arch, self.config.cache.block_size)
         self._loaded = arch, model, kv_dtype
+        self._vocab_size = min(model.vocab_size, known_tokens.result() or model.vocab_size)
         facts, parallel = read_memory(), self.config.parallel
         step_bytes = activation_bytes(arch, self.config.scheduler, parallel.dp if self.config.in_lockstep else 1)
         return WorkerLoaded(
             worker=self.mesh.worker,
-            vocab_size=model.vocab_size,
+            vocab_size=self._vocab_size,
             block_bytes=block_bytes(model, self.config.cache.block_size, kv_dtype),
             free_bytes=kv_share(facts, step_bytes, parallel.dp * self.mesh.num_workers, self.mesh.num_workers),
             weight_bytes=max(0, facts.own - before.own),
@@ -123,7 +127,7 @@ class CpuWorker:
         self._kv = allocate_kv(model, num_blocks, block_size, kv_dtype)
         self._pages = ResidentKv(self._kv)
         self._pages.start()
-        batch = Batch(max_rows, max_len, block_size, model.vocab_size, num_blocks)
+        batch = Batch(max_rows, max_len, block_size, self._vocab_size, num_blocks)
         inputs = InputBuilder(config.scheduler.num_tokens, max_rows, -(-max_len // block_size))
         self._runner = Runner(
             model,

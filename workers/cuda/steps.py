@@ -162,8 +162,11 @@ class Steps:
         *,
         max_tokens: int,
         device: torch.device,
+        vocab_size: int | None = None,
     ) -> None:
+        """`vocab_size`: ids from there on are never sampled; default: the model's."""
         self.device = device
+        self._vocab_size = model.vocab_size if vocab_size is None else vocab_size
         self.rows = rows
         self._model, self._kv, self._sample = model, kv, sample
         self.samples, self.num_ranks = model.mesh.is_last_stage, model.mesh.tp
@@ -196,10 +199,15 @@ class Steps:
             num_decodes=rows.shape[0],
             splits=splits,
         )
-        logits = self._model.run(batch, self._kv, self._scratch)
+        logits = self._run(batch)
         if self.samples:
             self._sample(logits, table.jobs, context, tokens, slots=jobs, logprobs=logprobs)
             table.keep(rows, tokens)
+
+    def _run(self, batch: CudaBatch) -> Tensor:
+        """Logits of the tokens that may be sampled, a view; on the other stages whatever the model gives."""
+        found = self._model.run(batch, self._kv, self._scratch)
+        return found[:, : self._vocab_size] if self.samples else found
 
     def mix(
         self,
@@ -255,7 +263,7 @@ class Steps:
             splits=splits,
             prompts=prompts,
         )
-        logits = self._model.run(batch, self._kv, self._scratch)
+        logits = self._run(batch)
         if asking.numel() and self.samples:
             self._sample(logits, table.jobs, asking_at, tokens, slots=jobs, logprobs=logprobs)
             table.keep(asking, tokens)

@@ -40,6 +40,7 @@ from trireme.phases import Phases
 from trireme.sizes import format_bytes
 from trireme.topology.mesh import Mesh
 from trireme.transport.wire.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
+from trireme.vocabulary import begin_to_count
 from trireme.workers.batch import Batch
 from trireme.workers.collectives import make_cuda_group
 from trireme.workers.collectives.cuda import CudaGroup
@@ -74,6 +75,7 @@ class CudaWorker:
         self._group: CudaGroup | None = None
         self._device = torch.device("cuda")
         self._loaded: tuple[ArchSpec, CudaModel] | None = None
+        self._vocab_size = 0  # ids that can be sampled: the tokenizer's, of the model's
         self._batch: Batch | None = None
         self._num_blocks = 0
         self._shelf: OffloadedWeights | None = None  # the weights of a model that sleeps, where they are kept
@@ -102,6 +104,7 @@ class CudaWorker:
         self._group = self._open_group(2 * config.scheduler.num_rows * max(shares.vocab_sizes))
         self._progress("device", 1, 1)
         phases.end("device")
+        known_tokens = begin_to_count(config.model)
         model = self._load_model(arch, device, shares)
         max_len = config.model.max_len or arch.max_position
         phases.end("weights")
@@ -120,10 +123,11 @@ class CudaWorker:
         if config.cache.kv_memory is None and config.cache.num_blocks is None:
             memory.check(max_len, token_bytes, can_be_narrower=model.kv_dtype.itemsize > 1)
         self._loaded = arch, model
+        self._vocab_size = min(model.vocab_size, known_tokens.result() or model.vocab_size)
         phases.end("measure")
         return WorkerLoaded(
             worker=self.mesh.worker,
-            vocab_size=model.vocab_size,
+            vocab_size=self._vocab_size,
             block_bytes=token_bytes * block_size,
             free_bytes=memory.left // self._workers_of_card(),
             weight_bytes=model.weight_bytes,
@@ -167,7 +171,7 @@ class CudaWorker:
         rows, block_size = config.scheduler.num_rows, config.cache.block_size
         self._num_blocks = num_blocks
         phases = Phases()
-        self._make_runner(arch, model, Batch(rows, max_len, block_size, model.vocab_size, num_blocks), phases)
+        self._make_runner(arch, model, Batch(rows, max_len, block_size, self._vocab_size, num_blocks), phases)
         return phases.seconds
 
     def _make_runner(self, arch: ArchSpec, model: CudaModel, batch: Batch, phases: Phases) -> None:
@@ -181,7 +185,9 @@ class CudaWorker:
             device = self._device
             rows = DeviceRows(max_rows, batch.blocks.shape[1], device)
             sample = cuda_ops.sample_rows
-            steps = Steps(model, self._kv, rows, sample, max_tokens=max_tokens, device=device)
+            steps = Steps(
+                model, self._kv, rows, sample, max_tokens=max_tokens, device=device, vocab_size=batch.vocab_size
+            )
             memory = GraphMemory(device)
             policies = self._policies = self._policies or self._make_policies(model)
             graphs, mixed = DecodeGraphs(steps, policies[0], memory), MixedGraphs(steps, policies[1], memory)

@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 
 from trireme.errors import RequestError
-from trireme.serving.api.openai.wire import MAX_MESSAGES, ChatRequest, Message, TokenizeRequest
+from trireme.serving.api.openai.wire import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+    ChatRequest,
+    Message,
+    TokenizeRequest,
+)
 from trireme.serving.http.sse import usage_object
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage
@@ -61,6 +68,8 @@ class ChatRenderer:
             prompt = False
         hidden = _Hidden(self._special)
         guarded = [hidden.guard(message) for message in plain]
+        if isinstance(request, TokenizeRequest) and request.tools:
+            settings["tools"] = hidden.guard(_checked_tools(request.tools))
         text = self.template.render(guarded, add_generation_prompt=prompt, **settings)
         if request.continue_final_message:
             text = _cut_after(text, guarded[-1]["content"].strip())
@@ -82,7 +91,7 @@ class _Hidden:
                 return value
             return self._special.sub(self._hide, value)
         if isinstance(value, dict):
-            return {key: self.guard(inner) for key, inner in value.items()}
+            return {self.guard(key): self.guard(inner) for key, inner in value.items()}
         if isinstance(value, list):
             return [self.guard(inner) for inner in value]
         return value
@@ -148,6 +157,15 @@ def content_chars(message: Message) -> int:
     return len(content) if isinstance(content, str) else sum(len(str(part.get("text", ""))) for part in content or ())
 
 
+def _checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Descriptions of tools as templates write them out, within bounds. Raises RequestError."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools holds {len(tools)}; the limit is {MAX_TOOLS}", param="tools")
+    if (size := len(_encode(tools))) > MAX_TOOLS_BYTES:
+        raise RequestError(f"tools has {size} bytes; the limit is {MAX_TOOLS_BYTES}", param="tools")
+    return tools
+
+
 def _settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Template settings that a request may give: a closed list of scalars."""
     settings: dict[str, Any] = {}
@@ -205,12 +223,16 @@ class ChatFormat:
         model: str,
         table: TokenText,
         num_choices: int,
+        prompt: Sequence[int],
         request_usage: bool,
     ) -> None:
+        """`prompt` are the ids of the prompt, told with `return_token_ids`: in a stream with its first chunk."""
         self._head = {"id": answer_id, "created": created, "model": model}
         self._table = table
         self._wants_logprobs = bool(request.logprobs)
         self._with_ids = bool(request.return_token_ids)
+        self._prompt = list(prompt) if self._with_ids else []
+        self._is_begun = False
         self._choices = [_ChatChoice() for _ in range(num_choices)]
         lead = {"id": answer_id, "object": "chat.completion.chunk", "created": created, "model": model}
         self._lead = b"data: " + _encode(lead)[:-1] + b',"choices":['
@@ -228,7 +250,14 @@ class ChatFormat:
                 b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
                 % delta.choice
             )
-            out += self._end(usage)
+            if usage is not None:  # it comes before the tokens of this delta
+                before = usage._replace(completion_tokens=usage.completion_tokens - len(delta.tokens))
+                out += self._end(before)
+            else:
+                out += self._close
+            if self._with_ids and not self._is_begun:
+                out = out[: -len(b"}\n\n")] + b',"prompt_token_ids":' + _encode(self._prompt) + b"}\n\n"
+            self._is_begun = True
         shows_logprobs = self._wants_logprobs and bool(delta.logprobs)
         if delta.text or shows_logprobs or (self._with_ids and delta.tokens):
             text = _encode(delta.text)
@@ -274,7 +303,10 @@ class ChatFormat:
                 shown["token_ids"] = choice.tokens
             choices.append(shown)
         usage = usage_object(generation.usage())
-        return _encode({**self._head, "object": "chat.completion", "choices": choices, "usage": usage})
+        answer = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+        if self._with_ids:
+            answer["prompt_token_ids"] = self._prompt
+        return _encode(answer)
 
     def _logprobs(self, entries: Sequence[TextLogprob]) -> bytes:
         content = [

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from trireme.serving.api.openai.wire import CompletionRequest
+from trireme.serving.echo import Echo
 from trireme.serving.http.sse import usage_object
-from trireme.serving.text.detokenizer import TokenText
+from trireme.serving.text.detokenizer import LOOK_BACK, TokenText
 from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage
 
 _encode = msgspec.json.encode
@@ -21,13 +22,16 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class _Columns:
-    """Log-probabilities of one choice as the columns of the completions API; offsets count characters of the answer."""
+    """Log-probabilities of one choice as the columns of the completions API. A token is listed as the text shows it, at the
+    number of whole characters before it; a generated one that the text hides is listed by name, without width."""
 
-    def __init__(self, table: TokenText, *, hidden: frozenset[int]) -> None:
+    def __init__(self, table: TokenText, *, hidden: frozenset[int], unfinished: bytes) -> None:
+        """`unfinished` are bytes of a prompt that is not shown; the text begins with their character."""
         self._table = table
         self._hidden = hidden
         self._decoder = _new_decoder("replace")
-        self.offset = 0
+        self._decoder.decode(unfinished)
+        self._offset = 0
         self.clear()
 
     def clear(self) -> None:
@@ -36,25 +40,33 @@ class _Columns:
         self.top: list[dict[str, float] | None] = []
         self.offsets: list[int] = []
 
-    def add(self, token: int, entry: TextLogprob | None) -> None:
-        """One token; `entry` is None for the first of a prompt, which nothing predicted."""
-        self.tokens.append(self._name(token))
-        self.offsets.append(self.offset)
+    def add(self, token: int, entry: TextLogprob) -> None:
+        """A generated token."""
+        self._append(token, self._name(token), entry)
         if token not in self._hidden:
-            self.offset += len(self._decoder.decode(self._table.raw(token)))
+            self._offset += len(self._decoder.decode(self._table.raw(token)))
+
+    def add_prompt(self, token: int, piece: bytes, entry: TextLogprob | None) -> None:
+        """A token of an echoed prompt, `piece` of its text; `entry` is None for the first, which nothing predicted."""
+        self._append(token, _shown(piece), entry)
+        self._offset += len(self._decoder.decode(piece))
+
+    def _append(self, token: int, name: str, entry: TextLogprob | None) -> None:
+        self.tokens.append(name)
+        self.offsets.append(self._offset)
         if entry is None:
             self.logprobs.append(None)
             self.top.append(None)
             return
         logprob = max(entry.logprob, -9999.0)
         self.logprobs.append(logprob)
-        top = {self._name(other): max(value, -9999.0) for other, value in entry.top}
-        top.setdefault(self.tokens[-1], logprob)
+        top = {name if other == token else self._name(other): max(value, -9999.0) for other, value in entry.top}
+        top.setdefault(name, logprob)
         self.top.append(top)
 
     def _name(self, token: int) -> str:
         text = self._table[token]
-        return text if isinstance(text, str) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
+        return text if isinstance(text, str) else _shown(text)
 
     def as_object(self) -> dict[str, Any]:
         return {
@@ -65,12 +77,21 @@ class _Columns:
         }
 
 
+def _shown(piece: bytes) -> str:
+    """Bytes that are no whole characters are spelled out."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
 class _CompletionChoice:
-    __slots__ = ("columns", "finish", "started", "stop", "text", "tokens")
+    __slots__ = ("columns", "finish", "has_prompt_ids", "started", "stop", "text", "tokens")
 
     def __init__(self, columns: _Columns | None) -> None:
         self.columns = columns
         self.started = False
+        self.has_prompt_ids = False
         self.text: list[str] = []
         self.tokens: list[int] = []
         self.finish: str | None = None
@@ -78,7 +99,7 @@ class _CompletionChoice:
 
 
 class CompletionFormat:
-    """Bytes of one completions answer: streamed chunks or the whole body. `echoes` are the prompts' texts with echo=true."""
+    """Bytes of one completions answer: streamed chunks or the whole body. `echoes` are the prompts with echo=true."""
 
     kind = "completion"
 
@@ -91,7 +112,7 @@ class CompletionFormat:
         created: int,
         model: str,
         table: TokenText,
-        echoes: Sequence[str] | None,
+        echoes: Sequence[Echo] | None,
         request_usage: bool,
     ) -> None:
         self._generation = generation
@@ -103,9 +124,11 @@ class CompletionFormat:
         wants = request.logprobs is not None
         hidden = table.special_ids if generation.params.skip_special_tokens else frozenset[int]()
         num_choices = len(generation.replays)
-        self._choices = [
-            _CompletionChoice(_Columns(table, hidden=hidden) if wants else None) for _ in range(num_choices)
-        ]
+        self._choices = [_CompletionChoice(None) for _ in range(num_choices)]
+        for choice, replay in zip(self._choices, generation.replays, strict=True):
+            if wants:
+                unfinished = b"" if echoes is not None else table.unfinished(replay.prompt[-LOOK_BACK:].tolist())
+                choice.columns = _Columns(table, hidden=hidden, unfinished=unfinished)
         lead = {"id": answer_id, "object": "text_completion", "created": created, "model": model}
         self._lead = b"data: " + _encode(lead)[:-1] + b',"choices":['
         self._open = [self._lead + b'{"index":%d,"text":' % i for i in range(num_choices)]
@@ -135,6 +158,9 @@ class CompletionFormat:
             out += b',"stop_reason":' + _encode(delta.stop)
         if self._with_ids:
             out += b',"token_ids":' + _encode(delta.tokens)
+            if not choice.has_prompt_ids:
+                choice.has_prompt_ids = True
+                out += b',"prompt_token_ids":' + _encode(self._generation.replays[index].prompt.tolist())
         return out + (self._close if usage is None else b'}],"usage":' + _encode(usage_object(usage)) + b"}\n\n")
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -161,6 +187,7 @@ class CompletionFormat:
             }
             if self._with_ids:
                 shown["token_ids"] = choice.tokens
+                shown["prompt_token_ids"] = self._generation.replays[index].prompt.tolist()
             if self._with_prompt:
                 shown["prompt_logprobs"] = self._prompt_logprobs(index)
             choices.append(shown)
@@ -197,10 +224,10 @@ class CompletionFormat:
         if choice.columns is not None:
             known = self._generation.prompt_logprobs.get(index, [])
             missing = len(replay.prompt) - len(known)
-            for at, token in enumerate(replay.prompt.tolist()):
-                choice.columns.add(token, known[at - missing] if at >= max(1, missing) else None)
-            choice.columns.offset = len(echo)
-        return echo
+            for at, (token, piece) in enumerate(zip(replay.prompt.tolist(), echo.pieces, strict=True)):
+                entry = known[at - missing] if at >= max(1, missing) else None
+                choice.columns.add_prompt(token, piece, entry)
+        return echo.text
 
     def _count(self, choice: _CompletionChoice, delta: TextDelta) -> None:
         if choice.columns is not None:

@@ -21,6 +21,8 @@ MAX_CHOICES = 16
 MAX_ROWS = 512  # prompts x n
 MAX_NAME_BYTES = 128  # user, salt, request id
 MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 256 << 10  # all together
 
 # Accepted from every client and without effect here: not worth a warning.
 SILENT_FIELDS = frozenset(
@@ -150,6 +152,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
