@@ -23,7 +23,7 @@ from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.scheduler import Limits, Scheduler
 from trireme.engine_core.stall import StepTimes
 from trireme.engine_core.validate import check_submit
-from trireme.errors import DeadlineError, EngineError, OverloadedError, TriremeError
+from trireme.errors import DeadlineError, EngineError, OverloadedError, RequestError, TriremeError
 from trireme.transport.wire.columns import unpack
 from trireme.transport.wire.messages import (
     End,
@@ -367,8 +367,11 @@ class EngineCore:
     def _on_fault(self, pending: PendingStep, place: PlannedTokens, fault: RowFault) -> None:
         """Ends one row. What it wrote in this step may be garbage: nobody may find or go on reading it."""
         if fault.row not in pending.dropped:
-            self.counters.row_faults += 1
-            self._end(place.request, "error", error=EngineError(f"this request failed in the model: {fault.error}"))
+            error: TriremeError = RequestError(fault.error)
+            if not fault.by_request:
+                self.counters.row_faults += 1
+                error = EngineError(f"this request failed in the model: {fault.error}")
+            self._end(place.request, "error", error=error)
         self.scheduler.invalidate(place.request, place.num_computed)
 
     def _on_rare(self, pending: PendingStep, result: StepResult) -> None:

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from trireme.engine_core.scheduling.scheduler import Limits
-from trireme.errors import RequestError
+from trireme.errors import ContextLengthError, RequestError
 from trireme.params import MAX_LOGPROBS, SEED_MAX, SEED_MIN, RowParams
 from trireme.transport.wire.messages import Submit
 
@@ -39,9 +39,11 @@ def _check_prompt(submit: Submit, limits: Limits) -> None:
     if not isinstance(prompt, np.ndarray) or prompt.ndim != 1 or prompt.dtype != np.int32:
         raise RequestError("prompt must be a flat array of int32 token ids", param="prompt")
     room = limits.max_len - (1 if submit.params.max_tokens > 0 else 0)
-    if not 1 <= len(prompt) <= room:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens; this engine takes 1 to {room} (max_len {limits.max_len})",
+    if not len(prompt):
+        raise RequestError("the prompt is empty", param="prompt")
+    if len(prompt) > room:
+        raise ContextLengthError(
+            f"this engine's maximum context length is {limits.max_len} tokens; the prompt has {len(prompt)}, and {room} fit",
             param="prompt",
             hint=f"--max-len {len(prompt) + max(1, submit.params.max_tokens)}",
         )

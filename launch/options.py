@@ -97,7 +97,16 @@ COMMANDS: tuple[Command, ...] = (
             _MODEL,
             Setting("", "prompt", "text", "-", "text to continue; - reads standard input"),
         ),
-        (TEMPERATURE, MAX_TOKENS, SEED, JSON, URL, CONFIG),
+        (
+            TEMPERATURE,
+            MAX_TOKENS._replace(
+                help="most tokens of the text; default: all that fits, and with --url 16 as the API has it"
+            ),
+            SEED,
+            JSON,
+            URL,
+            CONFIG,
+        ),
         (
             "trireme complete smollm2 'The capital of France is' --max-tokens 8",
             "trireme complete smollm2 - < draft.txt",

@@ -24,18 +24,22 @@ from trireme.serving.api import control
 from trireme.serving.api.openai.chat import ChatFormat, content_chars
 from trireme.serving.api.openai.completions import CompletionFormat
 from trireme.serving.api.openai.wire import (
+    COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    length_of,
+    names_as_written,
     parse,
     sampling_params,
     split_prompts,
 )
+from trireme.serving.cors import AllowedOrigins
 from trireme.serving.echo import Echo, echo_of_ids, echo_of_text
 from trireme.serving.engines.replay import Replay
 from trireme.serving.front import Front
-from trireme.serving.http.middleware import Admin, ApiKeys, Middleware, send_body
+from trireme.serving.http.middleware import Admin, ApiKeys, Middleware, send_body, send_options
 from trireme.serving.http.sse import FIRST_EVENT_S, EventStream, Format, Outcome
 from trireme.serving.metrics.telemetry import CONTENT_TYPE, merged, page
 from trireme.serving.text.generation import Generation
@@ -51,8 +55,14 @@ _encode = msgspec.json.encode
 
 
 class MethodError(RequestError):
+    """`allow` is the header of that name."""
+
     status = 405
     code = "method_not_allowed"
+
+    def __init__(self, message: str, allow: bytes) -> None:
+        super().__init__(message)
+        self.allow = allow
 
 
 class MediaTypeError(RequestError):
@@ -66,7 +76,7 @@ class TimeoutRequestError(RequestError):
 
 
 def make_app(front: Front) -> ASGIApp:
-    """The whole application: gate, router, routes."""
+    """The whole application: gate, router, routes. Raises ConfigError for an entry of --cors-origins that is no origin."""
     routes: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/chat/completions", _chat),
         ("POST", "/v1/completions", _completions),
@@ -92,7 +102,13 @@ def make_app(front: Front) -> ASGIApp:
     router = Router(table, redirect_slashes=False, default=_Unknown())
     serving = front.config.serving
     admin = Admin(control.ADMIN, ApiKeys(serving.admin_key))
-    return Middleware(_Counted(front, router), keys=front.admission.keys, host=serving.host, admin=admin)
+    return Middleware(
+        _Counted(front, router),
+        keys=front.admission.keys,
+        host=serving.host,
+        admin=admin,
+        origins=AllowedOrigins(serving.cors_origins),
+    )
 
 
 class _Endpoint:
@@ -101,16 +117,23 @@ class _Endpoint:
     def __init__(self, front: Front, method: str, handler: Handler) -> None:
         self._front = front
         self._method = method
+        self._allow = b"GET, HEAD, OPTIONS" if method == "GET" else method.encode() + b", OPTIONS"
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "OPTIONS":
+            await send_options(send, self._allow)
+            return
         if scope["method"] != self._method and (scope["method"], self._method) != ("HEAD", "GET"):
-            raise MethodError(f"{scope['path'][:100]} takes {self._method}")
+            raise MethodError(f"{scope['path'][:100]} takes {self._method}", self._allow)
         await self._handler(self._front, scope, receive, send)
 
 
 class _Unknown:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (scope["method"], scope["path"]) == ("OPTIONS", "*"):  # of the server as a whole
+            await send_options(send, b"GET, HEAD, POST, OPTIONS")
+            return
         raise NotFoundError(f"there is no route {scope['method']} {scope['path'][:100]}")
 
 
@@ -215,7 +238,8 @@ async def _chat(front: Front, scope: Scope, receive: Receive, send: Send) -> Non
         prompt = await front.off_loop(
             num_chars, lambda: processor.prompt_from_segments(front.renderer.segments(request))
         )
-        rows = processor.rows([prompt], params, salt=request.cache_salt, terms=terms, param="messages")
+        with names_as_written(length_of(request)[1]):
+            rows = processor.rows([prompt], params, salt=request.cache_salt, terms=terms, param="messages")
 
         def form(_: Generation) -> Format:
             return ChatFormat(
@@ -238,18 +262,11 @@ def _chat_params(request: ChatRequest) -> SamplingParams:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     if request.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is not supported for chat by this server", param="prompt_logprobs")
-    limits = (request.max_completion_tokens, request.max_tokens)
-    try:
+    max_tokens, names = length_of(request)
+    with names_as_written({**names, "logprobs": "top_logprobs"}):
         return sampling_params(
-            request,
-            max_tokens=next((limit for limit in limits if limit is not None), None),
-            logprobs=(top or 0) if request.logprobs else None,
-            prompt_logprobs=None,
+            request, max_tokens=max_tokens, logprobs=(top or 0) if request.logprobs else None, prompt_logprobs=None
         )
-    except RequestError as error:
-        if error.param == "logprobs":
-            raise RequestError(error.message.replace("logprobs", "top_logprobs", 1), param="top_logprobs") from None
-        raise
 
 
 async def _completions(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
@@ -262,15 +279,20 @@ async def _completions(front: Front, scope: Scope, receive: Receive, send: Send)
         if request.prompt_logprobs is not None and request.stream:
             raise RequestError("prompt_logprobs is not supported with stream=true", param="prompt_logprobs")
         echo_logprobs = request.logprobs if request.echo else None
-        params = sampling_params(
-            request,
-            max_tokens=request.max_tokens,
-            logprobs=request.logprobs,
-            prompt_logprobs=request.prompt_logprobs if request.prompt_logprobs is not None else echo_logprobs,
-        )
+        max_tokens, names = length_of(request)
+        with names_as_written(names):
+            params = sampling_params(
+                request,
+                max_tokens=max_tokens,
+                logprobs=request.logprobs,
+                prompt_logprobs=request.prompt_logprobs if request.prompt_logprobs is not None else echo_logprobs,
+            )
         prompts = split_prompts(request.prompt)
         tokens = await front.off_loop(sum(map(len, prompts)), lambda: _prompt_tokens(front, request, prompts))
-        rows = front.processor.rows(tokens, params, salt=request.cache_salt, terms=terms)
+        with names_as_written(names):
+            rows = front.processor.rows(
+                tokens, params, salt=request.cache_salt, terms=terms, usual_tokens=COMPLETION_TOKENS
+            )
         echoes = None
         if request.echo:
             both = list(zip(prompts, tokens, strict=True))

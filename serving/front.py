@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from trireme.config import EngineConfig
-from trireme.errors import EngineDeadError, NotFoundError, OverloadedError, RequestError
+from trireme.errors import EngineDeadError, ModelNotFoundError, OverloadedError, RequestError
 from trireme.serving.admission.admission import Admission, Caller
 from trireme.serving.api.openai.chat import ChatRenderer
 from trireme.serving.engines.client import EngineClient
@@ -170,7 +170,9 @@ class Front:
 
     def check_model(self, name: str | None) -> None:
         if name and name != self.model_name:
-            raise NotFoundError(f"there is no model {name[:100]!r}; this server has {self.model_name!r}", param="model")
+            raise ModelNotFoundError(
+                f"there is no model {name[:100]!r}; this server has {self.model_name!r}", param="model"
+            )
 
     # ------------------------------------------------------------ state
 

@@ -160,13 +160,19 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    host: Annotated[str, _text("address to listen on")] = "127.0.0.1"
+    host: Annotated[str, _text("address to listen on; :: is every one, of IPv6 and IPv4")] = "127.0.0.1"
     port: Annotated[int, _count("TCP port; 0 picks a free one", 0, le=65535)] = 8000
     api_servers: Annotated[int, _count("HTTP processes", 1, le=256)] = 1
     api_key: Annotated[tuple[str, ...], _text("key clients must send; may be given several times")] = ()
     admin_key: Annotated[
         tuple[str, ...],
         _text("key for what changes the server itself (/sleep, /wake_up, /pause, /resume); default: nobody may"),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        _text(
+            "web pages that may use this server: origins (https://app.example,http://localhost:3000), or *; default: none"
+        ),
     ] = ()
     quotas: Annotated[
         str | None, _text("YAML file of clients: key, requests_per_minute, tokens_per_minute, priority for each")
@@ -181,7 +187,13 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.0
     body_limit: Annotated[int, _count("largest request body, bytes", 1024)] = 8 << 20
     default_max_tokens: (
-        Annotated[int, _count("completion length when a request names none; default: all that fits", 1)] | None
+        Annotated[
+            int,
+            _count(
+                "completion length when a request names none; default: all that fits, and 16 for /v1/completions", 1
+            ),
+        ]
+        | None
     ) = None
     drain_notice: Annotated[
         float, Meta(ge=0, description="seconds after SIGTERM during which new requests are still taken")

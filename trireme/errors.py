@@ -5,7 +5,9 @@ TriremeError
 ├── ModelError           a model file is missing, broken or unsupported       exit 3
 ├── RequestError         the caller's request is wrong                        400
 │   ├── AuthError        no key or a wrong key                                401
-│   ├── NotFoundError    unknown model or route                               404
+│   ├── ContextLengthError  prompt and completion do not fit the context      400
+│   ├── NotFoundError    unknown route or engine                              404
+│   │   └── ModelNotFoundError  unknown model                                 404
 │   └── TooLargeError    body or header over its limit                        413
 ├── OverloadedError      we are full: 429 (caller's quota) or 503 (server)    429 / 503, Retry-After
 ├── DeadlineError        not complete when its deadline came              504
@@ -63,9 +65,19 @@ class AuthError(RequestError):
     kind = "authentication_error"
 
 
+class ContextLengthError(RequestError):
+    """More tokens than the model's context. Clients know the code and the words "maximum context length", and send less."""
+
+    code = "context_length_exceeded"
+
+
 class NotFoundError(RequestError):
     status = 404
     code = "not_found"
+
+
+class ModelNotFoundError(NotFoundError):
+    code = "model_not_found"
 
 
 class TooLargeError(RequestError):

@@ -5,11 +5,12 @@ Bounds are checked once, here, for every route and for the Python API. Error tex
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
+from msgspec.structs import force_setattr
 
+from trireme import plain
 from trireme.errors import RequestError
 
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
@@ -18,10 +19,17 @@ MAX_BAD_WORDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+# Logits are divided by the first and reduced by the second, in float32: within these bounds they stay finite.
+REPETITION_PENALTIES = (0.01, 100.0)
+PENALTIES = (-2.0, 2.0)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one request, in the field's usual names. Temperature 0 is greedy; top_k 0 is off."""
+    """Sampling parameters of one request, in the field's usual names. Temperature 0 is greedy; top_k 0 is off.
+
+    `stop` and `bad_words` may be one text or any series of texts, ids any series of integers, None stands for none. Raises
+    RequestError that names the field.
+    """
 
     n: int = 1
     max_tokens: int | None = None
@@ -46,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._make_plain()
         check = _Bounds(self)
         check.whole("n", 1, MAX_CHOICES)
         if self.max_tokens is not None:
@@ -59,9 +68,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check.whole("top_k", -1, 2**31 - 1)
         check.real("top_p", 0.0, 1.0, above=True)
         check.real("min_p", 0.0, 1.0)
-        check.real("repetition_penalty", 0.0, 100.0, above=True)
-        check.real("frequency_penalty", -2.0, 2.0)
-        check.real("presence_penalty", -2.0, 2.0)
+        check.real("repetition_penalty", *REPETITION_PENALTIES)
+        check.real("frequency_penalty", *PENALTIES)
+        check.real("presence_penalty", *PENALTIES)
         if self.seed is not None:
             check.whole("seed", SEED_MIN, SEED_MAX)
         if self.logprobs is not None:
@@ -79,14 +88,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check.count("stop_token_ids", 1024)
         check.count("bad_words", MAX_BAD_WORDS)
         for token, bias in (self.logit_bias or {}).items():
-            if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
-                raise RequestError(f"logit_bias of token {token} is {bias}; it must be -100..100", param="logit_bias")
+            if not -100.0 <= bias <= 100.0:  # nor NaN
+                raise RequestError(
+                    f"logit_bias of token {token} is {plain.shown(bias)}; it must be -100..100", param="logit_bias"
+                )
         if self.logit_bias is not None and len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}", param="logit_bias"
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids is empty: nothing could be sampled", param="allowed_token_ids")
+
+    def _make_plain(self) -> None:
+        """Turns what Python callers give into the declared types."""
+        for name in ("stop", "bad_words"):
+            force_setattr(self, name, plain.texts(name, getattr(self, name)))
+        force_setattr(self, "stop_token_ids", plain.token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            force_setattr(self, "allowed_token_ids", plain.token_ids("allowed_token_ids", self.allowed_token_ids))
+        if self.logit_bias is not None:
+            force_setattr(self, "logit_bias", plain.biases("logit_bias", self.logit_bias))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} is {plain.shown(value)}; it must be True or False", param=name)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises RequestError when any token id named by the caller lies outside [0, vocab_size)."""
@@ -134,7 +158,7 @@ class RowParams(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Bounds:
-    """Range checks that refuse NaN and infinity first and name field, value and limit."""
+    """Range checks that refuse NaN and infinity, and name field, value and limit."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -142,14 +166,16 @@ class _Bounds:
     def whole(self, name: str, low: int, high: int) -> None:
         value: Any = getattr(self.params, name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise RequestError(f"{name} is {value!r}; it must be a whole number {low}..{high}", param=name)
+            raise RequestError(f"{name} is {plain.shown(value)}; it must be a whole number {low}..{high}", param=name)
 
     def real(self, name: str, low: float, high: float, *, above: bool = False) -> None:
         value: Any = getattr(self.params, name)
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not fits or not low <= value <= high or (above and value == low):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (above and value == low):  # nor NaN
             sign = "above" if above else "at least"
-            raise RequestError(f"{name} is {value!r}; it must be {sign} {low:g} and at most {high:g}", param=name)
+            raise RequestError(
+                f"{name} is {plain.shown(value)}; it must be {sign} {low:g} and at most {high:g}", param=name
+            )
 
     def count(self, name: str, most: int) -> None:
         have = len(getattr(self.params, name))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from trireme import plain
 from trireme.config import EngineConfig
 from trireme.errors import RequestError
 from trireme.model.files import files_of
@@ -41,10 +42,15 @@ class PromptSource(NamedTuple):
     messages: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
-    def raw(cls, prompt: str | Sequence[int] | np.ndarray) -> PromptSource:
+    def raw(cls, prompt: str | Sequence[int] | np.ndarray, *, param: str = "prompt") -> PromptSource:
+        """Raises RequestError naming `param` for anything but a text or integers."""
         if isinstance(prompt, str):
             return cls(text=prompt)
-        return cls(ids=prompt.tolist() if isinstance(prompt, np.ndarray) else prompt)
+        if prompt is None or not isinstance(prompt, np.ndarray | Sequence) or isinstance(prompt, bytes | bytearray):
+            raise RequestError(
+                f"{param} is {plain.shown(prompt)}; a prompt is a text or a list of token ids", param=param
+            )
+        return cls(ids=plain.token_ids(param, prompt.tolist() if isinstance(prompt, np.ndarray) else prompt))
 
     @classmethod
     def talk(cls, messages: Sequence[Mapping[str, Any]]) -> PromptSource:
@@ -102,6 +108,10 @@ class TextSide:
         """Raises RequestError that names the field at fault."""
         processor = self._processor
         assert processor is not None, "set_facts first"
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is {plain.shown(params)}; it must be SamplingParams(...)", param="params")
+        if not isinstance(salt, str | None):
+            raise RequestError(f"salt is {plain.shown(salt)}; it must be a text", param="salt")
         if source.messages is not None:
             segments = self._renderer.segments(self._chat_request(source.messages))
             return BatchRequest(
@@ -114,7 +124,9 @@ class TextSide:
         return BatchRequest(source.text, params, processor.rows([ids], params, salt=salt))
 
     @staticmethod
-    def _chat_request(messages: Sequence[Mapping[str, Any]]) -> ChatRequest:
+    def _chat_request(messages: Any) -> ChatRequest:
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise RequestError(f"the conversation is {plain.shown(messages)}, not a list of messages", param="messages")
         try:
             return msgspec.convert({"model": "", "messages": list(messages)}, ChatRequest)
         except msgspec.ValidationError as error:

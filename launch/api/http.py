@@ -10,11 +10,12 @@ import asyncio
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from trireme.errors import ConfigError, TriremeError
+from trireme.netloc import netloc
 
 MAX_HEAD = 64 << 10
 MAX_EVENT = 16 << 20
@@ -38,22 +39,27 @@ class Endpoint(NamedTuple):
     key: str = ""
 
     @property
+    def authority(self) -> str:
+        """Host and port as the Host header has them."""
+        return netloc(self.host, self.port)
+
+    @property
     def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}{self.base}"
+        return f"{'https' if self.tls else 'http'}://{self.authority.replace('%', '%25')}{self.base}"
 
 
 def endpoint(url: str, key: str = "") -> Endpoint:
-    """From `http://host:port[/base]`. Raises ConfigError."""
-    parts = urlsplit(url if "://" in url else "http://" + url)
+    """From `http://host:port[/base]`, with an IPv6 address in brackets. Raises ConfigError."""
     try:
+        parts = urlsplit(url if "://" in url else "http://" + url)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"--url is {url!r}; its port is none") from error
+        raise ConfigError(f"--url is {url!r}: {error}", hint="http://127.0.0.1:8000 or http://[::1]:8000") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--url is {url!r}; it must be like http://127.0.0.1:8000")
+        raise ConfigError(f"--url is {url!r}; it must be like http://127.0.0.1:8000 or http://[::1]:8000")
     tls = parts.scheme == "https"
     base = parts.path.rstrip("/").removesuffix("/v1")
-    return Endpoint(parts.hostname, port or (443 if tls else 80), tls, base, key)
+    return Endpoint(unquote(parts.hostname), port or (443 if tls else 80), tls, base, key)
 
 
 async def get_json(to: Endpoint, path: str) -> Any:
@@ -155,7 +161,7 @@ class _Answer:
 
 
 def _request(to: Endpoint, method: str, path: str, body: bytes) -> bytes:
-    lines = [f"{method} {to.base}{path} HTTP/1.1", f"Host: {to.host}:{to.port}", "Connection: close"]
+    lines = [f"{method} {to.base}{path} HTTP/1.1", f"Host: {to.authority}", "Connection: close"]
     lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"] if body else []
     lines += [f"Authorization: Bearer {to.key}"] if to.key else []
     return "\r\n".join([*lines, "", ""]).encode() + body

@@ -23,6 +23,7 @@ from trireme.launch.api.startup import breakdown
 from trireme.launch.api.view import ProgressView
 from trireme.outputs import OutputDelta, RequestOutput
 from trireme.params import SamplingParams
+from trireme.plain import series
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.engine import EngineState
 from trireme.sleep import RESTING
@@ -144,7 +145,7 @@ class AsyncSession:
 
     def prepare(self, source: PromptSource, params: SamplingParams | None, salt: str | None = None) -> BatchRequest:
         """Tokenizes and checks; raises RequestError before anything is sent."""
-        return self._ready()[1].request(source, params or SamplingParams(), salt)
+        return self._ready()[1].request(source, SamplingParams() if params is None else params, salt)
 
     async def run(self, request: BatchRequest) -> RequestOutput:
         """A prepared request, as soon as the engines have room for it."""
@@ -274,10 +275,11 @@ class Session:
         All prompts are checked before the first is sent. `params` may be one for all or one per prompt. Shows a bar on a
         terminal. The first error ends the whole call and aborts the rest.
         """
-        many = not isinstance(prompts, str)
-        sources = [PromptSource.raw(prompt) for prompt in (prompts if many else [prompts])]
-        outputs = self._run_all(sources, params, salt, progress)
-        return outputs if many else outputs[0]
+        if isinstance(prompts, str):
+            return self._run_all([PromptSource.raw(prompts)], params, salt, progress)[0]
+        each = enumerate(series("prompts", prompts, "a text, a list of texts or a list of lists of token ids"))
+        sources = [PromptSource.raw(prompt, param=f"prompts[{i}]") for i, prompt in each]
+        return self._run_all(sources, params, salt, progress)
 
     @overload
     def chat(
@@ -308,6 +310,7 @@ class Session:
         progress: bool | None = None,
     ) -> Any:
         """The answer to one conversation (a list of messages), or answers to a list of conversations."""
+        messages = series("messages", messages, "a list of messages, or a list of such lists")
         many = not (messages and isinstance(messages[0], Mapping))
         sources = [PromptSource.talk(talk) for talk in (messages if many else [messages])]
         outputs = self._run_all(sources, params, salt, progress)
@@ -378,6 +381,7 @@ class Session:
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(sources)
+        params = series("params", params, "SamplingParams, or a list of them")
         if len(params) != len(sources):
             raise ValueError(f"{len(sources)} prompts but {len(params)} params")
         session = self._session

@@ -21,6 +21,7 @@ from trireme.launch.cli import print_error
 from trireme.launch.options import Invocation
 from trireme.launch.processes.connection_file import write_pass
 from trireme.launch.processes.supervisor import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
+from trireme.netloc import is_loopback, netloc
 from trireme.phases import PART
 from trireme.resolve import Prepared, describe, prepare
 from trireme.settings import to_yaml
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from trireme.launch.console import Console
 
 _log = logging.getLogger("trireme.launch")
-_ANY_ADDRESS = ("0.0.0.0", "::", "")
+# where all listen who do not name one, IPv6 for both kinds (launch.processes.supervisor.listen)
+_ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 def run(invocation: Invocation, prespawned: dict[str, Prespawned], pipe: tuple[int, int] | None) -> int:
@@ -131,7 +133,7 @@ class ServeView:
         self.console.close()
         self.console.decisions(merge_decisions(self.prepared.decisions, event.parts))
         config = self.prepared.config
-        if config.serving.host not in ("127.0.0.1", "::1", "localhost") and not config.serving.api_key:
+        if not is_loopback(config.serving.host) and not config.serving.api_key:
             self.console.say(
                 f"anybody who reaches {config.serving.host} may use this server: --api-key", style="yellow"
             )
@@ -156,7 +158,7 @@ def timeline(event: AllReady, launched: float, parts: dict[str, float]) -> dict[
 def url_of(host: str, port: int) -> str:
     """An address that a client on this machine can use."""
     shown = "127.0.0.1" if host in _ANY_ADDRESS else host
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    return "http://" + netloc(shown.replace("%", "%25"), port)
 
 
 def curl_line(address: str, config: EngineConfig) -> str:

@@ -21,6 +21,7 @@ from trireme.errors import ConfigError
 from trireme.launch.processes.lockstep_memory import LockstepMemory
 from trireme.launch.processes.parts import Modules, parts_of
 from trireme.launch.processes.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
+from trireme.netloc import without_brackets
 from trireme.topology.lockstep import Mode
 from trireme.transport.process.boot import Child, spawn
 from trireme.transport.process.prespawn import Prespawned, prespawn
@@ -471,11 +472,20 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
+_EVERYWHERE = ("::", "*", "")
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """The listening socket of the HTTP port. Raises ConfigError when it is taken or not allowed."""
+    """The listening socket of the HTTP port; for ::, * or no host at every address, those of IPv4 as well. Raises ConfigError when
+    it is taken or not allowed."""
+    name = without_brackets(host)
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        if name in _EVERYWHERE and socket.has_dualstack_ipv6():
+            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
+        wanted = None if name in ("*", "") else name
+        found = socket.getaddrinfo(wanted, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address, family=family, backlog=2048)  # with its scope
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror or error}",

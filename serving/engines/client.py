@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from trireme.errors import (
+    ContextLengthError,
     DeadlineError,
     EngineDeadError,
     EngineError,
@@ -519,6 +520,14 @@ def _load_fields(load: Load | None) -> dict[str, Any]:
 def error_from_end(end: End) -> Exception:
     """The exception that an End with reason "error" stands for."""
     known: dict[str, type[RequestError | OverloadedError | DeadlineError | EngineError]] = {
-        kind.code: kind for kind in (RequestError, OverloadedError, DeadlineError, EngineDeadError, QuarantinedError)
+        kind.code: kind
+        for kind in (
+            RequestError,
+            ContextLengthError,
+            OverloadedError,
+            DeadlineError,
+            EngineDeadError,
+            QuarantinedError,
+        )
     }
     return known.get(end.error_code, EngineError)(end.error or "the engine gave no reason")

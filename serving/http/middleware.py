@@ -18,15 +18,15 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trireme.errors import AuthError, DeadlineError, RequestError, TriremeError
+from trireme.netloc import is_address, is_loopback, without_port
 from trireme.serving.api.openai.wire import error_body, error_status, retry_after
+from trireme.serving.cors import METHODS, AllowedOrigins
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 10  # of an answer, handed over at a time
 PUBLIC = frozenset(("/health", "/live", "/ready", "/startup", "/version"))
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-_LOOPBACK = frozenset(("127.0.0.1", "::1", "localhost"))
-_IP_HOST = re.compile(r"^(\[[0-9a-fA-F:.]+\]|\d{1,3}(\.\d{1,3}){3}|localhost|[a-z0-9.-]+\.localhost)$")
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -68,32 +68,45 @@ class Admin(NamedTuple):
 
 
 class Middleware:
-    """The outermost ASGI application. Puts `request_id` into scope["state"] and on every answer."""
+    """The outermost ASGI application. Puts `request_id` into scope["state"] and on every answer. `origins` are those of web pages
+    that may use the server."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: Sequence[str] = (), host: str = "127.0.0.1", admin: Admin | None = None
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        admin: Admin | None = None,
+        origins: AllowedOrigins = AllowedOrigins(),
     ) -> None:
         self._app = app
         self._keys = ApiKeys(keys)
         self._admin = admin or Admin((), ApiKeys(()))
+        self._origins = origins
         # A web page may point its own name at 127.0.0.1: without a key, a loopback server answers only to loopback names.
-        self._checks_host = host in _LOOPBACK and not keys
+        self._checks_host = is_loopback(host) and not keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         request_id = _request_id(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id
-        echo = (b"x-request-id", request_id.encode())
+        headers = dict(scope["headers"])
+        origin = headers[b"origin"].decode("latin-1") if b"origin" in headers else None
+        marks = [(b"x-request-id", request_id.encode()), *self._origins.answer_headers(origin)]
         has_started = False
 
         async def send_marked(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                message["headers"] = [*message.get("headers", ()), echo]
+                message["headers"] = [*message.get("headers", ()), *marks]
             await send(message)
 
+        if scope["method"] == "OPTIONS" and (allowed := self._origins.preflight_headers(headers)) is not None:
+            await send_options(send, METHODS, [*allowed, marks[0]])
+            return
         try:
             if scope["path"] not in PUBLIC:
                 self._check(scope)
@@ -114,8 +127,11 @@ class Middleware:
             if digest is None:
                 raise AuthError("no valid API key: send it as 'Authorization: Bearer KEY'")
         if self._checks_host:
-            host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
-            if host and not _IP_HOST.match(re.sub(r":\d+$", "", host.lower())):
+            self._check_hosts(scope["headers"])
+
+    def _check_hosts(self, headers: Headers) -> None:
+        for host in (without_port(value.decode("latin-1")) for name, value in headers if name == b"host"):
+            if host and not is_address(host) and not is_loopback(host):
                 raise ForbiddenError(
                     "this server listens on loopback without a key and answers only to loopback names",
                     hint="start it with --api-key or another --host",
@@ -132,7 +148,7 @@ class Middleware:
 
 
 async def send_error(send: Send, error: BaseException, request_id: str) -> None:
-    """One error envelope with its status, Retry-After where it helps."""
+    """One error envelope with its status, Retry-After where it helps, and the `allow` that an error of the method has."""
     headers: Headers = []
     if (wait := retry_after(error)) is not None:
         headers.append((b"retry-after", str(max(1, round(wait))).encode()))
@@ -140,7 +156,15 @@ async def send_error(send: Send, error: BaseException, request_id: str) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, DeadlineError):
         headers.append((b"x-should-retry", b"false"))
+    if allow := getattr(error, "allow", b""):
+        headers.append((b"allow", allow))
     await send_body(send, error_status(error), error_body(error, request_id), headers)
+
+
+async def send_options(send: Send, allow: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """The answer to an OPTIONS: the methods that a route takes."""
+    await send({"type": "http.response.start", "status": 204, "headers": [(b"allow", allow), *headers]})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def send_body(

@@ -225,5 +225,10 @@ def token_logprobs(rows: LogprobRow) -> list[TextLogprob]:
     return found
 
 
+def name_by_id(token: int) -> str:
+    """The name of a token in log-probabilities under `return_tokens_as_token_ids`: exact where its text is not."""
+    return f"token_id:{token}"
+
+
 def _stop_ids(replay: Replay) -> tuple[int, ...]:
     return replay.params.eos_token_ids + replay.params.stop_token_ids

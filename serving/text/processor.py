@@ -13,7 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from trireme.errors import RequestError
+from trireme import plain
+from trireme.errors import ContextLengthError, RequestError
 from trireme.params import RowParams, SamplingParams
 from trireme.serving.engines.replay import Replay, RequestLimits
 
@@ -67,11 +68,11 @@ class Processor:
         return self.checked_prompt(self.tokenizer.encode(text, add_special=add_special, allow_special=True), param)
 
     def prompt_from_ids(self, ids: Sequence[int], *, param: str = "prompt") -> np.ndarray:
-        """The caller's own ids, each checked against the vocabulary."""
+        """The caller's own ids, each checked against the vocabulary; integers only."""
         if len(ids) > self.max_len:
             raise self._too_long(len(ids), param)
         try:
-            array = np.asarray(ids, dtype=np.int64)
+            array = np.asarray(plain.token_ids(param, ids), dtype=np.int64)
         except OverflowError:
             array = np.array([-1], dtype=np.int64)
         wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
@@ -99,9 +100,8 @@ class Processor:
         """Refuses hopelessly long texts before any work is spent on them, and strings that are no Unicode text."""
         most = self.max_len * MAX_PROMPT_CHARS_PER_TOKEN
         if len(text) > most:
-            raise RequestError(
-                f"{param} has {len(text)} characters; at most {most} can fit {self.max_len} tokens of context",
-                param=param,
+            raise ContextLengthError(
+                f"{self._limit}; {param} has {len(text)} characters, and at most {most} can fit", param=param
             )
         try:
             text.encode()
@@ -109,9 +109,12 @@ class Processor:
             raise RequestError(f"{param} holds characters that are no Unicode text", param=param) from None
 
     def _too_long(self, num_tokens: int, param: str) -> RequestError:
-        return RequestError(
-            f"{param} has {num_tokens} tokens; this model's context is {self.max_len} tokens", param=param
-        )
+        return ContextLengthError(f"{self._limit}; {param} has {num_tokens} tokens", param=param)
+
+    @property
+    def _limit(self) -> str:
+        """The beginning of errors about the context, in the words that clients look for."""
+        return f"this model's maximum context length is {self.max_len} tokens"
 
     # ------------------------------------------------------------ rows
 
@@ -123,8 +126,10 @@ class Processor:
         salt: str | None = None,
         terms: RequestLimits = RequestLimits(),
         param: str = "prompt",
+        usual_tokens: int | None = None,
     ) -> list[Replay]:
-        """One Replay per choice, prompt by prompt. The choices of all prompts share the request's seed."""
+        """One Replay per choice, prompt by prompt. The choices of all prompts share the request's seed. `usual_tokens` is the
+        length where neither `params` nor the server's settings name one; None: all that fits."""
         if len(prompts) * params.n > MAX_ROWS:
             raise RequestError(
                 f"{len(prompts)} prompts x n={params.n} are {len(prompts) * params.n} choices; the limit is {MAX_ROWS}",
@@ -132,12 +137,13 @@ class Processor:
             )
         params.check_vocabulary(self.vocab_size)
         bad = self.bad_token_ids(params.bad_words)
+        self._check_can_sample(params, bad)
         seed = params.seed if params.seed is not None else self._new_seed()
         digest = hashlib.sha256(salt.encode(errors="surrogatepass")).digest() if salt else b""
         return [
             Replay(
                 prompt,
-                self._row_params(params, len(prompt), seed, choice, bad, param),
+                self._row_params(params, self._max_tokens(params, len(prompt), param, usual_tokens), seed, choice, bad),
                 prompt_index=i,
                 salt=digest,
                 priority=terms.priority,
@@ -149,17 +155,36 @@ class Processor:
             for choice in range(params.n)
         ]
 
+    def _check_can_sample(self, params: SamplingParams, bad: tuple[tuple[int, ...], ...]) -> None:
+        """Refuses parameters that leave no token for the very first draw. (Longer bad words may still do so later.)"""
+        if params.max_tokens == 0:
+            return
+        barred = {ids[0] for ids in bad if len(ids) == 1}
+        if not self._leaves_any(params, barred):
+            what = "the vocabulary" if params.allowed_token_ids is None else "allowed_token_ids"
+            raise RequestError(f"bad_words bars every token of {what}: nothing could be sampled", param="bad_words")
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        if params.min_tokens and not self._leaves_any(params, barred | ends):
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, and every token that allowed_token_ids and bad_words leave ends the answer",
+                param="min_tokens",
+            )
+
+    def _leaves_any(self, params: SamplingParams, barred: set[int]) -> bool:
+        if params.allowed_token_ids is None:
+            return sum(0 <= token < self.vocab_size for token in barred) < self.vocab_size
+        return not barred.issuperset(params.allowed_token_ids)
+
     def _row_params(
         self,
         params: SamplingParams,
-        num_prompt: int,
+        max_tokens: int,
         seed: int,
         choice: int,
         bad: tuple[tuple[int, ...], ...],
-        param: str,
     ) -> RowParams:
         return RowParams(
-            max_tokens=self._max_tokens(params, num_prompt, param),
+            max_tokens=max_tokens,
             min_tokens=params.min_tokens,
             temperature=float(params.temperature),
             top_k=max(0, params.top_k),
@@ -179,22 +204,21 @@ class Processor:
             prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
 
-    def _max_tokens(self, params: SamplingParams, num_prompt: int, param: str) -> int:
+    def _max_tokens(self, params: SamplingParams, num_prompt: int, param: str, usual_tokens: int | None) -> int:
         """The definite completion length, within the context."""
         room = self.max_len - num_prompt
         wanted = params.max_tokens
         if wanted is None:
             if room < 1:
-                raise RequestError(
-                    f"{param} has {num_prompt} tokens, which fills the context of {self.max_len}: no room for an answer",
-                    param=param,
+                raise ContextLengthError(
+                    f"{self._limit}; {param} has {num_prompt} tokens, which leaves no room for an answer", param=param
                 )
-            wanted = room if self.default_max_tokens is None else min(room, self.default_max_tokens)
+            usual = usual_tokens if self.default_max_tokens is None else self.default_max_tokens
+            wanted = room if usual is None else min(room, usual)
             wanted = max(wanted, min(room, params.min_tokens))
         if wanted > room:
-            raise RequestError(
-                f"max_tokens is {wanted}, but {param} has {num_prompt} tokens and the context is {self.max_len}: "
-                f"at most {room} fit",
+            raise ContextLengthError(
+                f"{self._limit}; {param} has {num_prompt} tokens and max_tokens is {wanted}: at most {room} fit",
                 param="max_tokens",
             )
         if params.min_tokens > wanted:

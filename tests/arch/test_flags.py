@@ -20,7 +20,8 @@ ENGINE_FLAGS = """
 --block-size --prefix-cache --num-blocks --dp --tp --pp --ep --sequence-parallel --device --share-gpus --graph-sizes --threads
 --pin-cores --executor --worker --max-num-seqs --max-num-tokens --chunk --max-waiting --max-waiting-tokens --policy --aging
 --queue-timeout --async-steps --check
---host --port --api-servers --api-key --admin-key --quotas --requests-per-minute --tokens-per-minute --target-wait --request-timeout
+--host --port --api-servers --api-key --admin-key --cors-origins --quotas --requests-per-minute --tokens-per-minute --target-wait
+--request-timeout
 --body-limit --default-max-tokens --drain-notice --drain-timeout --migration-limit --engine-wait --stream-buffer
 --balance --load-balancing --work-stealing --engine-weights --engine-labels --front-labels --transport
 --log-level --log-format --start-timeout

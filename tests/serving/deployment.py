@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.models.tiny import make_stub
 from tests.serving.engines import FakeEngine, client_of
 from trireme.config import EngineConfig, ModelConfig, ServingConfig
 from trireme.launch.api.deployment import InProcess
+from trireme.launch.processes.supervisor import listen
 from trireme.model.files import find_model
 from trireme.model.reader import read_arch
 from trireme.resolve import prepare
@@ -162,7 +162,7 @@ async def _front_end(
     arch = read_arch(files)
     front = Front(config, client, load_tokenizer(files), model_name="stub", eos_token_ids=arch.eos_token_ids)
     front.ticker.start()
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = listen(config.serving.host, 0)
     listener = Listener(make_app(front), listening, max_connections=max_connections)
     port = listening.getsockname()[1]
     await listener.start()

@@ -97,6 +97,7 @@ class FakeEngine:
         self.takes_nothing = False
         self.queued_s = 0.01  # what it says of every row
         self.refuses: str | None = None
+        self.refusal_code = "overloaded"
         self.is_up = True
         self.stalled, self.silent_s = "", 0.0  # as a Pong, or its absence, would tell
         self.never = asyncio.Event()
@@ -167,7 +168,7 @@ class FakeEngine:
             return
         if isinstance(message, Submit):
             if self.refuses is not None:
-                end = End(message.rid, "error", error=self.refuses, error_code="overloaded")
+                end = End(message.rid, "error", error=self.refuses, error_code=self.refusal_code)
                 asyncio.get_running_loop().call_soon(link.on_message, StepOutputs(self.index, 0, b"", b"", ends=[end]))
                 return
             self.rows[message.rid] = _Row(link, message, self.script(message))

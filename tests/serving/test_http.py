@@ -474,9 +474,12 @@ async def test_limits_against_the_model(tmp_path: Path, body: dict[str, Any], pa
 
 async def test_context_may_be_filled_to_the_last_token(tmp_path: Path) -> None:
     async with serve(tmp_path, FakeEngine(words("x" * 90))) as served:
-        status, answer = await served.post("/v1/completions", {"model": "stub", "prompt": "x" * 2000})
+        status, answer = await served.post("/v1/completions", {"model": "stub", "prompt": "x" * 2000, "max_tokens": 48})
         assert status == 200
         assert answer["usage"]["completion_tokens"] == 48
+        message = {"role": "user", "content": "x" * (2000 - len("user: \nassistant: "))}
+        _, answer = await served.post("/v1/chat/completions", {"model": "stub", "messages": [message]})
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2000, 48)
         status, _ = await served.post("/v1/completions", {"model": "stub", "prompt": "x" * 2048, "max_tokens": 0})
         assert status == 200
 
@@ -499,7 +502,7 @@ async def test_special_tokens_in_user_text_stay_text(tmp_path: Path) -> None:
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "messages[0].content[0].type",
         ),
-        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"content": "x"}, "messages[0].role"),
     ],
 )

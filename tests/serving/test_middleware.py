@@ -69,6 +69,9 @@ async def test_hostnames_of_strangers_are_refused_on_loopback(tmp_path: Path) ->
         ):
             assert (await served.request("GET", "/v1/models", headers={"host": host}))[0] == expected, host
         assert (await served.request("GET", "/health", headers={"host": "probe.example"}))[0] == 200
+        for hosts in (("localhost", "evil.example"), ("evil.example", "localhost")):
+            head = "GET /v1/models HTTP/1.1\r\nconnection: close\r\n" + "".join(f"host: {host}\r\n" for host in hosts)
+            assert (await served.send(head.encode() + b"\r\n"))[0] in (400, 403), hosts
 
 
 async def test_unknown_routes_and_methods(tmp_path: Path) -> None:

@@ -124,3 +124,11 @@ def test_salts_become_digests(processor: Processor) -> None:
     assert len(first) == len(second) == 32
     assert first != second
     assert processor.rows(prompt, SamplingParams())[0].salt == b""
+
+
+def test_what_leaves_no_token_for_the_first_draw_is_refused(processor: Processor) -> None:
+    everything = SamplingParams(stop_token_ids=tuple(range(259)), min_tokens=1)
+    assert refusal(processor, 1, everything).param == "min_tokens"
+    almost = SamplingParams(stop_token_ids=tuple(range(258)), min_tokens=1)
+    assert processor.rows([np.zeros(1, dtype=np.int32)], almost)
+    assert processor.rows([np.zeros(1, dtype=np.int32)], SamplingParams(stop_token_ids=tuple(range(259))))

@@ -55,7 +55,11 @@ def test_addresses_that_are_none(url):
 def test_addresses():
     assert endpoint("127.0.0.1:8000").url == "http://127.0.0.1:8000"
     assert endpoint("https://host/v1/").url == "https://host:443"
-    assert endpoint("http://[::1]:80/base").url.endswith(":80/base")
+    assert endpoint("http://[::1]:80/base") == ("::1", 80, False, "/base", "")
+    assert endpoint("http://[::1]:80/base").url == "http://[::1]:80/base"
+    assert endpoint("[::1]:80").authority == "[::1]:80"
+    link_local = endpoint("http://[fe80::1%25eth0]:80")
+    assert (link_local.host, link_local.url) == ("fe80::1%eth0", "http://[fe80::1%25eth0]:80")
 
 
 def served(answer: bytes):

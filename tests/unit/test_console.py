@@ -119,7 +119,13 @@ def test_the_curl_line_survives_a_shell():
 
 @pytest.mark.parametrize(
     ("host", "url"),
-    [("0.0.0.0", "http://127.0.0.1:1"), ("::1", "http://[::1]:1"), ("10.0.0.1", "http://10.0.0.1:1")],
+    [
+        ("0.0.0.0", "http://127.0.0.1:1"),
+        ("::", "http://127.0.0.1:1"),
+        ("::1", "http://[::1]:1"),
+        ("10.0.0.1", "http://10.0.0.1:1"),
+        ("fe80::1%eth0", "http://[fe80::1%25eth0]:1"),
+    ],
 )
 def test_an_address_can_be_used_as_it_is(host, url):
     assert url_of(host, 1) == url

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import numpy as np
 import pytest
 
 from tests.models.tiny import EOS, make_stub
@@ -183,6 +184,49 @@ def test_params_per_prompt(blocking):
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
     with pytest.raises(ValueError, match="2 prompts but 1 params"):
         session.generate(["a", "b"], [SamplingParams()])
+
+
+def test_wrong_types_are_refused_with_their_field(blocking):
+    session = blocking()
+    talk = [{"role": "user", "content": "hi"}]
+    for call, args, param in (
+        (session.generate, (None,), "prompts"),
+        (session.generate, (5,), "prompts"),
+        (session.generate, (b"x",), "prompts"),
+        (session.generate, ({"prompt": "x"},), "prompts"),
+        (session.generate, ([1, 2, 3],), "prompts[0]"),
+        (session.generate, (["x", None],), "prompts[1]"),
+        (session.generate, (["x", {"prompt": "x"}],), "prompts[1]"),
+        (session.generate, ([[1.9]],), "prompts[0][0]"),
+        (session.generate, ([["260"]],), "prompts[0][0]"),
+        (session.generate, ([[97], [1, True]],), "prompts[1][1]"),
+        (session.generate, ([np.array([1.5])],), "prompts[0][0]"),
+        (session.generate, ("x", {"max_tokens": 4}), "params"),
+        (session.generate, ("x", "fast"), "params"),
+        (session.generate, ("x", [{"max_tokens": 4}]), "params"),
+        (session.chat, (None,), "messages"),
+        (session.chat, ("hello",), "messages"),
+        (session.chat, ({"role": "user", "content": "x"},), "messages"),
+        (session.chat, ([5],), "messages"),
+        (session.chat, (talk, {"max_tokens": 4}), "params"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            call(*args)
+        assert caught.value.param == param, args
+    for salt in (5, b"x"):
+        with pytest.raises(RequestError, match="salt"):
+            session.generate("x", salt=salt)
+    for call, args in ((session.stream, (None,)), (session.stream, ([1.5],)), (session.stream, ("x", {}))):
+        with pytest.raises(RequestError):
+            list(call(*args))
+    assert session._session._client.num_rows == 0
+
+
+def test_one_stop_text_is_one_stop_text(blocking):
+    session = blocking()
+    assert session.generate("abcdef", SamplingParams(max_tokens=8, stop="DE")).text == "ABC"
+    output = session.generate([np.array([97, 98], np.int32)], SamplingParams(max_tokens=8, stop_token_ids=[66]))[0]
+    assert (output.text, output.outputs[0].stop_reason) == ("A", 66)
 
 
 def test_nothing_is_sent_when_one_prompt_is_wrong(blocking):

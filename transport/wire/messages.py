@@ -292,6 +292,7 @@ class RowFault(Wire, frozen=True):
 
     row: int
     error: str
+    by_request: bool = False  # what the row's own parameters ask for cannot be; nothing has failed
 
 
 class StepResult(Wire, frozen=True):

@@ -23,6 +23,12 @@ from trireme.workers.sampling.logprobs import logprob_row, logprob_row_reference
 from trireme.workers.sampling.native_sampler import NOT_FINITE, NOTHING_LEFT, Answers, NativeSampler
 from trireme.workers.sampling.top_k_top_p import kept
 
+ALL_BARRED = "no token is left to sample: allowed_token_ids, bad_words and min_tokens together bar every one"
+
+
+class NothingLeftError(ValueError):
+    """The rules of a row bar every token."""
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -80,7 +86,7 @@ class Sampler:
             if token == NOT_FINITE:
                 result.faults.append(_fault(row, _not_finite(answers.peaks[i])))
             elif token == NOTHING_LEFT:
-                result.faults.append(_fault(row, _nothing_left()))
+                result.faults.append(_fault(row, NothingLeftError()))
             elif token < 0:
                 result.extend(self._sample_reference(logits[i : i + 1], rows[i : i + 1], batch))
             else:
@@ -123,7 +129,7 @@ class Sampler:
             best = int(logits.argmax())
         peak = float(logits[best])
         if not np.isfinite(peak):
-            raise _nothing_left()
+            raise NothingLeftError
         if params.is_greedy:
             return best
         key = noise_key(params.seed, params.choice, int(batch.num_tokens[row]))
@@ -134,15 +140,13 @@ class Sampler:
 
 
 def _fault(row: int, error: Exception) -> RowFault:
+    if isinstance(error, NothingLeftError):
+        return RowFault(row, ALL_BARRED, by_request=True)
     return RowFault(row, f"sampling failed: {error}")
 
 
 def _not_finite(peak: np.float32) -> ValueError:
     return ValueError(f"the model gave logits that are not finite (greatest is {peak})")
-
-
-def _nothing_left() -> ValueError:
-    return ValueError("no token is left to sample: the parameters bar every one")
 
 
 def _takes_all(params: RowParams, vocab_size: int) -> bool:

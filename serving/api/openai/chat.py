@@ -24,7 +24,7 @@ from trireme.serving.api.openai.wire import (
 )
 from trireme.serving.http.sse import usage_object
 from trireme.serving.text.detokenizer import TokenText
-from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage
+from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
 from trireme.serving.text.templates import Template
 
 ROLES: Mapping[str, str] = {
@@ -35,6 +35,8 @@ ROLES: Mapping[str, str] = {
     "tool": "tool",
     "function": "tool",
 }
+# content parts that are text, and where it is
+TEXT_PARTS: Mapping[str, str] = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 TEMPLATE_SETTINGS = frozenset(("enable_thinking", "thinking", "reasoning_effort", "date_string"))
 
 Segments = list[tuple[str, bool]]
@@ -139,14 +141,15 @@ def _content_text(content: str | list[dict[str, Any]] | None, at: str) -> str | 
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type")
-        text = part.get("text") if kind in ("text", "input_text", "output_text") else None
-        if kind == "refusal":
-            text = part.get("refusal")
+        field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if field is None:
+            what = f"[{i}] has the type {repr(kind)[:40]}" if kind is not None else f"[{i}].type is required"
+            raise RequestError(f"{at}{what}; only text parts are supported by this model", param=f"{at}[{i}].type")
+        text = part.get(field)
         if not isinstance(text, str):
-            shown = repr(kind)[:40]
-            raise RequestError(
-                f"{at}[{i}] has the type {shown}; only text parts are supported by this model", param=f"{at}[{i}].type"
-            )
+            shown = "null" if text is None else repr(text)[:40]
+            what = f"is {shown}; it must be a string" if field in part else "is required"
+            raise RequestError(f"{at}[{i}].{field} {what}", param=f"{at}[{i}].{field}")
         texts.append(text)
     return "\n".join(texts)
 
@@ -233,6 +236,7 @@ class ChatFormat:
         self._with_ids = bool(request.return_token_ids)
         self._prompt = list(prompt) if self._with_ids else []
         self._is_begun = False
+        self._names_by_id = bool(request.return_tokens_as_token_ids)
         self._choices = [_ChatChoice() for _ in range(num_choices)]
         lead = {"id": answer_id, "object": "chat.completion.chunk", "created": created, "model": model}
         self._lead = b"data: " + _encode(lead)[:-1] + b',"choices":['
@@ -320,4 +324,5 @@ class ChatFormat:
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._table.raw(token)
-        return {"token": self._table.shown(token), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+        name = name_by_id(token) if self._names_by_id else self._table.shown(token)
+        return {"token": name, "logprob": max(logprob, -9999.0), "bytes": list(raw)}

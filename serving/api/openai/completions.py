@@ -15,7 +15,7 @@ from trireme.serving.api.openai.wire import CompletionRequest
 from trireme.serving.echo import Echo
 from trireme.serving.http.sse import usage_object
 from trireme.serving.text.detokenizer import LOOK_BACK, TokenText
-from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage
+from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
 
 _encode = msgspec.json.encode
 _new_decoder = codecs.getincrementaldecoder("utf-8")
@@ -25,10 +25,11 @@ class _Columns:
     """Log-probabilities of one choice as the columns of the completions API. A token is listed as the text shows it, at the
     number of whole characters before it; a generated one that the text hides is listed by name, without width."""
 
-    def __init__(self, table: TokenText, *, hidden: frozenset[int], unfinished: bytes) -> None:
+    def __init__(self, table: TokenText, *, hidden: frozenset[int], unfinished: bytes, by_id: bool) -> None:
         """`unfinished` are bytes of a prompt that is not shown; the text begins with their character."""
         self._table = table
         self._hidden = hidden
+        self._by_id = by_id  # tokens are shown as "token_id:N"
         self._decoder = _new_decoder("replace")
         self._decoder.decode(unfinished)
         self._offset = 0
@@ -65,6 +66,8 @@ class _Columns:
         self.top.append(top)
 
     def _name(self, token: int) -> str:
+        if self._by_id:
+            return name_by_id(token)
         text = self._table[token]
         return text if isinstance(text, str) else _shown(text)
 
@@ -124,11 +127,12 @@ class CompletionFormat:
         wants = request.logprobs is not None
         hidden = table.special_ids if generation.params.skip_special_tokens else frozenset[int]()
         num_choices = len(generation.replays)
+        by_id = bool(request.return_tokens_as_token_ids)
         self._choices = [_CompletionChoice(None) for _ in range(num_choices)]
         for choice, replay in zip(self._choices, generation.replays, strict=True):
             if wants:
                 unfinished = b"" if echoes is not None else table.unfinished(replay.prompt[-LOOK_BACK:].tolist())
-                choice.columns = _Columns(table, hidden=hidden, unfinished=unfinished)
+                choice.columns = _Columns(table, hidden=hidden, unfinished=unfinished, by_id=by_id)
         lead = {"id": answer_id, "object": "text_completion", "created": created, "model": model}
         self._lead = b"data: " + _encode(lead)[:-1] + b',"choices":['
         self._open = [self._lead + b'{"index":%d,"text":' % i for i in range(num_choices)]

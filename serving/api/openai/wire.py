@@ -6,7 +6,9 @@ Called by the routes. Every refusal is a RequestError whose `param` is the path 
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,11 +16,13 @@ import numpy as np
 
 from trireme.errors import EngineDeadError, OverloadedError, RequestError, TriremeError
 from trireme.params import SamplingParams
+from trireme.serving import unsupported
+from trireme.serving.json_faults import lone_surrogate, with_whole_numbers
 
 MAX_JSON_DEPTH = 64
 MAX_PROMPTS = 256
-MAX_CHOICES = 16
-MAX_ROWS = 512  # prompts x n
+COMPLETION_TOKENS = 16  # length of a text completion whose request names none
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority")
 MAX_NAME_BYTES = 128  # user, salt, request id
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -43,10 +47,11 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that completions and chat share; null always means "not given". The last group refuses what we cannot honour."""
+    """Fields that completions and chat share; null always means "not given". Those refused by name: serving/unsupported.py."""
 
     model: str | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
@@ -77,18 +82,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
     response_format: dict[str, Any] | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    grammar: Any = None
-    json_schema: Any = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -97,7 +96,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: str | None = None
 
 
 class ToolCallFunction(msgspec.Struct, frozen=True):
@@ -124,22 +122,14 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    chat_template: str | None = None
     modalities: list[str] | None = None
-    audio: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,25 +157,66 @@ Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, Detokeni
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 }
+_refused: dict[type, Mapping[str, unsupported.Refused]] = {
+    CompletionRequest: unsupported.COMPLETIONS,
+    ChatRequest: unsupported.CHAT,
+    TokenizeRequest: unsupported.TOKENIZE,
+    DetokenizeRequest: unsupported.NO_FIELDS,
+}
 _known: dict[type, frozenset[str]] = {
-    kind: SILENT_FIELDS.union(field.name for field in msgspec.structs.fields(kind)) for kind in _decoders
+    kind: SILENT_FIELDS.union(
+        (field.name for field in msgspec.structs.fields(kind)), _refused[kind], unsupported.CALL_FIELDS
+    )
+    for kind in _decoders
+}
+_ID_LISTS = ("prompt", "tokens", "stop_token_ids", "allowed_token_ids")
+_whole: dict[type, frozenset[str]] = {
+    kind: frozenset(f.name for f in msgspec.structs.fields(kind) if f.type == int | None or f.name in _ID_LISTS)
+    for kind in _decoders
 }
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def parse(body: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
-    """The request and the names of top-level fields that were ignored. Raises RequestError naming the field."""
+    """The request and the names of top-level fields that were ignored. Raises RequestError naming the field; what cannot be
+    honoured is refused before anything of it is built."""
     check_depth(body)
     try:
-        request: Body = _decoders[kind].decode(body)
-        unknown = [name for name in _keys.decode(body) if name not in _known[kind]]
+        raws = _keys.decode(body)
+        unsupported.refuse(raws, _refused[kind])
+        if kind is not DetokenizeRequest:
+            unsupported.refuse_calls(raws)
+        request = _decode(body, kind)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        raise _malformed(body, error) from None
     except RecursionError:
         raise RequestError(f"the body is nested deeper than {MAX_JSON_DEPTH} levels") from None
-    return request, unknown
+    return request, [name for name in raws if name not in _known[kind]]
+
+
+def _decode(body: bytes, kind: type[Body]) -> Body:
+    """The request; a whole number may be written as 2.0."""
+    decoder = _decoders[kind]
+    try:
+        request: Body = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error) or (whole := with_whole_numbers(body, _whole[kind])) is None:
+            raise
+        request = decoder.decode(whole)
+    return request
+
+
+def _malformed(body: bytes, error: Exception) -> RequestError:
+    """A body that is no JSON, or no Unicode text."""
+    if (half := lone_surrogate(body, str(error))) is None:
+        return RequestError(f"the body is not valid JSON: {error}")
+    return RequestError(
+        f"{half.path or 'the body'} holds {half.escape}, half of a surrogate pair, which is no Unicode text",
+        param=half.path,
+        hint="cut text between characters, not between UTF-16 units",
+    )
 
 
 def check_depth(body: bytes) -> None:
@@ -230,8 +261,6 @@ def sampling_params(
 ) -> SamplingParams:
     """The caller's wishes as SamplingParams, with bounds checked. Raises RequestError."""
     check_supported(request)
-    if request.n is not None and request.n > MAX_CHOICES:
-        raise RequestError(f"n is {request.n}; the limit is {MAX_CHOICES}", param="n")
     given: dict[str, Any] = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
     for name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
         if (value := getattr(request, name)) is not None:
@@ -241,6 +270,26 @@ def sampling_params(
     if request.logit_bias is not None:
         given["logit_bias"] = {_token_key(key): bias for key, bias in request.logit_bias.items()} or None
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
+
+
+@contextlib.contextmanager
+def names_as_written(names: Mapping[str, str]) -> Iterator[None]:
+    """RequestErrors that leave this block name fields as the caller wrote them: `names` is ours -> theirs."""
+    try:
+        yield
+    except RequestError as error:
+        for ours, theirs in names.items():
+            error.message = re.sub(rf"\b{ours}\b", theirs, error.message)
+            error.param = theirs if error.param == ours else error.param
+        error.args = (error.message,)
+        raise
+
+
+def length_of(request: CompletionRequest | ChatRequest) -> tuple[int | None, dict[str, str]]:
+    """The longest completion that is asked for, and how errors about it name its field."""
+    if request.max_completion_tokens is None:
+        return request.max_tokens, {}
+    return request.max_completion_tokens, {"max_tokens": "max_completion_tokens"}
 
 
 _COPIED = (
@@ -266,28 +315,13 @@ def _token_key(key: str) -> int:
     return int(key)
 
 
-_UNSUPPORTED = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "grammar",
-    "json_schema",
-    "tools",
-    "functions",
-    "function_call",
-    "chat_template",
-    "audio",
-    "suffix",
-)
-
-
 def check_supported(request: CompletionRequest | ChatRequest) -> None:
-    """Refuses, by name, what would change the answer and cannot be honoured; and strings over their caps."""
-    for name in _UNSUPPORTED:
-        if getattr(request, name, None) and not (name == "tools" and getattr(request, "tool_choice", None) == "none"):
-            raise RequestError(f"{name} is not supported by this server", param=name)
+    """Refuses values of known fields that cannot be honoured, and strings over their caps."""
+    if request.service_tier is not None and request.service_tier not in SERVICE_TIERS:
+        raise RequestError(
+            f"service_tier is {request.service_tier[:40]!r}; it must be one of {', '.join(SERVICE_TIERS)}",
+            param="service_tier",
+        )
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise RequestError("best_of other than n is not supported by this server", param="best_of")
     if request.use_beam_search:
