@@ -21,7 +21,7 @@ from trireme.errors import NotFoundError, RequestError, TooLargeError, TriremeEr
 from trireme.params import SamplingParams
 from trireme.serving.admission.admission import Caller
 from trireme.serving.api import control
-from trireme.serving.api.openai.chat import ChatFormat, content_chars
+from trireme.serving.api.openai.chat import ChatFormat
 from trireme.serving.api.openai.completions import CompletionFormat
 from trireme.serving.api.openai.wire import (
     COMPLETION_TOKENS,
@@ -234,12 +234,18 @@ async def _chat(front: Front, scope: Scope, receive: Receive, send: Send) -> Non
         front.check_room(terms.priority)
         params = _chat_params(request)
         processor = front.processor
-        num_chars = sum(map(content_chars, request.messages))
-        prompt = await front.off_loop(
-            num_chars, lambda: processor.prompt_from_segments(front.renderer.segments(request))
-        )
+        segments = await front.chat_segments(request)
+        num_chars = sum(len(text) for text, _ in segments)
+        prompt = await front.off_loop(num_chars, lambda: processor.prompt_from_segments(segments))
         with names_as_written(length_of(request)[1]):
-            rows = processor.rows([prompt], params, salt=request.cache_salt, terms=terms, param="messages")
+            rows = processor.rows(
+                [prompt],
+                params,
+                salt=request.cache_salt,
+                terms=terms,
+                param="messages",
+                end_token_ids=front.chat_ends,
+            )
 
         def form(_: Generation) -> Format:
             return ChatFormat(
@@ -423,10 +429,9 @@ async def _tokenize_inside(front: Front, scope: Scope, receive: Receive, send: S
         add_special = request.add_special_tokens is not False
         tokens = await front.off_loop(len(text), lambda: front.tokenizer.encode(text, add_special=add_special))
     else:
-        segments = front.renderer.segments(request)
-        tokens = await front.off_loop(
-            sum(len(text) for text, _ in segments), lambda: front.tokenizer.encode_segments(segments)
-        )
+        segments = await front.chat_segments(request)
+        num_chars = sum(len(text) for text, _ in segments)
+        tokens = await front.off_loop(num_chars, lambda: front.tokenizer.encode_segments(segments))
     ids = tokens.tolist()
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_len}
     if request.return_token_strs:

@@ -15,11 +15,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, ModelNotFoundError, OverloadedError, RequestError
 from trireme.serving.admission.admission import Admission, Caller
-from trireme.serving.api.openai.chat import ChatRenderer
+from trireme.serving.api.openai.chat import ChatRenderer, Segments, content_chars
+from trireme.serving.api.openai.wire import ChatRequest, TokenizeRequest
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.engine import EngineState
 from trireme.serving.http.sse import Look, Ticker
 from trireme.serving.metrics.telemetry import Snapshot, Telemetry
+from trireme.serving.template_meter import TemplateSlow
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.templates import find_template
@@ -29,6 +31,7 @@ from trireme.topology.lockstep import is_pause
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
 MIN_BODY_BUDGET = 64 << 20  # bytes of bodies being read at one time, all requests together
 OFF_LOOP_CHARS = 8192  # longer texts are tokenized in a thread
+ON_LOOP_RENDER_S = 0.01  # what takes a chat template longer is rendered in a thread
 
 Phase = Literal["loading", "ready", "degraded", "paused", "stuck", "down", "draining"]
 Result = TypeVar("Result")
@@ -68,8 +71,10 @@ class Front:
             own=tokenizer.chat_template,
             special_tokens=tokenizer.special_tokens,
             special_texts=special,
+            added_bos=tokenizer.added_bos,
         )
         self.renderer = ChatRenderer(template, special)
+        self.chat_ends = tokenizer.ids_of(self.renderer.end_of_turn)
         self.telemetry = Telemetry()
         self.admission = Admission(config.serving, queue_s=config.scheduler.queue_timeout)
         self.ticker = Ticker(buffer_bytes=config.serving.stream_buffer, on_look=self._on_look)
@@ -85,6 +90,7 @@ class Front:
         }
         self._was_up = False
         self._processor: Processor | None = None
+        self._is_template_slow = False  # it has once taken longer than other streams should wait
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
 
     @property
@@ -110,6 +116,17 @@ class Front:
         if num_chars <= OFF_LOOP_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def chat_segments(self, request: ChatRequest | TokenizeRequest) -> Segments:
+        """The parts of a chat's prompt, rendered here if the messages are short and the template quick, else in a thread.
+        Raises RequestError."""
+        num_chars = sum(map(content_chars, request.messages or ()))
+        if num_chars <= OFF_LOOP_CHARS and not self._is_template_slow:
+            try:
+                return self.renderer.segments(request, limit_s=ON_LOOP_RENDER_S)
+            except TemplateSlow:
+                self._is_template_slow = True
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.renderer.segments, request)
 
     # ------------------------------------------------------------ admission
 

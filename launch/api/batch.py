@@ -81,10 +81,12 @@ class TextSide:
             own=tokenizer.chat_template,
             special_tokens=tokenizer.special_tokens,
             special_texts=special,
+            added_bos=tokenizer.added_bos,
         )
         own_eos = tokenizer.eos_token_id
         self._eos = {*eos_token_ids} | ({own_eos} if own_eos is not None else set())
         self._renderer = ChatRenderer(template, special)
+        self._chat_ends = tokenizer.ids_of(self._renderer.end_of_turn)
         self._default_max_tokens = config.serving.default_max_tokens
         self._processor: Processor | None = None
 
@@ -114,8 +116,9 @@ class TextSide:
             raise RequestError(f"salt is {plain.shown(salt)}; it must be a text", param="salt")
         if source.messages is not None:
             segments = self._renderer.segments(self._chat_request(source.messages))
+            prompt = processor.prompt_from_segments(segments)
             return BatchRequest(
-                None, params, processor.rows([processor.prompt_from_segments(segments)], params, salt=salt)
+                None, params, processor.rows([prompt], params, salt=salt, end_token_ids=self._chat_ends)
             )
         if source.text is not None:
             ids = processor.prompt_from_text(source.text)

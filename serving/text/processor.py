@@ -127,9 +127,11 @@ class Processor:
         terms: RequestLimits = RequestLimits(),
         param: str = "prompt",
         usual_tokens: int | None = None,
+        end_token_ids: Sequence[int] = (),
     ) -> list[Replay]:
         """One Replay per choice, prompt by prompt. The choices of all prompts share the request's seed. `usual_tokens` is the
-        length where neither `params` nor the server's settings name one; None: all that fits."""
+        length where neither `params` nor the server's settings name one; None: all that fits. `end_token_ids` end a choice as
+        EOS does."""
         if len(prompts) * params.n > MAX_ROWS:
             raise RequestError(
                 f"{len(prompts)} prompts x n={params.n} are {len(prompts) * params.n} choices; the limit is {MAX_ROWS}",
@@ -137,13 +139,16 @@ class Processor:
             )
         params.check_vocabulary(self.vocab_size)
         bad = self.bad_token_ids(params.bad_words)
-        self._check_can_sample(params, bad)
+        ends = tuple(sorted({*self.eos_token_ids, *end_token_ids}))
+        self._check_can_sample(params, bad, ends)
         seed = params.seed if params.seed is not None else self._new_seed()
         digest = hashlib.sha256(salt.encode(errors="surrogatepass")).digest() if salt else b""
         return [
             Replay(
                 prompt,
-                self._row_params(params, self._max_tokens(params, len(prompt), param, usual_tokens), seed, choice, bad),
+                self._row_params(
+                    params, self._max_tokens(params, len(prompt), param, usual_tokens), seed, choice, bad, ends
+                ),
                 prompt_index=i,
                 salt=digest,
                 priority=terms.priority,
@@ -155,7 +160,9 @@ class Processor:
             for choice in range(params.n)
         ]
 
-    def _check_can_sample(self, params: SamplingParams, bad: tuple[tuple[int, ...], ...]) -> None:
+    def _check_can_sample(
+        self, params: SamplingParams, bad: tuple[tuple[int, ...], ...], end_ids: tuple[int, ...]
+    ) -> None:
         """Refuses parameters that leave no token for the very first draw. (Longer bad words may still do so later.)"""
         if params.max_tokens == 0:
             return
@@ -163,7 +170,7 @@ class Processor:
         if not self._leaves_any(params, barred):
             what = "the vocabulary" if params.allowed_token_ids is None else "allowed_token_ids"
             raise RequestError(f"bad_words bars every token of {what}: nothing could be sampled", param="bad_words")
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else end_ids)}
         if params.min_tokens and not self._leaves_any(params, barred | ends):
             raise RequestError(
                 f"min_tokens is {params.min_tokens}, and every token that allowed_token_ids and bad_words leave ends the answer",
@@ -182,6 +189,7 @@ class Processor:
         seed: int,
         choice: int,
         bad: tuple[tuple[int, ...], ...],
+        ends: tuple[int, ...],
     ) -> RowParams:
         return RowParams(
             max_tokens=max_tokens,
@@ -195,7 +203,7 @@ class Processor:
             presence_penalty=float(params.presence_penalty),
             seed=seed,
             choice=choice,
-            eos_token_ids=() if params.ignore_eos else self.eos_token_ids,
+            eos_token_ids=() if params.ignore_eos else ends,
             stop_token_ids=params.stop_token_ids,
             logit_bias=tuple((params.logit_bias or {}).items()),
             bad_token_ids=bad,

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox with limits on time and output, and a small registry of well-known ones.
+"""Chat templates: Jinja in a sandbox with limits on time, memory and output, and a small registry of well-known ones.
 
 Called by serving/api/openai/chat.py. Templates come from the model or the operator, never from a request; user text passes
 through as data. Must never import, read files or run longer than its deadline.
@@ -6,25 +6,34 @@ through as data. Must never import, read files or run longer than its deadline.
 
 from __future__ import annotations
 
-import json
+import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trireme.errors import ModelError, RequestError
+from trireme.serving.template_meter import TemplateLimit, TemplateSlow
+from trireme.serving.template_sandbox import Sandbox
 
-RENDER_LIMIT_S = 0.25
+RENDER_LIMIT_S = 0.25  # of processor time
+COMPILE_LIMIT_S = 5.0
 OUTPUT_LIMIT_CHARS = 4 << 20
 
+# What templates find defined, as those that are written for transformers expect it.
+_ALWAYS_GIVEN: Mapping[str, Any] = {
+    "bos_token": "",
+    "eos_token": "",
+    "tools": None,
+    "documents": None,
+    "add_generation_prompt": False,
+}
+
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 LLAMA3 = (
@@ -40,13 +49,15 @@ LLAMA2 = (
     "{% endfor %}"
 )
 ZEPHYR = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 PLAIN = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
+
+_NULL_CONTENT = re.compile(r"\bcontent(?:'\]|\"\])?\s+is\s+(?:not\s+)?none\b", re.IGNORECASE)
 
 REGISTRY: Mapping[str, str] = {
     "chatml": CHATML,
@@ -73,53 +84,70 @@ class Template:
         """`special_tokens` are bos_token, eos_token, ... as strings. Raises ModelError when the source does not compile."""
         self.name = name
         self.source = source
-        self._special = dict(special_tokens or {})
-        self._environment = _Sandbox()
+        self._given = {**_ALWAYS_GIVEN, **(special_tokens or {})}
+        self.knows_null_content = _NULL_CONTENT.search(source) is not None  # of a turn that only makes calls
+        self._threads = threading.local()
+        environment = Sandbox()
+        environment.meter.start(COMPILE_LIMIT_S)
         try:
-            self._template = self._environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ModelError(f"the chat template {name} does not compile: {error}") from error
+            self._code = environment.compile(source)
+        except TemplateLimit as error:
+            raise ModelError(f"the chat template {name} {error}") from None
+        except Exception as error:  # the compiler raises errors of Python itself for what it cannot put into Python
+            what = str(error) or type(error).__name__
+            raise ModelError(f"the chat template {name} does not compile: {what[:300]}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
-        """The prompt as text. Raises RequestError when the template refuses the messages or exceeds its limits."""
-        self._environment.start_clock(RENDER_LIMIT_S)
+    def render(self, messages: Sequence[Mapping[str, Any]], *, limit_s: float = RENDER_LIMIT_S, **settings: Any) -> str:
+        """The prompt as text. Raises RequestError when the template refuses the messages or exceeds its limits, and
+        TemplateSlow when it takes more than `limit_s` of processor time, where that is less than it may take at most."""
+        environment, template = self._of_thread()
+        environment.meter.start(limit_s)
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate(
-                messages=list(messages), **{**self._empty, **self._special, **settings}
-            ):
-                self._environment.check_clock()
+            for part in template.generate(messages=list(messages), **{**self._given, **settings}):
                 size += len(part)
                 if size > OUTPUT_LIMIT_CHARS:
-                    raise _Refused(f"made more than {OUTPUT_LIMIT_CHARS} characters")
+                    raise TemplateLimit(f"made more than {OUTPUT_LIMIT_CHARS} characters")
                 parts.append(part)
-        except _Refused as error:
+        except TemplateLimit as error:
+            if isinstance(error, TemplateSlow) and limit_s < RENDER_LIMIT_S:
+                raise
             raise RequestError(f"the chat template {error}", param="messages") from None
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise RequestError(f"the chat template cannot render these messages: {error}", param="messages") from None
         except (RecursionError, MemoryError):
             raise RequestError("the chat template ran out of depth or memory", param="messages") from None
+        except Exception as error:  # whatever its operators and filters raise for operands they do not take
+            what = str(error)[:300] or type(error).__name__
+            raise RequestError(f"the chat template cannot render these messages: {what}", param="messages") from None
         return "".join(parts)
 
-    _empty: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
+    def _of_thread(self) -> tuple[Sandbox, jinja2.Template]:
+        """This thread's own environment, whose meter counts for one rendering at a time, and the compiled template in it."""
+        found: tuple[Sandbox, jinja2.Template] | None = getattr(self._threads, "found", None)
+        if found is None:
+            environment = Sandbox()
+            template = jinja2.Template.from_code(environment, self._code, environment.make_globals(None))
+            found = self._threads.found = environment, template
+        return found
 
 
 def find_template(
-    *, override: str | None, own: str | None, special_tokens: Mapping[str, str], special_texts: frozenset[str]
+    *,
+    override: str | None,
+    own: str | None,
+    special_tokens: Mapping[str, str],
+    special_texts: frozenset[str],
+    added_bos: str,
 ) -> Template:
     """The template to use: the operator's (a name of the registry or a file), the model's own, one for a family that the
-    special tokens give away, or the plain one."""
-    if override is not None:
-        if override in REGISTRY:
-            return Template(REGISTRY[override], name=override, special_tokens=special_tokens)
+    special tokens give away, or the plain one. One of the registry writes `added_bos`, the BOS that the tokenizer puts before
+    a text by itself ("" for none); any other template writes what its author put into it."""
+    if override is not None and override not in REGISTRY:
         return Template(_read(override), name=override, special_tokens=special_tokens)
-    if own:
+    if override is None and own:
         return Template(own, name="of the model", special_tokens=special_tokens)
-    for mark, name in _MARKS:
-        if mark in special_texts:
-            return Template(REGISTRY[name], name=name, special_tokens=special_tokens)
-    return Template(PLAIN, name="plain", special_tokens=special_tokens)
+    name = override or next((name for mark, name in _MARKS if mark in special_texts), "plain")
+    return Template(REGISTRY[name], name=name, special_tokens={**special_tokens, "bos_token": added_bos})
 
 
 def _read(path: str) -> str:
@@ -130,50 +158,3 @@ def _read(path: str) -> str:
         raise ModelError(
             f"cannot read the chat template {path}: {error}", hint=f"a file, or one of: {names}"
         ) from error
-
-
-class _Refused(Exception):
-    """The template gave up, or ran over a limit."""
-
-
-class _Clock(threading.local):
-    deadline = float("inf")
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a clock: attribute, item and call operations check the deadline of the rendering thread."""
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        self._clock = _Clock()
-        self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _raise
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-
-    def start_clock(self, seconds: float) -> None:
-        self._clock.deadline = time.monotonic() + seconds
-
-    def check_clock(self) -> None:
-        if time.monotonic() > self._clock.deadline:
-            raise _Refused(f"ran longer than {RENDER_LIMIT_S * 1000:.0f} ms")
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        self.check_clock()
-        return super().getitem(obj, argument)
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        self.check_clock()
-        return super().getattr(obj, attribute)
-
-    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.check_clock()
-        return super().call(context, obj, *args, **kwargs)
-
-
-def _raise(message: str) -> NoReturn:
-    raise _Refused(f"refuses these messages: {str(message)[:200]}")
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    """As model templates expect it: no HTML escaping."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

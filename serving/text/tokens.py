@@ -51,11 +51,22 @@ class Tokenizer:
         self._piece: Callable[[int], bytes] = functools.lru_cache(maxsize=1 << 16)(encoder.piece_bytes)
 
     def encode(self, text: str, *, add_special: bool = True, allow_special: bool = True) -> np.ndarray:
-        """Ids of `text`. `add_special` adds BOS/EOS as the model's tokenizer does; with `allow_special=False` the names
-        of special tokens inside the text are encoded as ordinary characters (use it for text written by users)."""
+        """Ids of `text`. `add_special` adds BOS/EOS as the model's tokenizer does, but no second BOS to a text that begins
+        with its name; with `allow_special=False` the names of special tokens inside the text are encoded as ordinary
+        characters (use it for text written by users)."""
+        names_bos = allow_special and add_special and self.added_bos != "" and text.startswith(self.added_bos)
         if not allow_special and not self._named.spans(text):
             allow_special = True  # the same ids, without the library's second copy
-        return self._encoder.encode(text, add_special=add_special, allow_special=allow_special)
+        ids = self._encoder.encode(text, add_special=add_special, allow_special=allow_special)
+        return ids[1:] if names_bos and len(ids) > 1 and ids[0] == ids[1] else ids
+
+    @functools.cached_property
+    def added_bos(self) -> str:
+        """Name of the beginning-of-sequence token that `encode` puts before a text by itself; "" where it puts none."""
+        ids = self._encoder.encode("", add_special=True, allow_special=True)
+        first = int(ids[0]) if len(ids) else -1
+        is_bos = first == self.bos_token_id or (self.bos_token_id is None and first != self.eos_token_id)
+        return self._added[first].decode() if is_bos and first in self.special_ids else ""
 
     def encode_inside(self, text: str) -> np.ndarray:
         """Ids of `text` as it stands behind other text, without the space that some tokenizers put before a text. Names of
@@ -82,8 +93,8 @@ class Tokenizer:
         if trusted == self._named.spans(text):
             return self._encoder.encode(text, add_special=add_special, allow_special=True)
         ids: list[int] = []
-        if add_special and self.bos_token_id in self._encoder.encode("", add_special=True, allow_special=True):
-            ids.append(int(self.bos_token_id or 0))
+        if add_special and self.added_bos:
+            ids.append(self._named.ids[self.added_bos])
         start = 0
         for begin, end in [*trusted, (len(text), len(text))]:
             if begin > start:
@@ -138,6 +149,10 @@ class Tokenizer:
     def token_id(self, text: str | None) -> int | None:
         """Id of the token spelled exactly so in the vocabulary, else None."""
         return None if text is None else self._encoder.token_id(text)
+
+    def ids_of(self, *names: str) -> tuple[int, ...]:
+        """Ids of those names that are special tokens."""
+        return tuple(token for name in names if (token := self._named.ids.get(name)) is not None)
 
     def is_special(self, token: int) -> bool:
         return token in self.special_ids

@@ -531,7 +531,7 @@ async def test_continue_final_message(tmp_path: Path) -> None:
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
         body = {"model": "stub", "messages": messages, "continue_final_message": True}
         assert (await served.post("/v1/chat/completions", body))[0] == 200
-        assert prompt_of(engine) == "user: hi\nassistant: Well,"
+        assert prompt_of(engine) == "user: hi\nassistant: Well, "
 
 
 async def test_tokenize_and_back(tmp_path: Path) -> None:

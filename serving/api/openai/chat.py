@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from trireme.errors import RequestError
 from trireme.serving.api.openai.wire import (
+    MAX_JSON_DEPTH,
     MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     ChatRequest,
     Message,
     TokenizeRequest,
+    ToolCall,
+    check_depth,
 )
 from trireme.serving.http.sse import usage_object
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
-from trireme.serving.text.templates import Template
+from trireme.serving.text.templates import RENDER_LIMIT_S, Template
 
 ROLES: Mapping[str, str] = {
     "system": "system",
@@ -37,6 +40,7 @@ ROLES: Mapping[str, str] = {
 }
 # content parts that are text, and where it is
 TEXT_PARTS: Mapping[str, str] = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_KEY_DIGITS, _INDEX_DIGITS = 24, 8  # of a marker
 TEMPLATE_SETTINGS = frozenset(("enable_thinking", "thinking", "reasoning_effort", "date_string"))
 
 Segments = list[tuple[str, bool]]
@@ -50,32 +54,72 @@ class ChatRenderer:
         self.template = template
         names = sorted(special_texts, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
+        self.end_of_turn = self._find_end_of_turn(special_texts)
 
-    def segments(self, request: ChatRequest | TokenizeRequest) -> Segments:
-        """(text, trusted) parts of the prompt. Raises RequestError naming the message at fault."""
+    def _find_end_of_turn(self, special_texts: frozenset[str]) -> str:
+        """Name of the special token that the template writes after an assistant's content, which ends a chat whether or not
+        the model's files count it as EOS; "" where it writes none."""
+        mark = _Hidden(None).new_mark()
+        talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": mark}]
+        try:
+            text = self.template.render(talk, add_generation_prompt=False)
+        except RequestError:
+            return ""
+        after = text.rpartition(mark)[2].lstrip() if mark in text else ""
+        return max((name for name in special_texts if after.startswith(name)), key=len, default="")
+
+    def segments(self, request: ChatRequest | TokenizeRequest, *, limit_s: float = RENDER_LIMIT_S) -> Segments:
+        """(text, trusted) parts of the prompt. Raises RequestError naming the message at fault, and TemplateSlow as
+        Template.render does."""
         messages = request.messages or []
         if not messages:
             raise RequestError("messages is empty", param="messages")
         if len(messages) > MAX_MESSAGES:
             raise RequestError(f"messages holds {len(messages)}; the limit is {MAX_MESSAGES}", param="messages")
-        plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        settings = _settings(request)
+        absent = None if self.template.knows_null_content else ""
+        plain = [_plain_message(message, f"messages[{i}]", absent) for i, message in enumerate(messages)]
+        hidden = _Hidden(self._special)
+        settings = hidden.guard(_settings(request))
         prompt = request.add_generation_prompt is not False
         if request.continue_final_message:
-            if request.add_generation_prompt or plain[-1]["role"] != "assistant":
+            if request.add_generation_prompt or plain[-1]["role"] != "assistant" or "tool_calls" in plain[-1]:
                 raise RequestError(
-                    "continue_final_message needs an assistant message at the end and no add_generation_prompt",
+                    "continue_final_message needs an assistant message without calls at the end, "
+                    "and no add_generation_prompt",
                     param="continue_final_message",
                 )
             prompt = False
-        hidden = _Hidden(self._special)
         guarded = [hidden.guard(message) for message in plain]
         if isinstance(request, TokenizeRequest) and request.tools:
             settings["tools"] = hidden.guard(_checked_tools(request.tools))
-        text = self.template.render(guarded, add_generation_prompt=prompt, **settings)
+
+        def render(talk: Sequence[Mapping[str, Any]]) -> str:
+            return self.template.render(talk, limit_s=limit_s, add_generation_prompt=prompt, **settings)
+
         if request.continue_final_message:
-            text = _cut_after(text, guarded[-1]["content"].strip())
-        return hidden.split(text)
+            return hidden.split(continued(guarded, hidden.new_mark(), render))
+        return hidden.split(render(guarded))
+
+
+def continued(
+    messages: Sequence[Mapping[str, Any]], mark: str, render: Callable[[Sequence[Mapping[str, Any]]], str]
+) -> str:
+    """The prompt up to the end of the final message's content, so that the model continues it. `mark` is a text that occurs
+    nowhere else: the content is rendered with it at its end. Raises RequestError where the template drops the content."""
+    *before, final = messages
+    content = final["content"]
+    bare = content.rstrip()
+    parts = render([*before, {**final, "content": bare + mark}]).rsplit(mark, 1)
+    if len(parts) < 2:
+        raise RequestError(
+            "the chat template leaves the final message out, so it cannot be continued", param="messages"
+        )
+    head, tail = parts[0].replace(mark, ""), parts[1]
+    if bare == content:
+        return head
+    whole = render(messages)  # shows what the template keeps of the white space at the end
+    kept = whole[len(head) : len(whole) - len(tail)]
+    return head + kept if whole == head + kept + tail and not kept.strip() else head
 
 
 class _Hidden:
@@ -84,7 +128,7 @@ class _Hidden:
     def __init__(self, special: re.Pattern[str] | None) -> None:
         self._special = special
         self._texts: list[str] = []
-        self._key = ""
+        self._key = f"{secrets.randbelow(10**_KEY_DIGITS):0{_KEY_DIGITS}d}"
 
     def guard(self, value: Any) -> Any:
         """`value` with markers in all its strings; the value itself when there is nothing to hide."""
@@ -99,40 +143,80 @@ class _Hidden:
         return value
 
     def _hide(self, match: re.Match[str]) -> str:
-        self._key = self._key or secrets.token_hex(8)
-        self._texts.append(match[0])
-        return f"\ue000{self._key}-{len(self._texts) - 1}\ue001"
+        return self._marker(match[0])
+
+    def new_mark(self) -> str:
+        """A marker that stands for no text."""
+        return self._marker("")
+
+    def _marker(self, text: str) -> str:
+        """Digits alone: no escaping and no change of case in a template alters them."""
+        self._texts.append(text)
+        return f"{self._key}{len(self._texts) - 1:0{_INDEX_DIGITS}d}"
 
     def split(self, text: str) -> Segments:
         if not self._texts:
             return [(text, True)]
-        parts = re.split(f"\ue000{self._key}-(\\d+)\ue001", text)
+        parts = re.split(f"{self._key}([0-9]{{{_INDEX_DIGITS}}})", text)
         found: Segments = []
         for i, part in enumerate(parts):
             if i % 2:
-                found.append((self._texts[int(part)], False))
+                if hidden := self._texts[int(part)]:
+                    found.append((hidden, False))
             elif part:
                 found.append((part, True))
         return found
 
 
-def _plain_message(message: Message, at: str) -> dict[str, Any]:
-    """A message as templates expect it: role, content as one text, and the optional parts that are present."""
+def _plain_message(message: Message, at: str, absent: str | None) -> dict[str, Any]:
+    """A message as templates expect it: role, content as one text (`absent` where a turn makes calls only), and the optional
+    parts that are present."""
     role = ROLES.get(message.role)
     if role is None:
         raise RequestError(
             f"{at}.role is {message.role[:40]!r}; it must be one of {', '.join(ROLES)}", param=f"{at}.role"
         )
     content = _content_text(message.content, f"{at}.content")
-    if content is None and not (role == "assistant" and message.tool_calls):
+    calls = _plain_calls(message, at) if role == "assistant" else []
+    if content is None and not calls:
         raise RequestError(f"{at}.content is required", param=f"{at}.content")
-    plain: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.tool_calls:
-        plain["tool_calls"] = [msgspec.to_builtins(call) for call in message.tool_calls]
+    plain: dict[str, Any] = {"role": role, "content": absent if content is None else content}
+    if calls:
+        plain["tool_calls"] = calls
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
     return plain
+
+
+def _plain_calls(message: Message, at: str) -> list[dict[str, Any]]:
+    """The calls of an assistant turn as templates expect them: arguments as an object, and only the fields that are given."""
+    calls = list(message.tool_calls or ())
+    paths = [f"{at}.tool_calls[{i}].function" for i in range(len(calls))]
+    if not calls and message.function_call is not None:  # as it was written before there were tools
+        calls, paths = [ToolCall(type="function", function=message.function_call)], [f"{at}.function_call"]
+    plain = []
+    for call, path in zip(calls, paths, strict=True):
+        shown = {name: value for name in ("id", "type") if (value := getattr(call, name)) is not None}
+        if call.function is not None:
+            arguments = _arguments(call.function.arguments, f"{path}.arguments")
+            shown["function"] = {"name": call.function.name, "arguments": arguments}
+        plain.append(shown)
+    return plain
+
+
+def _arguments(text: str, param: str) -> dict[str, Any]:
+    """The JSON object of a call's arguments; no text at all is one without fields. Raises RequestError."""
+    if not text.strip():
+        return {}
+    try:
+        body = text.encode()
+        check_depth(body)
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except RequestError:
+        raise RequestError(f"{param} is nested deeper than {MAX_JSON_DEPTH} levels", param=param) from None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"{param} must be the text of a JSON object: {error}", param=param) from None
 
 
 def _content_text(content: str | list[dict[str, Any]] | None, at: str) -> str | None:
@@ -187,14 +271,6 @@ def _settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     if effort is not None:
         settings.setdefault("reasoning_effort", effort[:128])
     return settings
-
-
-def _cut_after(text: str, content: str) -> str:
-    """The prompt up to the end of the final message's content, so that the model continues it."""
-    at = text.rfind(content)
-    if at < 0:
-        raise RequestError("the chat template changes the final message, so it cannot be continued", param="messages")
-    return text[: at + len(content)]
 
 
 # ---------------------------------------------------------------- answers

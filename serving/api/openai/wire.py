@@ -114,6 +114,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: ToolCallFunction | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
