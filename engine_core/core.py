@@ -13,6 +13,7 @@ from itertools import chain
 import msgspec
 import numpy as np
 
+from trireme.engine_core.admission import Admission
 from trireme.engine_core.integrity import Audit, IntegrityError, audit, check_idle
 from trireme.engine_core.kv.events import BlockLog
 from trireme.engine_core.outputs import Outbox, end_reason
@@ -83,6 +84,7 @@ class EngineCore:
         self.outbox = Outbox(engine)
         self.counters = Counters()
         self.step_times = StepTimes()
+        self.admission = Admission(self.scheduler, limits.max_wait)
         self.draining = False
         self._arrivals = 0
         self._admitted: dict[str, int] = {}
@@ -101,10 +103,12 @@ class EngineCore:
         try:
             check_submit(submit, self.limits)
             self._check_capacity(submit)
+            request = Request(front, submit, self._arrivals + 1, now, self.limits.max_len)
+            self.admission.check(request)
         except TriremeError as error:
             self._refuse(front, submit.rid, error)
         else:
-            self._enqueue(front, submit, now)
+            self._enqueue(request, submit, now)
         self._after_event()
 
     def abort(self, front: str, rids: Sequence[int]) -> None:
@@ -125,7 +129,7 @@ class EngineCore:
             self.scheduler.end(request)
             del self.requests[request.front, request.rid]
             self.counters.returned += 1
-            self.outbox.to(request.front).returned.append((request.rid, to, now - request.arrival_s))
+            self.outbox.to(request.front).returned.append((request.rid, to, now - request.queued_at_s))
         self._after_event()
         return len(chosen)
 
@@ -141,7 +145,7 @@ class EngineCore:
         """Ends rows that have waited too long for their first step, and those whose time is up."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, is_total, request = heapq.heappop(self._deadlines)
-            passed_s = now - request.arrival_s
+            passed_s = now - request.queued_at_s
             if is_total and request.state is not State.ENDED:
                 late = DeadlineError(f"not complete when its deadline came, {passed_s:.3g} s in this engine")
                 self._end(request, "error", error=late)
@@ -149,6 +153,9 @@ class EngineCore:
                 self.counters.refused += 1
                 error = OverloadedError(f"no place in the batch within {passed_s:.1f} s of waiting")
                 self._end(request, "error", error=error)
+        for request, error in self.admission.take_hopeless(now):
+            self.counters.refused += 1
+            self._end(request, "error", error=error)
         self._after_event()
 
     def on_result(self, result: StepResult, now: float) -> None:
@@ -186,6 +193,7 @@ class EngineCore:
         pending = self.scheduler.schedule(now)
         if pending is None:
             return None
+        self.admission.planned(len(pending.placed), now)
         for request in pending.placed:
             self.outbox.to(request.front).placed.append(request.rid)
         self._after_event()
@@ -239,7 +247,7 @@ class EngineCore:
             running_tokens=int(scheduler.columns.known.sum()),
             blocks_used=self.limits.num_blocks - scheduler.cache.num_available,
             num_blocks=self.limits.num_blocks,
-            oldest_wait_s=max((now - row.arrival_s for row in waiting), default=0.0),
+            oldest_wait_s=max((now - row.queued_at_s for row in waiting), default=0.0),
             admitted=dict(self._admitted),
             finished=self.counters.submitted - len(self.requests),
         )
@@ -309,10 +317,9 @@ class EngineCore:
                 f"{num_tokens} prompt tokens would be queued; the limit is {limits.max_waiting_tokens}"
             )
 
-    def _enqueue(self, front: str, submit: Submit, now: float) -> None:
+    def _enqueue(self, request: Request, submit: Submit, now: float) -> None:
         self._arrivals += 1
-        request = Request(front, submit, self._arrivals, now, self.limits.max_len)
-        self.requests[front, submit.rid] = request
+        self.requests[request.front, request.rid] = request
         self.counters.prompt_tokens += request.num_prompt
         self.scheduler.add(request)
         if request.num_output >= submit.params.max_tokens > 0:
@@ -338,7 +345,9 @@ class EngineCore:
     def _refuse(self, front: str, rid: int, error: TriremeError) -> None:
         self.counters.error += 1
         self.counters.refused += 1
-        self.outbox.to(front).ends.append(End(rid, "error", error=error.message, error_code=error.code))
+        self.outbox.to(front).ends.append(
+            End(rid, "error", error=error.message, error_code=error.code, retry_after_s=_retry_after_s(error))
+        )
 
     # ------------------------------------------------------------ results
 
@@ -482,9 +491,14 @@ class EngineCore:
                 error=error.message if error else "",
                 error_code=error.code if error else "",
                 num_preemptions=request.num_preemptions,
+                retry_after_s=_retry_after_s(error),
             )
         )
 
     def _after_event(self) -> None:
         if self.check:
             self.audit()
+
+
+def _retry_after_s(error: TriremeError | None) -> float:
+    return error.retry_after_s if isinstance(error, OverloadedError) else 0.0

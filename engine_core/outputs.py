@@ -104,7 +104,7 @@ class Outbox:
 
     def first(self, request: Request) -> None:
         """What the prompt cost; before or with the row's first token."""
-        queued_s = request.first_run_s - request.arrival_s
+        queued_s = request.first_run_s - request.queued_at_s
         prefill_s = request.first_token_s - request.first_run_s
         self.to(request.front).firsts.append(First(request.rid, max(0, request.num_cached), queued_s, prefill_s))
 

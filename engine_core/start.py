@@ -33,6 +33,7 @@ def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int
         max_waiting=max_waiting,
         max_waiting_tokens=scheduler.queue_tokens(max_len),
         queue_timeout=scheduler.queue_timeout,
+        max_wait=scheduler.max_wait,
         prefix_cache=cache.prefix_cache,
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.errors import ContextLengthError, RequestError
 from trireme.params import MAX_LOGPROBS, SEED_MAX, SEED_MIN, RowParams
-from trireme.transport.wire.messages import Submit
+from trireme.transport.wire.messages import MAX_WAITED_S, Submit
 
 MAX_SALT_BYTES = 128
 MAX_CLIENT_BYTES = 32
@@ -28,10 +28,11 @@ def check_submit(submit: Submit, limits: Limits) -> None:
         raise RequestError(f"client has {len(submit.client)} bytes; the limit is {MAX_CLIENT_BYTES}", param="client")
     if not -(2**31) <= submit.priority < 2**31:
         raise RequestError(f"priority is {submit.priority}; it must fit 32 bits", param="priority")
-    for name in ("deadline_s", "total_s"):
+    for name, most in (("deadline_s", math.inf), ("total_s", math.inf), ("waited_s", MAX_WAITED_S)):
         value = getattr(submit, name)
-        if not math.isfinite(value) or value < 0:
-            raise RequestError(f"{name} is {value}; it must be finite and at least 0", param=name)
+        if not math.isfinite(value) or not 0 <= value <= most:
+            limit = "" if math.isinf(most) else f" and at most {most:.0f}"
+            raise RequestError(f"{name} is {value}; it must be finite, at least 0{limit}", param=name)
 
 
 def _check_prompt(submit: Submit, limits: Limits) -> None:

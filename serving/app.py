@@ -369,13 +369,14 @@ async def _answer(
     outcome: Outcome = "error"
     stream = EventStream(scope, receive, send, generation)
     try:
-        await stream.submit(pin=pin, label=label)
+        with front.coming(len(rows)):
+            await stream.submit(pin=pin, label=label)
         if stream.has_left():
             outcome = "cancelled"
             return
         first = await stream.first()
         if wait_s := generation.queued_s or (FIRST_EVENT_S if first == [] else 0.0):
-            front.admission.waited(wait_s, front.client.num_rows)
+            front.admission.waited(wait_s, front.num_under_way())
         if request.stream:
             front.ticker.streams.add(stream)
             options = request.stream_options
@@ -404,6 +405,7 @@ async def _answer(
     finally:
         front.ticker.streams.discard(stream)
         stream.close()
+        front.tell_rows()
         front.telemetry.ended(outcome, generation)
         front.admission.charge(caller, generation.usage().completion_tokens)
 
@@ -540,7 +542,9 @@ async def _metrics(front: Front, scope: Scope, receive: Receive, send: Send) -> 
     snapshots, *answers = await asyncio.gather(
         front.snapshots(), *(ask(state.engine) for state in engines if state.is_up)
     )
-    statistics = dict(zip((state.engine for state in engines if state.is_up), answers, strict=True))
+    known = dict(zip((state.engine for state in engines if state.is_up), answers, strict=True))
+    totals = front.shared.totals
+    statistics = {state.engine: totals.over_lives(state.engine, known.get(state.engine, {})) for state in engines}
     build = {"version": __version__, "model": front.model_name}
     text = page(merged(snapshots), engines, statistics, build)
     await send_body(send, 200, text, kind=CONTENT_TYPE)

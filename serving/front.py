@@ -26,6 +26,7 @@ from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.templates import find_template
 from trireme.serving.text.tokens import Tokenizer
+from trireme.serving.together import Together, alone
 from trireme.topology.lockstep import is_pause
 
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
@@ -47,7 +48,8 @@ class Readiness(NamedTuple):
 
 
 class Front:
-    """`snapshots` gives the numbers of all front ends of the deployment (default: only this one's)."""
+    """`snapshots` gives the numbers of all front ends of the deployment (default: only this one's); `shared` is what they have in
+    common."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Front:
         model_name: str,
         eos_token_ids: Iterable[int],
         snapshots: Callable[[], Awaitable[list[Snapshot]]] | None = None,
+        shared: Together | None = None,
     ) -> None:
         self.config = config
         self.client = client
@@ -76,11 +79,19 @@ class Front:
         self.renderer = ChatRenderer(template, special)
         self.chat_ends = tokenizer.ids_of(self.renderer.end_of_turn)
         self.telemetry = Telemetry()
-        self.admission = Admission(config.serving, queue_s=config.scheduler.queue_timeout)
+        self.shared = shared or alone()
+        self.admission = Admission(
+            config.serving,
+            queue_s=config.scheduler.queue_timeout,
+            shares_prefixes=config.cache.share_prefixes,
+            accounts=self.shared.accounts,
+            cell=self.shared.occupancy,
+        )
         self.ticker = Ticker(buffer_bytes=config.serving.stream_buffer, on_look=self._on_look)
         self.is_draining = False  # told to leave: not ready any more
         self.is_refusing = False  # and the notice period is over
         self.num_inside = 0  # requests between the first byte of their body and their last byte out
+        self.num_coming = 0  # choices that are admitted and on their way to an engine
         self.body_bytes = 0  # of bodies being read
         self._body_budget = max(MIN_BODY_BUDGET, 4 * config.serving.body_limit)
         self.progress: dict[str, dict[str, Any]] = {}  # start-up phases of engines, by source
@@ -140,8 +151,8 @@ class Front:
         capacity = self.client.capacity
         if generates and capacity == 0:
             raise EngineDeadError("the model is still loading", hint="see /ready")
-        if generates and self.client.num_rows >= capacity:
-            raise OverloadedError(f"{self.client.num_rows} choices are running or queued; the limit is {capacity}")
+        if generates and (under_way := self.num_under_way()) >= capacity:
+            raise OverloadedError(f"{under_way} choices are running or queued; the limit is {capacity}")
         if self.num_inside >= capacity + SPARE_REQUESTS:
             raise OverloadedError(f"{self.num_inside} requests are open; the limit is {capacity + SPARE_REQUESTS}")
         self.num_inside += 1
@@ -149,6 +160,27 @@ class Front:
             yield
         finally:
             self.num_inside -= 1
+
+    def num_under_way(self) -> int:
+        """Choices on engines, or on their way there, of all front ends that share these engines."""
+        return self.tell_rows() + self.shared.occupancy.others(self.shared.num_fronts)
+
+    def tell_rows(self) -> int:
+        """Tells the other front ends how many choices are under way here, and returns it."""
+        own = self.client.num_rows + self.num_coming
+        self.shared.occupancy.tell(own)
+        return own
+
+    @contextlib.contextmanager
+    def coming(self, num_rows: int) -> Iterator[None]:
+        """Around the submit of choices that were admitted, so that they are counted until they are on an engine."""
+        self.num_coming += num_rows
+        self.tell_rows()
+        try:
+            yield
+        finally:
+            self.num_coming -= num_rows
+            self.tell_rows()
 
     def take_body_bytes(self, num_bytes: int) -> None:
         """Counts bytes of a body being read (negative: done with them). Raises OverloadedError over the budget."""
@@ -160,7 +192,7 @@ class Front:
         """Refuses what its priority gives no room to just now. Raises OverloadedError."""
         facts = [state.facts for state in self.client.states() if state.is_up and state.facts]
         room = self.admission.room(priority, sum(known.max_num_seqs for known in facts), self.client.capacity)
-        under_way = self.client.num_rows
+        under_way = self.num_under_way()
         if under_way and under_way + num_rows > room:
             urgency = " for requests of this priority" if room < self.client.capacity else ""
             raise OverloadedError(
@@ -211,7 +243,8 @@ class Front:
         return Readiness("ready" if len(working) == len(engines) else "degraded", engines)
 
     def own_snapshot(self) -> Snapshot:
-        """Numbers of this front end alone."""
+        """Numbers of this life of this front end alone. Asked for often, also when nothing happens."""
+        self.tell_rows()
         counts = self.client.counts()
         return self.telemetry.snapshot(
             {

@@ -26,6 +26,7 @@ from trireme.serving.front import Front
 from trireme.serving.http.listener import Listener, allow_connections
 from trireme.serving.metrics.aggregation import Aggregation
 from trireme.serving.text.tokens import load_tokenizer
+from trireme.serving.together import together
 from trireme.transport.process.boot import BootChannel
 from trireme.transport.wire.messages import Drain
 
@@ -49,8 +50,8 @@ def main(channel: BootChannel) -> None:
     async def run() -> None:
         client = client_over_sockets(channel.boot, config)
         is_alone = config.coordinator.load_balancing != "internal"  # on a port of its own: it tells its own numbers
-        number, total = (0, 1) if is_alone else (channel.boot.index, config.serving.api_servers)
-        siblings = Aggregation(channel.boot.run_dir, number, total, lambda: front.own_snapshot())
+        run_dir, index, num_fronts = channel.boot.run_dir, channel.boot.index, config.serving.api_servers
+        siblings = Aggregation(run_dir, index, num_fronts, lambda: front.own_snapshot(), is_alone=is_alone)
         front = Front(
             config,
             client,
@@ -58,6 +59,7 @@ def main(channel: BootChannel) -> None:
             model_name=config.model.served_name or files.name,
             eos_token_ids=eos,
             snapshots=siblings.snapshots,
+            shared=together(run_dir, index, num_fronts, has_own_engines=is_alone),
         )
         await _serve(channel, front, siblings)
 

@@ -59,6 +59,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     block_size: Annotated[int, _count("tokens per KV block", 1, le=256)] = 16
     prefix_cache: Annotated[bool, _text("reuse the KV of equal prompt prefixes")] = True
+    share_prefixes: Annotated[
+        bool,
+        _text(
+            "let callers with different API keys reuse each other's prefixes; each can then tell by time and cached_tokens what "
+            "another one asked"
+        ),
+    ] = False
     num_blocks: Annotated[int, _count("KV blocks per engine; overrides kv-memory (tests)", 1)] | None = None
 
 
@@ -139,6 +146,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: Annotated[float, Meta(ge=0, description="seconds a request may wait in the queue; 0: no limit")] = (
         60.0
     )
+    max_wait: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds in the queue that a request may be expected to wait; above, it is refused at once; 0: any",
+        ),
+    ] = 15.0
     async_steps: Annotated[
         bool, _text("plan a step while the one before it runs; without pipeline stages only (pp 1)")
     ] = True

@@ -70,6 +70,16 @@ def first_extra(salt: bytes) -> tuple[Cbor, ...]:
     return ("salt", salt) if salt else ()
 
 
+def cache_salt(scope: bytes, salt: str | None) -> bytes:
+    """The salt of a request: 32 bytes, or none. `scope` is a secret of whoever may share prefixes with it (at most 64 bytes;
+    empty: everybody without one), `salt` what the request itself asks to be kept apart by. From the result nobody learns either.
+    """
+    asked = salt.encode(errors="surrogatepass") if salt else b""
+    if scope:
+        return hashlib.blake2b(asked, key=scope, digest_size=32, person=b"kv prefix scope").digest()
+    return _sha256(asked).digest() if asked else b""
+
+
 def block_hashes(tokens: np.ndarray, block_size: int, *, salt: bytes = b"") -> list[bytes]:
     """Hashes of all full blocks of a prompt, in order."""
     ids = np.ascontiguousarray(tokens, dtype="<i4")

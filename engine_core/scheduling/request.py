@@ -70,7 +70,10 @@ class Request:
         "num_scored",
         "num_sealed",
         "params",
+        "patience_s",
         "priority",
+        "queued_at_s",
+        "queued_busy_s",
         "rid",
         "row",
         "salt",
@@ -88,9 +91,16 @@ class Request:
             not submit.stays and submit.num_moves == 0
         )  # at most once in its life, and before it ran anywhere
         self.client = submit.client
-        self.due_s = min((limit for limit in (submit.deadline_s, submit.total_s) if limit > 0), default=0.0)  # 0: none
-        self.arrival = arrival  # rank in the order of submits; keeps its place through preemptions
-        self.arrival_s = now
+        self.queued_at_s = now  # when it came to this engine
+        self.queued_busy_s = 0.0  # the same, of the time in which this engine had too much to do
+        self.arrival_s = now - submit.waited_s  # when it was asked for, maybe of another engine
+        self.arrival = arrival  # rank in the order of submits here; keeps its place through preemptions
+        limits_s = (submit.deadline_s, submit.total_s or submit.deadline_s)
+        self.patience_s = (
+            0.0 if submit.num_moves else min(limits_s)
+        )  # it may be refused for a longer wait than this; 0: never
+        due_s = min((limit for limit in (submit.deadline_s, submit.total_s) if limit > 0), default=0.0)
+        self.due_s = due_s + submit.waited_s if due_s else 0.0  # after its arrival_s; 0: none
         self._tokens = array("i", np.ascontiguousarray(submit.prompt, np.int32).tobytes())
         self.num_given = len(self._tokens)
         self.num_prompt = self.num_given - submit.num_replayed  # the user's part

@@ -25,6 +25,8 @@ from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.waiting import WaitingQueue
 from trireme.transport.wire.columns import repeated
 
+SHORT_PART = 4  # of a step: a prompt of at most this part need not wait for a long one
+
 _key = attrgetter("key")
 
 
@@ -41,6 +43,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int
     max_waiting_tokens: int
     queue_timeout: float = 0.0
+    max_wait: float = 0.0  # seconds that who comes may be expected to wait; 0: any
     prefix_cache: bool = True
 
 
@@ -143,8 +146,7 @@ class Scheduler:
         if preempted or self._take_slot():
             self._sort_rows()
         self._decode(pending)
-        for request in self.prefilling:
-            self._prefill(pending, request)
+        self._prefill_all(pending, admits=not preempted)
         if not preempted and self.waiting:
             self._admit(pending, now)
         if not len(pending):
@@ -214,9 +216,41 @@ class Scheduler:
             mask &= np.cumsum(mask) <= room
         return None if mask.all() else mask
 
-    def _prefill(self, pending: PendingStep, request: Request) -> None:
-        """Plans the next chunk of a running row, as far as budget and blocks go."""
-        num_tokens = self._chunk(pending, request.num_left)
+    def _prefill_all(self, pending: PendingStep, *, admits: bool) -> None:
+        """Plans chunks of the running rows that have known tokens to compute, in order. Where these do not all fit, a long prompt
+        leaves a part of the step, at most half, to short ones behind it (of a quarter of the step each), which would else wait for
+        all of its chunks. So it takes at most twice its time, and only while short ones come."""
+        if not self.prefilling:
+            return
+        budget = self.limits.max_num_tokens - pending.total_tokens
+        short, kept = budget // SHORT_PART, 0
+        if self.limits.chunk and sum(row.num_left for row in self.prefilling) > budget:
+            kept = sum(row.num_left for row in self.prefilling[1:] if row.num_left <= short)
+            if admits and self._can_start_short(short):
+                kept += self.waiting.num_tokens
+            kept = min(kept, budget // 2)
+        for request in self.prefilling:
+            if request.num_left <= short:
+                kept = max(0, kept - request.num_left)
+                self._prefill(pending, request)
+            else:
+                self._prefill(pending, request, kept)
+
+    def _can_start_short(self, short: int) -> bool:
+        """The head of the queue has a short prompt, and lacks nothing but a part of the step."""
+        if not self.free_rows or not self.admits or (head := self.waiting.peek()) is None:
+            return False
+        if head.state is not State.WAITING or head.num_tokens > short:
+            return False
+        cache = self.cache
+        owed = sum(cache.blocks_for(row.num_tokens) - len(row.blocks) for row in self.prefilling)
+        return cache.num_available - owed >= cache.blocks_for(head.num_tokens)
+
+    def _prefill(self, pending: PendingStep, request: Request, kept: int = 0) -> None:
+        """Plans the next chunk of a running row, as far as blocks go, and the budget without what is `kept` for others."""
+        num_tokens = min(
+            self._chunk(pending, request.num_left), self.limits.max_num_tokens - pending.total_tokens - kept
+        )
         spare = request.capacity - request.num_computed + self.cache.num_available * self.limits.block_size
         num_tokens = min(num_tokens, spare)
         if num_tokens <= 0:

@@ -47,7 +47,7 @@ class WaitingQueue:
             self._policy.entered(name, self._floor)
             lane = self._lanes[name] = _Lane((self._policy.standing(name), next(self._turns), name))
             heapq.heappush(self._entries, lane.entry)
-        request.key = (*self._policy.key(request), request.arrival)
+        request.key = (*self._policy.key(request), request.arrival_s, request.arrival)
         lane.push(request)
         self._num_requests += 1
         self.num_tokens += request.num_tokens
@@ -70,6 +70,19 @@ class WaitingQueue:
             self._floor = max(self._floor, standing)
             return lane.peek()
         return None
+
+    def num_ahead(self, request: Request) -> int:
+        """How many of those queued would go before one that is about to be. Looks at each."""
+        policy = self._policy
+        name = policy.lane(request)
+        own = policy.standing(name) if name in self._lanes else max(self._floor, policy.standing(name))
+        place = (own, (*policy.key(request), request.arrival_s, request.arrival))
+        return sum(
+            (standing, key) < place
+            for lane_name, lane in self._lanes.items()
+            for standing in (policy.standing(lane_name),)
+            for key in lane.live
+        )
 
     def discard(self, request: Request) -> None:
         """Takes a queued request out, wherever it stands."""

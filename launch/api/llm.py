@@ -11,13 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
 from trireme.launch.api.deployment import make_deployment
 from trireme.launch.api.session import AsyncSession, Session
 from trireme.launch.api.view import ProgressView
 from trireme.resolve import prepare
-from trireme.settings import load
+from trireme.settings import Loaded, load
 
 
 class AsyncLLM(AsyncSession):
@@ -38,13 +40,21 @@ class AsyncLLM(AsyncSession):
     ) -> None:
         launched = time.monotonic()
         if not isinstance(model, EngineConfig):
-            model = load(settings if model is None else {"model": str(model), **settings}, file=config).config
+            model = patient(load(settings if model is None else {"model": str(model), **settings}, file=config))
         elif settings or config is not None:
             raise ConfigError("an EngineConfig is complete: no further settings can be given beside it")
         prepared = prepare(model)
         view = ProgressView(progress)
         deployment = make_deployment(prepared.config, view.on_progress)
         super().__init__(prepared.config, prepared.decisions, deployment, view, launched=launched)
+
+
+def patient(loaded: Loaded) -> EngineConfig:
+    """Nobody waits at the other end of a list of prompts: unless somebody has set it, the queue has no time limit."""
+    config = loaded.config
+    if "scheduler.queue_timeout" in loaded.sources:
+        return config
+    return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, queue_timeout=0.0))
 
 
 class LLM(Session):

@@ -12,7 +12,7 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
-from trireme.launch.api.llm import AsyncLLM
+from trireme.launch.api.llm import AsyncLLM, patient
 from trireme.launch.bench.samples import RunSummary, Sample, make_ids, publish, summarize
 from trireme.launch.options import Invocation
 from trireme.params import SamplingParams
@@ -40,7 +40,7 @@ async def _run(invocation: Invocation) -> int:
 
 
 def _quiet(invocation: Invocation) -> EngineConfig:
-    config = invocation.loaded.config
+    config = patient(invocation.loaded)
     if "launch.log_level" in invocation.loaded.sources:
         return config
     return msgspec.structs.replace(config, launch=msgspec.structs.replace(config.launch, log_level="warning"))

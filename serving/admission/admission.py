@@ -19,8 +19,8 @@ from starlette.types import Scope
 
 from trireme.config import ServingConfig
 from trireme.errors import ConfigError, OverloadedError, RequestError
-from trireme.serving.admission.concurrency import AdaptiveLimit
-from trireme.serving.admission.quota import Quota, Quotas, Rates
+from trireme.serving.admission.concurrency import AdaptiveLimit, Cell
+from trireme.serving.admission.quota import Account, Accounts, Quotas, Rates
 from trireme.serving.engines.replay import RequestLimits
 
 CLIENT_BYTES = 16
@@ -63,11 +63,12 @@ def read_grants(path: str | None) -> list[Grant]:
 
 
 class Caller(NamedTuple):
-    """Who sent a request. `key` is a digest; `least_priority` None: any is allowed."""
+    """Who sent a request. `key` is a digest; `least_priority` None: any is allowed; `scope`: see RequestLimits."""
 
     key: bytes
-    quota: Quota | None
+    quota: Account | None
     least_priority: int | None
+    scope: bytes = b""
 
 
 class AdmissionFields(Protocol):
@@ -90,47 +91,48 @@ class AdmissionFields(Protocol):
 
 
 class Admission:
-    """`num_fronts` HTTP processes share the rates evenly: each counts what comes to it."""
+    """`accounts` and `cell` are those that this front end shares with others; without, it has its own."""
 
     def __init__(
         self,
         config: ServingConfig,
         *,
         queue_s: float,
+        shares_prefixes: bool = False,
+        accounts: Accounts | None = None,
+        cell: Cell | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._queue_s = queue_s
+        self._shares_prefixes = shares_prefixes
         self._total_s = config.request_timeout
-        self._num_fronts = config.api_servers
         self._default = Rates(config.requests_per_minute, config.tokens_per_minute)
         grants = read_grants(config.quotas)
         self.keys = (*config.api_key, *(grant.key for grant in grants))
         self._grants = {key_digest(grant.key.encode()): grant for grant in grants}
         self._bounds_priority = bool(grants)
-        self.quotas = Quotas()
-        self.limit = AdaptiveLimit(config.target_wait)
+        self.quotas = accounts or Quotas()
+        self.limit = AdaptiveLimit(config.target_wait, cell)
 
     # ------------------------------------------------------------ who
 
     def caller(self, scope: Scope) -> Caller:
         """By the digest of the key that the gate let in; without keys, by the address."""
-        key = scope.get("state", {}).get("key") or key_digest(str((scope.get("client") or ("",))[0]).encode())
+        presented: bytes = scope.get("state", {}).get("key") or b""
+        key = presented or key_digest(str((scope.get("client") or ("",))[0]).encode())
         grant = self._grants.get(key)
         rates = grant.rates if grant is not None else self._default
-        share = Rates(*(-(-rate // self._num_fronts) for rate in rates))
         least = grant.priority if grant is not None else 0 if self._bounds_priority else None
-        return Caller(key, self.quotas.of(key, share), least)
+        return Caller(key, self.quotas.of(key, rates), least, b"" if self._shares_prefixes else presented)
 
     def admit(self, caller: Caller) -> None:
         """Counts one request of a caller. Raises OverloadedError (429) over its quota."""
         if caller.quota is None:
             return
-        now = self._clock()
-        if (refusal := caller.quota.refusal(now)) is not None:
+        if (refusal := caller.quota.admit(self._clock())) is not None:
             limit, wait_s = refusal
             raise OverloadedError(f"your limit is reached: {limit}", retry_after_s=math.ceil(wait_s), own_quota=True)
-        caller.quota.take_request(now)
 
     def charge(self, caller: Caller, num_tokens: int) -> None:
         if caller.quota is not None:
@@ -154,6 +156,7 @@ class Admission:
             priority,
             _shortest("queue_timeout", self._queue_s, request.queue_timeout),
             _shortest("timeout", self._total_s, *timeouts),
+            caller.scope,
         )
 
     # ------------------------------------------------------------ room

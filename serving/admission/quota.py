@@ -7,7 +7,8 @@ themselves, keep threads, or wait where a door has to refuse, so the two classes
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 WINDOW_S = 60.0
 NUM_SLOTS = 60
@@ -46,6 +47,17 @@ class SlidingWindow:
         self._slots[slot] = self._slots.get(slot, 0) + 1
         self._sum += 1
 
+    def state(self) -> tuple[int, list[int]]:
+        """The newest slot that counts, and the counts from it backwards, over a whole window."""
+        newest = next(reversed(self._slots), 0)
+        return newest, [self._slots.get(newest - i, 0) for i in range(self._num_slots + 1)]
+
+    def restore(self, newest: int, counts: Sequence[int]) -> None:
+        """Goes on from a `state`."""
+        found = {newest - i: count for i, count in enumerate(counts) if count}
+        self._slots = OrderedDict(sorted(found.items()))
+        self._sum = sum(found.values())
+
     def _forget(self, now: float) -> None:
         oldest = int(now / self._slot_s) - self._num_slots
         while self._slots and next(iter(self._slots)) < oldest:
@@ -75,10 +87,35 @@ class TokenBucket:
         self._fill(now)
         self._level -= count
 
+    def state(self) -> tuple[float, float]:
+        """How full it is, and since when."""
+        return self._level, -1.0 if self._at is None else self._at
+
+    def restore(self, level: float, at: float) -> None:
+        """Goes on from a `state`."""
+        self._level, self._at = min(level, float(self.per_minute)), None if at < 0 else at
+
     def _fill(self, now: float) -> None:
         if self._at is not None:
             self._level = min(float(self.per_minute), self._level + self._rate * max(0.0, now - self._at))
         self._at = now if self._at is None else max(self._at, now)
+
+
+class Account(Protocol):
+    """Of one caller. Times in seconds, of a clock that only rises."""
+
+    def admit(self, now: float) -> tuple[str, float] | None:
+        """Counts one request, or says which limit is reached and the seconds until one may come in."""
+
+    def take_tokens(self, now: float, count: int) -> None: ...
+
+    def headers(self, now: float) -> list[tuple[bytes, bytes]]: ...
+
+
+class Accounts(Protocol):
+    """By caller."""
+
+    def of(self, caller: bytes, rates: Rates) -> Account | None: ...
 
 
 class Rates(NamedTuple):
@@ -103,6 +140,13 @@ class Quota:
         if self.tokens is not None and (wait_s := self.tokens.wait_s(now)) > 0:
             waits.append((f"{self.tokens.per_minute} tokens per minute", wait_s))
         return max(waits, key=lambda wait: wait[1], default=None)
+
+    def admit(self, now: float) -> tuple[str, float] | None:
+        """Counts one request, unless there is a `refusal`, which it returns."""
+        refusal = self.refusal(now)
+        if refusal is None:
+            self.take_request(now)
+        return refusal
 
     def take_request(self, now: float) -> None:
         if self.requests is not None:

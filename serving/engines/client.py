@@ -277,20 +277,23 @@ class EngineClient:
         index = 0
         for _, group in itertools.groupby(stream.replays, key=lambda replay: replay.prompt_index):
             replays = list(group)
-            until = self._wait_until(replays[0])
+            since, until = self._clock(), self._wait_until(replays[0])
             route = self._route_for(replays[0], len(replays), pin, label)
             engine, ticket = await self._placement.place(route, until)
             for replay in replays:
                 replay.stays = pin >= 0
-                self._send(StreamChoice(stream, index, replay, next(self._rids), route.label, until), engine, ticket)
+                self._send(
+                    StreamChoice(stream, index, replay, next(self._rids), route.label, since, until), engine, ticket
+                )
                 index += 1
 
     def _send(self, row: StreamChoice, engine: EngineLink, ticket: int) -> None:
         engine.rows[row.rid] = row
         self._placement.fallback_router.started(engine.index)
         row.stream.rids[row.index] = row.rid
-        passed_s = self._clock() - row.stream.began
-        if engine.link is None or not engine.link.send(row.replay.submit(row.rid, ticket, passed_s=passed_s)):
+        now = self._clock()
+        submit = row.replay.submit(row.rid, ticket, passed_s=now - row.stream.began, waited_s=now - row.since)
+        if engine.link is None or not engine.link.send(submit):
             del engine.rows[row.rid]
             self._placement.fallback_router.ended(engine.index)
             self._on_unsent(row, f"engine {engine.index} takes no more messages" if engine.is_up else engine.reason)
@@ -443,6 +446,7 @@ class EngineClient:
         for rid in message.placed:
             if (row := rows.get(rid)) is not None:
                 row.was_placed = True
+                row.stream.unplaced.discard(row.index)
         for first in message.firsts:
             if (row := rows.get(first.rid)) is not None:
                 self._on_first(row, first)
@@ -470,6 +474,7 @@ class EngineClient:
     def _on_first(self, row: StreamChoice, first: First) -> None:
         """A row's first token on its engine. What the prompt cost is told once, by the first engine."""
         row.was_placed = True
+        row.stream.unplaced.discard(row.index)
         row.replay.is_suspect = False
         row.settle()
         if not row.replay.has_first:
@@ -486,6 +491,7 @@ class EngineClient:
         """The one way out for a row that was not aborted."""
         row.settle()
         stream = row.stream
+        stream.unplaced.discard(row.index)
         if row.index in stream.rids:
             stream.pending.append((row.index, end))
             del stream.rids[row.index]
@@ -530,4 +536,7 @@ def error_from_end(end: End) -> Exception:
             QuarantinedError,
         )
     }
-    return known.get(end.error_code, EngineError)(end.error or "the engine gave no reason")
+    reason = end.error or "the engine gave no reason"
+    if end.error_code == OverloadedError.code and end.retry_after_s > 0:
+        return OverloadedError(reason, retry_after_s=end.retry_after_s)
+    return known.get(end.error_code, EngineError)(reason)

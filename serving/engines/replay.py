@@ -12,9 +12,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from trireme.params import RowParams
-from trireme.transport.wire.messages import Submit
+from trireme.transport.wire.messages import MAX_WAITED_S, Submit
 
 LEAST_WAIT_S = 0.001  # what is left of a deadline that has passed
+FRESH_S = 1.0  # how long a first submit may take to reach an engine without being older than others there
 
 
 class Cursor(Protocol):
@@ -25,12 +26,14 @@ class Cursor(Protocol):
 
 
 class RequestLimits(NamedTuple):
-    """What the engines are told of a request besides its content. Seconds; 0: no limit."""
+    """On what terms a request is served. Seconds; 0: no limit. `scope` is a secret that those who may share cached prefixes have
+    in common (it stays in the front end); empty: everybody without one."""
 
     client: bytes = b""
     priority: int = 0
     queue_s: float = 0.0
     total_s: float = 0.0
+    scope: bytes = b""
 
 
 class Replay:
@@ -87,8 +90,10 @@ class Replay:
         self.is_suspect = False  # it was running on an engine that died, and has gained nothing since
         self.cursor: Cursor | None = None  # what must follow the output anew after a move
 
-    def submit(self, rid: int, ticket: int = 0, *, passed_s: float = 0.0) -> Submit:
-        """The message that starts this choice, or continues it after the tokens emitted so far. `passed_s`: since it began."""
+    def submit(self, rid: int, ticket: int = 0, *, passed_s: float = 0.0, waited_s: float = 0.0) -> Submit:
+        """The message that starts this choice, or continues it after the tokens emitted so far. `passed_s`: since its request
+        began, `waited_s`: since it first wanted an engine. One that comes late, for want of an engine or after it lost one, gets
+        the place in the queue that its age deserves."""
         self.num_submits += 1
         prompt = self.prompt
         if self.emitted:
@@ -108,6 +113,7 @@ class Replay:
             stays=self.stays,
             client=self.client,
             total_s=max(0.001, self.total_s - passed_s) if self.total_s else 0.0,
+            waited_s=min(waited_s, MAX_WAITED_S) if self.num_submits > 1 or waited_s > FRESH_S else 0.0,
         )
 
     def has_waited(self, seconds: float) -> None:

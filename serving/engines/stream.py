@@ -37,13 +37,16 @@ class StreamChoice:
         "pin",
         "replay",
         "rid",
+        "since",
         "stream",
         "trial",
         "wait_until",
         "was_placed",
     )
 
-    def __init__(self, stream: Stream, index: int, replay: Replay, rid: int, label: str, wait_until: float) -> None:
+    def __init__(
+        self, stream: Stream, index: int, replay: Replay, rid: int, label: str, since: float, wait_until: float
+    ) -> None:
         self.stream = stream
         self.index = index
         self.replay = replay
@@ -54,6 +57,7 @@ class StreamChoice:
         self.trial: Probe | None = None
         self.pin = -1
         self.label = label
+        self.since = since  # when it first wanted an engine
         self.wait_until = wait_until  # while it has no engine
 
     def settle(self) -> None:
@@ -86,7 +90,7 @@ class Stream:
     """Events of one request's choices. Iterate with `next`; always `close` it (twice is fine). `abort` is told the rids that nobody
     wants any more; `began` is when it was asked for."""
 
-    __slots__ = ("_abort", "_timer", "_waiter", "began", "num_open", "pending", "replays", "rids")
+    __slots__ = ("_abort", "_timer", "_waiter", "began", "num_open", "pending", "replays", "rids", "unplaced")
 
     def __init__(self, replays: Sequence[Replay], abort: Callable[[Sequence[int]], None], began: float) -> None:
         self.replays = replays
@@ -97,6 +101,9 @@ class Stream:
         self._timer: asyncio.TimerHandle | None = None
         self.rids: dict[int, int] = {}  # choice index -> rid, while it runs
         self.num_open = len(replays)
+        self.unplaced = set(
+            range(len(replays))
+        )  # choices that have never been in the batch of an engine, and may be refused
 
     @property
     def is_done(self) -> bool:

@@ -25,7 +25,9 @@ from trireme.serving.text.generation import Generation, TextDelta, Usage
 log = logging.getLogger(__name__)
 
 PING_S = 15.0
-FIRST_EVENT_S = 10.0  # after this the answer starts with a ping instead of waiting to learn its status
+FIRST_EVENT_S = (
+    10.0  # after this the answer of a request that runs starts with a ping instead of waiting to learn its status
+)
 STALL_S = 30.0
 # A stream that ends since its reader is slow waits for room for its last event: while the connection takes bytes, and no longer
 # than LAST_S.
@@ -103,14 +105,15 @@ class EventStream:
         return self._is_gone
 
     async def first(self) -> list[TextDelta] | None:
-        """The first batch that holds anything; [] after FIRST_EVENT_S without one; None when all ended. Raises the request's
-        error."""
+        """The first batch that holds anything; [] after FIRST_EVENT_S without one, but not while the request is queued and could
+        still be refused: it gets its status then. None when all ended. Raises the request's error."""
         waiting = asyncio.ensure_future(self._first_deltas())
         try:
-            await asyncio.wait((waiting,), timeout=FIRST_EVENT_S)
-            if waiting.done():
-                return waiting.result()
-            return []
+            while not waiting.done():
+                await asyncio.wait((waiting,), timeout=FIRST_EVENT_S)
+                if not waiting.done() and not self.generation.may_be_refused:
+                    return []
+            return waiting.result()
         finally:
             if not waiting.done():
                 waiting.cancel()

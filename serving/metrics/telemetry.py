@@ -107,6 +107,15 @@ class Telemetry:
         )
 
 
+def inherited(last: Snapshot) -> Snapshot:
+    """What the numbers of a front end that is gone say for ever: the requests it had not ended are lost, and none is open."""
+    counters = dict(last.counters)
+    received = sum(value for key, value in counters.items() if key.startswith("trireme_requests_received|"))
+    ended = sum(value for key, value in counters.items() if key.startswith("trireme_requests|"))
+    counters["trireme_requests|error"] = counters.get("trireme_requests|error", 0.0) + max(0.0, received - ended)
+    return Snapshot(counters, {}, last.histograms)
+
+
 def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
     """Sums over front ends."""
     out = Snapshot({}, {}, {metric.name: Histogram([0] * (len(metric.buckets) + 1)) for metric in _HISTOGRAMS})
@@ -145,6 +154,10 @@ _ENGINE_NUMBERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "blocks_cached": ("trireme_kv_blocks", ("cached",)),
     "blocks_free": ("trireme_kv_blocks", ("free",)),
 }
+
+
+ENGINE_COUNTERS = frozenset(key for key, (name, _) in _ENGINE_NUMBERS.items() if BY_NAME[name].kind == "counter")
+"""Keys of an engine's statistics that count from its start."""
 
 
 def page(

@@ -172,6 +172,11 @@ class Generation:
         return self._stream.num_pending if self._stream is not None else 0
 
     @property
+    def may_be_refused(self) -> bool:
+        """A choice still waits for its first place in a batch, and not for ever."""
+        return self._stream is not None and bool(self._stream.unplaced) and self.replays[0].deadline_s > 0
+
+    @property
     def is_done(self) -> bool:
         return self._stream is not None and self._stream.is_done
 

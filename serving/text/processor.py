@@ -6,7 +6,6 @@ that names the field and the number that would have worked.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -15,6 +14,7 @@ import numpy as np
 
 from trireme import plain
 from trireme.errors import ContextLengthError, RequestError
+from trireme.hashing import cache_salt
 from trireme.params import RowParams, SamplingParams
 from trireme.serving.engines.replay import Replay, RequestLimits
 
@@ -142,7 +142,7 @@ class Processor:
         ends = tuple(sorted({*self.eos_token_ids, *end_token_ids}))
         self._check_can_sample(params, bad, ends)
         seed = params.seed if params.seed is not None else self._new_seed()
-        digest = hashlib.sha256(salt.encode(errors="surrogatepass")).digest() if salt else b""
+        digest = cache_salt(terms.scope, salt)
         return [
             Replay(
                 prompt,

@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # A new flag is a promise: add it here, in its own commit, with a line in docs/decisions/0001-flags.md that says why.
 ENGINE_FLAGS = """
 --served-name --tokenizer --chat-template --dtype --quantize --load-format --max-len --kv-memory --gpu-memory --kv-dtype
---block-size --prefix-cache --num-blocks --dp --tp --pp --ep --sequence-parallel --device --share-gpus --graph-sizes --threads
---pin-cores --executor --worker --max-num-seqs --max-num-tokens --chunk --max-waiting --max-waiting-tokens --policy --aging
---queue-timeout --async-steps --check
+--block-size --prefix-cache --share-prefixes --num-blocks --dp --tp --pp --ep --sequence-parallel --device --share-gpus
+--graph-sizes --threads --pin-cores --executor --worker --max-num-seqs --max-num-tokens --chunk --max-waiting
+--max-waiting-tokens --policy --aging --queue-timeout --max-wait --async-steps --check
 --host --port --api-servers --api-key --admin-key --cors-origins --quotas --requests-per-minute --tokens-per-minute --target-wait
 --request-timeout
 --body-limit --default-max-tokens --drain-notice --drain-timeout --migration-limit --engine-wait --stream-buffer

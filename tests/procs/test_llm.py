@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.deployment import Deployment
 from tests.models.tiny import make_stub, make_tiny_llama
 from trireme import LLM, AsyncLLM, Client, SamplingParams
-from trireme.errors import ConfigError, EngineError, ModelError, RequestError, TriremeError
+from trireme.errors import ConfigError, EngineError, ModelError, OverloadedError, RequestError, TriremeError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=12, temperature=1.0, seed=7, n=2, ignore_eos=True)
@@ -43,6 +43,19 @@ def alone(tiny):
         stats = llm.stats()
         assert stats["num_running"] == stats["num_waiting"] == stats["blocks_owned"] == 0
     return tokens(outputs[0]), tokens(outputs[1])
+
+
+def test_a_long_list_of_prompts_waits_as_long_as_it_takes(tmp_path: Path) -> None:
+    """Nobody is at the other end of the queue: there is a limit only where somebody sets one."""
+    slow = make_tiny_llama(tmp_path / "slow", fake={"delay_ms": 5.0})
+    settings = {**SMALL, "worker": "fake", "max_num_seqs": 1}
+    long = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    with LLM(slow, **settings, queue_timeout=0.2) as llm, pytest.raises(OverloadedError, match="no place in the batch"):
+        llm.generate(PROMPTS, long)
+    with LLM(slow, **settings) as llm:
+        assert llm.config.scheduler.queue_timeout == 0
+        assert llm.config.scheduler.max_wait > 0, "that of a server; it concerns only who has a limit"
+        assert [len(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, long)] == [60] * 3
 
 
 def test_seeds_and_choices_differ_but_repeat(alone):

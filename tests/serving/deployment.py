@@ -25,6 +25,7 @@ from trireme.serving.engines.client import EngineClient
 from trireme.serving.front import Front
 from trireme.serving.http.listener import WANTED_CONNECTIONS, Listener
 from trireme.serving.text.tokens import load_tokenizer
+from trireme.serving.together import Together
 from trireme.settings import load
 
 
@@ -118,15 +119,17 @@ async def serve(
     *engines: FakeEngine,
     extra: Sequence[str] = (),
     max_connections: int = WANTED_CONNECTIONS,
+    shared: Together | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """A front end over scripted engines, for a T-byte model with these extra tokens; `settings` go to ServingConfig."""
+    """A front end over scripted engines, for a T-byte model with these extra tokens; `settings` go to ServingConfig. `shared` is
+    what it has in common with others."""
     model = make_stub(directory / "model", extra=extra)
     config = EngineConfig(model=ModelConfig(model=str(model), served_name="stub"), serving=ServingConfig(**settings))
     serving = config.serving
     client = client_of(*engines, migration_limit=serving.migration_limit, engine_wait_s=serving.engine_wait)
     try:
-        async with _front_end(config, client, engines, max_connections) as served:
+        async with _front_end(config, client, engines, max_connections, shared) as served:
             if all(engine.is_up for engine in engines):
                 await client.wait_up(2)
             yield served
@@ -157,10 +160,13 @@ async def _front_end(
     client: EngineClient,
     engines: Sequence[FakeEngine] = (),
     max_connections: int = WANTED_CONNECTIONS,
+    shared: Together | None = None,
 ) -> AsyncIterator[Served]:
     files = find_model(config.model.model)
     arch = read_arch(files)
-    front = Front(config, client, load_tokenizer(files), model_name="stub", eos_token_ids=arch.eos_token_ids)
+    front = Front(
+        config, client, load_tokenizer(files), model_name="stub", eos_token_ids=arch.eos_token_ids, shared=shared
+    )
     front.ticker.start()
     listening = listen(config.serving.host, 0)
     listener = Listener(make_app(front), listening, max_connections=max_connections)

@@ -98,6 +98,8 @@ class FakeEngine:
         self.queued_s = 0.01  # what it says of every row
         self.refuses: str | None = None
         self.refusal_code = "overloaded"
+        self.places = False  # says at once that a row is in the batch
+        self.stats: dict[str, int] = {}  # what it answers instead of what is so
         self.is_up = True
         self.stalled, self.silent_s = "", 0.0  # as a Pong, or its absence, would tell
         self.never = asyncio.Event()
@@ -156,6 +158,17 @@ class FakeEngine:
             returned = [(rid, to, waited_s) for rid in rids]
             link.on_message(StepOutputs(self.index, self.step, b"", b"", returned=returned))
 
+    def refuse_queued(self, error: str, retry_after_s: float) -> None:
+        """Ends all rows as a queue does that is too long after all."""
+        for link in self._links:
+            rids = [rid for rid, row in self.rows.items() if row.link is link]
+            ends = [
+                End(rid, "error", error=error, error_code="overloaded", retry_after_s=retry_after_s) for rid in rids
+            ]
+            for rid in rids:
+                del self.rows[rid]
+            link.on_message(StepOutputs(self.index, self.step, b"", b"", ends=ends))
+
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -172,6 +185,9 @@ class FakeEngine:
                 asyncio.get_running_loop().call_soon(link.on_message, StepOutputs(self.index, 0, b"", b"", ends=[end]))
                 return
             self.rows[message.rid] = _Row(link, message, self.script(message))
+            if self.places:
+                begun = StepOutputs(self.index, self.step, b"", b"", placed=[message.rid])
+                asyncio.get_running_loop().call_soon(link.on_message, begun)
             self._work.set()
         elif isinstance(message, Abort):
             for rid in message.rids:
@@ -179,6 +195,7 @@ class FakeEngine:
                 self.rows.pop(rid, None)
         elif isinstance(message, Call):
             stats = {"num_running": len(self.rows), "num_waiting": 0, "blocks_free": 64, "steps": self.step}
+            stats |= {"epoch": self.epoch, **self.stats}
             reply = CallReply(message.call_id, True, stats) if message.method == "stats" else None
             reply = reply or CallReply(message.call_id, False, error=f"no method {message.method}")
             asyncio.get_running_loop().call_soon(link.on_message, reply)

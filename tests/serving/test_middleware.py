@@ -224,6 +224,7 @@ async def test_silent_streams_get_pings(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("trireme.serving.http.sse.PING_S", 0.5)
     monkeypatch.setattr("trireme.serving.http.sse.FIRST_EVENT_S", 0.2)
     engine = FakeEngine(words("x", EOS))
+    engine.places = True
     async with serve(tmp_path, engine) as served:
         engine.hold.clear()
         asyncio.get_running_loop().call_later(2.5, engine.hold.set)
@@ -232,6 +233,22 @@ async def test_silent_streams_get_pings(tmp_path: Path, monkeypatch: pytest.Monk
         assert answer.startswith(b": waiting\n\n: ping\n\n")
         assert answer.endswith(b"data: [DONE]\n\n")
         assert b'"text":"x"' in answer
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {"stream": True, "n": 3}, {"stream": False}])
+async def test_what_is_refused_while_it_is_queued_gets_a_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """However long it has been queued: 503 and when to come again, and no 200 with an error in it."""
+    monkeypatch.setattr("trireme.serving.http.sse.FIRST_EVENT_S", 0.05)
+    engine = FakeEngine(words("x", EOS))
+    async with serve(tmp_path, engine) as served:
+        engine.hold.clear()
+        asyncio.get_running_loop().call_later(0.3, engine.refuse_queued, "it would wait about 22 s", 7.0)
+        status, headers, answer = await served.request("POST", "/v1/completions", {**TEXT, **fields})
+        assert (status, headers["retry-after"]) == (503, "7"), answer
+        error = json.loads(answer)["error"]
+        assert (error["code"], error["message"]) == ("overloaded", "it would wait about 22 s")
 
 
 async def opened(served: Served, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

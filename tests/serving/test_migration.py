@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ async def gained(stream: Stream, count: int) -> list[Event]:
     return events
 
 
-async def ready(*engines: FakeEngine, **options: float) -> EngineClient:
+async def ready(*engines: FakeEngine, **options: Any) -> EngineClient:
     client = client_of(*engines, **options)
     await client.wait_up(1)
     return client
@@ -78,6 +79,35 @@ async def test_a_dead_engines_rows_go_on_with_nothing_lost_or_repeated(pair: tup
     assert again.num_moves == 1
     assert client.num_moved == 1
     assert client.num_rows == 0
+
+
+async def test_a_row_that_moves_says_how_long_it_has_been_waiting(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    """So that it keeps its place in time; a row that is sent for the first time has no age that a caller could make up."""
+    now = 50.0
+    client = await ready(*pair, clock=lambda: now)
+    pair[0].hold.clear()
+    streams = [await client.submit([replay()], pin=0)]
+    now += 4.0
+    streams.append(await client.submit([replay()], pin=0))
+    now += 2.0
+    pair[0].die("killed")
+    streams.append(await client.submit([replay()], pin=1))
+    for stream in streams:
+        await drain(stream)
+    assert [submit.waited_s for submit in submits_of(pair[0])] == [0.0, 0.0]
+    assert sorted(submit.waited_s for submit in submits_of(pair[1])) == [0.0, 2.0, 6.0]
+
+
+async def test_a_row_that_waits_for_an_engine_has_the_age_of_its_wait(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    now = 50.0
+    client = await ready(pair[0], clock=lambda: now)
+    pair[0].die()
+    waiting = asyncio.ensure_future(client.submit([replay()]))
+    await asyncio.sleep(0)
+    now += 3.0
+    pair[0].revive()
+    await drain(await waiting)
+    assert [submit.waited_s for submit in submits_of(pair[0])] == [3.0]
 
 
 async def test_a_row_waits_for_an_engine_that_starts_again(pair: tuple[FakeEngine, FakeEngine]) -> None:

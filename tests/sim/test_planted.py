@@ -110,8 +110,8 @@ def a_dropped_output(patch: pytest.MonkeyPatch) -> None:
 def a_token_repeated_after_a_move(patch: pytest.MonkeyPatch) -> None:
     submit = Replay.submit
 
-    def short(self: Replay, rid: int, ticket: int = 0, *, passed_s: float = 0.0) -> Submit:
-        found = submit(self, rid, ticket, passed_s=passed_s)
+    def short(self: Replay, rid: int, ticket: int = 0, *, passed_s: float = 0.0, waited_s: float = 0.0) -> Submit:
+        found = submit(self, rid, ticket, passed_s=passed_s, waited_s=waited_s)
         if found.num_replayed < 2:
             return found
         return _replace(found, prompt=found.prompt[:-1], num_replayed=found.num_replayed - 1)
@@ -122,8 +122,8 @@ def a_token_repeated_after_a_move(patch: pytest.MonkeyPatch) -> None:
 def a_deadline_that_nobody_keeps(patch: pytest.MonkeyPatch) -> None:
     submit = Replay.submit
 
-    def timeless(self: Replay, rid: int, ticket: int = 0, *, passed_s: float = 0.0) -> Submit:
-        return _replace(submit(self, rid, ticket, passed_s=passed_s), total_s=0.0)
+    def timeless(self: Replay, rid: int, ticket: int = 0, *, passed_s: float = 0.0, waited_s: float = 0.0) -> Submit:
+        return _replace(submit(self, rid, ticket, passed_s=passed_s, waited_s=waited_s), total_s=0.0)
 
     patch.setattr(Replay, "submit", timeless)
     patch.setattr(Stream, "fail_after", lambda self, seconds, error: None)
@@ -132,8 +132,8 @@ def a_deadline_that_nobody_keeps(patch: pytest.MonkeyPatch) -> None:
 def a_deadline_that_starts_before_its_request(patch: pytest.MonkeyPatch) -> None:
     submit = Replay.submit
 
-    def early(self: Replay, rid: int, ticket: int = 0, *, passed_s: float = 0.0) -> Submit:
-        return submit(self, rid, ticket, passed_s=passed_s + self.total_s / 2)
+    def early(self: Replay, rid: int, ticket: int = 0, *, passed_s: float = 0.0, waited_s: float = 0.0) -> Submit:
+        return submit(self, rid, ticket, passed_s=passed_s + self.total_s / 2, waited_s=waited_s)
 
     patch.setattr(Replay, "submit", early)
 

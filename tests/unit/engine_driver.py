@@ -116,6 +116,8 @@ class Driver:
         priority: int = 0,
         client: bytes = b"",
         total_s: float = 0.0,
+        num_moves: int = 0,
+        waited_s: float = 0.0,
         temperature: float = 0.0,
         **params: object,
     ) -> Row:
@@ -136,6 +138,8 @@ class Driver:
             priority=priority,
             client=client,
             total_s=total_s,
+            num_moves=num_moves,
+            waited_s=waited_s,
         )
         self.core.submit(front, message, self.now)
         self.collect()

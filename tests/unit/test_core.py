@@ -252,6 +252,9 @@ def test_a_sharer_in_flight_when_the_fault_arrives_is_voided_and_recomputed() ->
         ({"params": RowParams(max_tokens=1, bad_token_ids=((1, 999),))}, "bad_token_ids"),
         ({"params": RowParams(max_tokens=1, logprobs=10**6)}, "logprobs"),
         ({"params": RowParams(max_tokens=1, seed=2**63)}, "seed"),
+        ({"waited_s": -1.0}, "waited_s"),
+        ({"waited_s": 1e9}, "waited_s is 1000000000.0; it must be finite, at least 0 and at most 86400"),
+        ({"waited_s": float("nan")}, "waited_s"),
     ],
 )
 def test_a_bad_submit_fails_alone(changes: dict[str, object], word: str) -> None:

@@ -73,6 +73,36 @@ def test_priorities_come_first_and_waiting_makes_up_for_them() -> None:
     assert len(old.tokens) == 30
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_from_an_engine_that_died_keeps_its_place_in_time(name: str) -> None:
+    """It goes before whoever was asked for later, also before those that were in this queue already; in a queue of ties too."""
+    driver = Driver(make_limits(max_num_seqs=1, max_waiting=8), policy=name)
+    driver.now = 100.0
+    driver.submit(4, 2)
+    driver.step()
+    first = driver.submit(4, 2)
+    driver.now += 1.0
+    second = driver.submit(4, 2)
+    between = driver.submit(4, 2, num_moves=1, waited_s=0.5)
+    oldest = driver.submit(4, 2, num_moves=1, waited_s=30.0)
+    assert driver.core.stats(driver.now).oldest_wait_s == pytest.approx(1.0), (
+        "how long this engine's queue is, not how old"
+    )
+    assert starts(driver, [first, second, between, oldest]) == [oldest, first, between, second]
+    assert oldest.firsts[0].queued_s < 1.0
+
+
+def test_age_does_not_shorten_a_deadline_twice() -> None:
+    """`deadline_s` and `total_s` are what is left of them on arrival."""
+    driver = Driver(make_limits(max_num_seqs=1), policy="deadline")
+    driver.now = 100.0
+    driver.submit(4, 2)
+    driver.step()
+    moved = driver.submit(4, 2, num_moves=1, waited_s=30.0, deadline_s=20.0)
+    fresh = driver.submit(4, 2, deadline_s=19.0)
+    assert starts(driver, [moved, fresh]) == [fresh, moved]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(-4, 4), st.floats(0, 3)), min_size=2, max_size=60), st.integers(0, 99))
 def test_aging_bounds_how_long_anybody_is_overtaken(arrivals: list[tuple[int, float]], seed: int) -> None:

@@ -229,3 +229,60 @@ def test_o21_cancelled_rows_leave_nothing_behind() -> None:
     last = driver.submit(5)
     driver.run()
     driver.check_tokens(last)
+
+
+# ---------------------------------------------------------------- short prompts behind a long one
+
+
+def first_step(driver: Driver, row: Row, most: int = 200) -> int:
+    """The number of steps until a row has its first token."""
+    for number in range(1, most):
+        assert driver.step()
+        if row.tokens:
+            return number
+    raise AssertionError("no token")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(ahead: bool) -> None:
+    driver = Driver(make_limits(max_num_seqs=4, max_num_tokens=16, chunk=16, num_blocks=200, max_len=400), ahead=ahead)
+    long = driver.submit(300, 2)
+    driver.step()
+    shorts = [driver.submit(3 + i % 2, 2) for i in range(3)]
+    assert first_step(driver, shorts[0]) <= 3
+    assert first_step(driver, shorts[-1]) <= 3
+    assert not long.tokens
+    driver.run()
+    assert max(sum(unpack(plan.num_tokens)) for plan in driver.plans) == 16
+    assert len(driver.plans) <= 300 // 16 + 6, "no step had room left over while prompts were waiting for it"
+    for row in (long, *shorts):
+        driver.check_tokens(row)
+
+
+def test_a_long_prompt_gets_half_of_each_step_however_many_short_ones_come() -> None:
+    driver = Driver(
+        make_limits(max_num_seqs=3, max_num_tokens=16, chunk=16, num_blocks=200, max_len=400, max_waiting=99)
+    )
+    long = driver.submit(320, 1)
+    steps = 0
+    while not long.tokens:
+        while len(driver.core.scheduler.waiting) < 8:
+            driver.submit(4, 1)
+        assert driver.step()
+        steps += 1
+    assert 320 // 16 < steps <= 2 * 320 // 16 + 2
+
+
+@pytest.mark.parametrize("chunk", [16, 0])
+def test_without_short_prompts_behind_it_a_long_one_has_the_whole_step(chunk: int) -> None:
+    """And two long ones are computed one after the other, in order: side by side both would be late."""
+    driver = Driver(
+        make_limits(max_num_seqs=4, max_num_tokens=16 if chunk else 200, chunk=chunk, num_blocks=200, max_len=400)
+    )
+    first, second = driver.submit(160, 1), driver.submit(161, 1)
+    order = []
+    while driver.step():
+        order += [row for row in (first, second) if row.tokens and row not in order]
+    assert order == [first, second]
+    sizes = [sum(unpack(plan.num_tokens)) for plan in driver.plans]
+    assert sizes == ([16] * 20 + [1] if chunk else [160, 161])

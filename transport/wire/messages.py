@@ -17,8 +17,9 @@ from trireme.params import RowParams
 from trireme.topology.lockstep import Agreed, Ballot, Mode
 from trireme.transport.wire.columns import Column, Flags, Ids, check_columns
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_PREFIX = 1024  # blocks of a prompt that a Route names
+MAX_WAITED_S = 86400.0  # that a Submit may say
 
 Role = Literal["front", "engine", "worker", "coordinator", "admin"]
 EndReason = Literal["stop", "length", "abort", "error"]
@@ -100,6 +101,9 @@ class Submit(Wire, frozen=True):
     stays: bool = False  # its caller demanded this engine: never given back
     client: bytes = b""  # a digest that tells whom it is for, for policies that share fairly; empty: nobody said
     total_s: float = 0.0  # most seconds until its end, queue and all; 0 is none
+    waited_s: float = (
+        0.0  # since it was asked for, before it came here: of the engine's queue it takes the place of its age
+    )
 
 
 class Abort(Wire, frozen=True):
@@ -152,6 +156,7 @@ class End(Wire, frozen=True):
     error: str = ""  # with reason "error"
     error_code: str = ""  # `code` of the TriremeError it stands for
     num_preemptions: int = 0
+    retry_after_s: float = 0.0  # with an error that time may cure
 
 
 class StepOutputs(Wire, frozen=True):

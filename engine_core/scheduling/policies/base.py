@@ -23,6 +23,11 @@ Lost: TypeAlias = Callable[[Request], int]
 """Tokens that a row would have to compute again."""
 
 
+def latest(request: Request) -> Key:
+    """Smaller for whoever came later."""
+    return (-request.arrival_s, -request.arrival)
+
+
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """`aging_s` of waiting are worth as much as one level of priority; `due_s` is the deadline of requests that name none."""
 
@@ -47,7 +52,7 @@ class Policy:
     def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
         """Which of the running rows (one at least) gives its blocks back. Here: the one with the fewest tokens to compute
         again; among equals the latest arrival."""
-        return min(candidates, key=lambda row: (lost(row), -row.arrival))
+        return min(candidates, key=lambda row: (lost(row), *latest(row)))
 
     # ------------------------------------------------------------ lanes
 
@@ -88,7 +93,7 @@ class Priority(Policy):
         return (level * self.settings.aging_s + request.arrival_s,)
 
     def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
-        return min(candidates, key=lambda row: (-row.priority, lost(row), -row.arrival))
+        return min(candidates, key=lambda row: (-row.priority, lost(row), *latest(row)))
 
 
 class Deadline(Policy):
@@ -98,7 +103,7 @@ class Deadline(Policy):
         return (request.arrival_s + (request.due_s or self.settings.due_s),)
 
     def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
-        return max(candidates, key=lambda row: (self.key(row), row.arrival))
+        return max(candidates, key=lambda row: (self.key(row), row.arrival_s, row.arrival))
 
 
 POLICIES: Registry[Callable[[PolicySettings], Policy]] = Registry(

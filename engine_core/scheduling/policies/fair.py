@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from trireme.engine_core.scheduling.policies.base import Lost, Policy, PolicySettings
+from trireme.engine_core.scheduling.policies.base import Lost, Policy, PolicySettings, latest
 from trireme.engine_core.scheduling.request import Request
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # of a token; of prompts, only what was not in the prefix cache
@@ -29,7 +29,7 @@ class FairShare(Policy):
 
     def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
         """Of the client that has had most, the row with least to compute again."""
-        return min(candidates, key=lambda row: (-self.standing(row.client), lost(row), -row.arrival))
+        return min(candidates, key=lambda row: (-self.standing(row.client), lost(row), *latest(row)))
 
     def lane(self, request: Request) -> Hashable:
         return request.client

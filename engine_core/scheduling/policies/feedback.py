@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trireme.engine_core.scheduling.policies.base import Key, Lost, Policy
+from trireme.engine_core.scheduling.policies.base import Key, Lost, Policy, latest
 from trireme.engine_core.scheduling.request import Request
 
 QUANTUM = 64  # tokens of an answer at the first level
@@ -35,7 +35,7 @@ class Feedback(Policy):
 
     def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
         """Of the lowest rows, the one with least to compute again."""
-        return min(candidates, key=lambda row: (-self._level(row), lost(row), -row.arrival))
+        return min(candidates, key=lambda row: (-self._level(row), lost(row), *latest(row)))
 
     def is_spent(self, row: Request, head: Request) -> bool:
         level = self._level(row)

@@ -1,0 +1,109 @@
+"""Who is let into the queue of an engine: nobody who would wait there too long, as far as that can be told beforehand.
+
+Used by core; pure, the time is an argument. A quick refusal lets a caller go elsewhere or come back; one that comes after a minute
+in the queue has cost that minute. The wait is that of Little's law, the length of the queue by the rate at which requests leave it,
+and needs no guess of how long answers will be. Only time in which requests were left waiting counts: what starts at once says
+nothing about how many could. While the first batch has just been filled the rate looks high and the estimate is too short; who was
+let in by it is refused as soon as it turns out that the wait will be half as long again as it may.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from trireme.engine_core.scheduling.request import Request, State
+from trireme.engine_core.scheduling.scheduler import Scheduler
+from trireme.errors import OverloadedError
+
+MOST_GAP_S = 10.0  # between two plans that counts as work: an engine that was paused has learned nothing in that time
+LOOK_S = 0.5  # between two looks at who waits already
+MOST_RETRY_S = 60.0  # that a client is told; clients ignore more
+SLACK = 1.5  # of the bound; for those an estimate that wavers must not end
+
+
+class ServiceRate:
+    """Over the last four batches' worth of starts, as rows that came together also end together. `num_slots`: rows of a batch."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._least = max(4, num_slots // 2)  # starts that are enough to judge by
+        self._most = max(16, 4 * num_slots)
+        self._starts: deque[float] = deque()  # in seconds of busy time
+        self._since = 0.0  # the one before them
+        self.busy_s = 0.0  # time so far, up to the last plan, in which the engine worked and somebody had to wait
+        self._is_busy = False  # somebody was left waiting by the last plan
+        self._at = 0.0
+
+    def planned(self, num_started: int, is_left_waiting: bool, now: float) -> None:
+        """A step was planned: so many queued requests start in it; others could not, or nobody else waits."""
+        gap_s, self._at = now - self._at, now
+        if self._is_busy and 0 < gap_s <= MOST_GAP_S:
+            self.busy_s += gap_s
+        if self._is_busy or is_left_waiting:
+            if not self._starts:
+                self._since = self.busy_s
+            self._starts.extend([self.busy_s] * num_started)
+            while len(self._starts) > self._most:
+                self._since = self._starts.popleft()
+        self._is_busy = is_left_waiting
+
+    def wait_s(self, num_ahead: int) -> float:
+        """About how long a request with so many before it would wait; 0 while nothing is known."""
+        if len(self._starts) < self._least:
+            return 0.0
+        return num_ahead * (self.busy_s - self._since) / len(self._starts)
+
+
+class Admission:
+    """Of one scheduler. `max_wait_s` is the bound; 0: nobody is refused for it."""
+
+    def __init__(self, scheduler: Scheduler, max_wait_s: float) -> None:
+        self._scheduler = scheduler
+        self._max_wait_s = max_wait_s
+        self._rate = ServiceRate(scheduler.limits.max_num_seqs)
+        self._next_look = 0.0
+
+    def planned(self, num_started: int, now: float) -> None:
+        """The scheduler has planned a step in which so many rows begin."""
+        if self._max_wait_s:
+            self._rate.planned(num_started, len(self._scheduler.waiting) > 0, now)
+
+    def check(self, request: Request) -> None:
+        """Raises OverloadedError, with the time after which there should be room, when a request about to be queued would wait
+        longer than it may."""
+        request.queued_busy_s = self._rate.busy_s
+        bound_s, waiting = min(request.patience_s, self._max_wait_s), self._scheduler.waiting
+        if bound_s <= 0 or self._rate.wait_s(len(waiting)) <= bound_s:
+            return
+        num_ahead = waiting.num_ahead(request)
+        wait_s = self._rate.wait_s(num_ahead)
+        if wait_s > bound_s:
+            raise _too_long(f"{num_ahead} requests are queued before this one: ", wait_s, bound_s)
+
+    def take_hopeless(self, now: float) -> list[tuple[Request, OverloadedError]]:
+        """Queued requests that will wait much longer than they may, as it turns out: from the end of the queue up to the first that
+        will not, and none that has run or moved. They are still queued."""
+        if not self._max_wait_s or now < self._next_look:
+            return []
+        self._next_look = now + LOOK_S
+        waiting, policy, limit_s = self._scheduler.waiting, self._scheduler.policy, SLACK * self._max_wait_s
+        each_s, position, busy_s = self._rate.wait_s(1), len(waiting), self._rate.busy_s
+        oldest_s = max((busy_s - row.queued_busy_s for row in waiting), default=0.0)
+        if oldest_s + position * each_s <= limit_s or not each_s:
+            return []
+        found = []
+        for row in sorted(waiting, key=lambda row: (policy.standing(policy.lane(row)), row.key), reverse=True):
+            position -= 1
+            if row.state is State.WAITING and row.patience_s > 0:
+                wait_s = busy_s - row.queued_busy_s + position * each_s
+                if wait_s <= limit_s:
+                    break
+                found.append((row, _too_long("others take longer than expected: ", wait_s, self._max_wait_s)))
+        return found
+
+
+def _too_long(why: str, wait_s: float, bound_s: float) -> OverloadedError:
+    return OverloadedError(
+        f"{why}it would wait about {wait_s:.0f} s; the limit is {bound_s:g} s",
+        retry_after_s=min(MOST_RETRY_S, wait_s - bound_s),
+        hint="--max-wait",
+    )
