@@ -11,6 +11,7 @@ from trireme.errors import ModelError
 from trireme.machine.runtime import TORCH, choose_runtime
 from trireme.model.files import ModelFiles
 from trireme.model.reader import ArchSpec
+from trireme.models.agreement import check_frequencies
 from trireme.models.cpu import native_stage as native
 from trireme.models.forward import ExpertGroup, Group, Model
 from trireme.models.registry import family_named
@@ -78,7 +79,8 @@ def load_model(
 
 
 def open_checked(files: ModelFiles, arch: ArchSpec, *, dummy: bool = False) -> WeightSource:
-    """The weights of a model, every one there and none too many; or noise under their names. Raises ModelError."""
+    """The weights of a model, every one there and none too many; or noise under their names. Raises ModelError for files that say
+    anything else than their settings."""
     family = family_named(arch.family)
     if dummy:
         if family.names not in _DUMMIES:
@@ -86,6 +88,7 @@ def open_checked(files: ModelFiles, arch: ArchSpec, *, dummy: bool = False) -> W
         return DummySource(arch, family.weight_names(arch), files.path)
     source = open_weights(files, arch)
     check_names(source, family.weight_names(arch), family.ignorable_names(arch))
+    check_frequencies(source, arch)
     return source
 
 

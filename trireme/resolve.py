@@ -12,6 +12,7 @@ import msgspec
 
 from trireme.config import CPU_ROWS, CPU_TOKENS, GPU_ROWS, GPU_TOKENS, Decision, EngineConfig
 from trireme.errors import ConfigError
+from trireme.fits import check_memory, check_slots, check_threads, room_for_kv
 from trireme.machine.device import DeviceFacts, read_device
 from trireme.machine.gpu_formats import Stored, expansion_of
 from trireme.machine.gpu_support import choose_device, compute_dtype, refuse_on_cpu
@@ -70,8 +71,11 @@ def read_model(config: EngineConfig) -> ModelFacts:
     return ModelFacts(read_arch(files), files.name, *stored_bytes(files), stored_of(files))
 
 
-def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> tuple[EngineConfig, list[Decision]]:
-    """The resolved configuration and its Decisions. Raises ConfigError with the numbers that would have worked."""
+def resolve(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, fitting: bool = True
+) -> tuple[EngineConfig, list[Decision]]:
+    """The resolved configuration and its Decisions. Raises ConfigError with the numbers that would have worked; unless `fitting`
+    is false also for one that does not fit into this machine's memory."""
     work = _Resolver(config, model, device)
     work.computes_on()
     work.step_size()
@@ -82,6 +86,10 @@ def resolve(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> tup
     work.reuse()
     work.queue()
     work.places()
+    if fitting and not work.is_on_gpu:
+        check_memory(work.config, model.arch, work.weight_bytes(), device)
+    if fitting:
+        check_slots(work.config)
     return work.config, work.decisions
 
 
@@ -195,7 +203,7 @@ class _Resolver:
         cache = self.config.cache
         if self.is_on_gpu:
             return
-        weight_bytes = loaded_bytes(self.config.model, self.arch, self.model.weight_bytes)
+        weight_bytes = self.weight_bytes()
         if weight_bytes > self.device.memory_total:
             raise ConfigError(
                 f"the weights take {format_bytes(weight_bytes)}; this machine has "
@@ -210,15 +218,20 @@ class _Resolver:
             self.decide("cache", "blocks of a model without layers cost nothing", num_blocks=blocks)
             return
         left = max(self.device.memory_free - weight_bytes * self.shape.dp, 0)
-        share = int(left * KV_SHARE) // self.num_workers
+        room = room_for_kv(self.config, self.arch, weight_bytes, self.device) // self.num_workers
+        share = min(int(left * KV_SHARE) // self.num_workers, room)
         row = self.token_bytes() * _in_units(self.wanted_len(), cache.block_size)
         useful = _in_units(row * self.config.scheduler.num_rows, MIB)
         needed = 0 if self.config.model.max_len is None else _in_units(row, MIB)
-        size = max(min(share, KV_LARGEST // self.shape.num_workers, useful), min(needed, left // self.num_workers))
+        size = max(min(share, KV_LARGEST // self.shape.num_workers, useful), min(needed, room))
         size = max(size // MIB, 1) * MIB
         tokens = size // self.token_bytes()
         because = f"of {format_bytes(left)} left beside the weights; holds {tokens} tokens"
         self.decide("cache", because, format_bytes(size), kv_memory=f"{size // MIB}MiB")
+
+    def weight_bytes(self) -> int:
+        """Of one copy of the weights, loaded by a CPU."""
+        return loaded_bytes(self.config.model, self.arch, self.model.weight_bytes)
 
     def length(self) -> None:
         """Chooses max_len, or checks it against the model and the KV memory."""
@@ -278,6 +291,7 @@ class _Resolver:
             threads = max(1, self.device.cores // self.num_workers)
             because = f"{self.device.cores} cores over {self.num_workers} worker{'s' * (self.num_workers > 1)}"
             self.decide("parallel", because, threads=threads)
+        check_threads(self.config, self.device)
 
     def check_sequence(self) -> None:
         """Refuses to split hidden states where nothing can."""

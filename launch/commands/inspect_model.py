@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +20,8 @@ from trireme.model.files import ModelFiles, find_model, read_json
 from trireme.model.gguf_header import GgufFile, read_gguf
 from trireme.model.reader import read_arch
 from trireme.sizes import format_bytes
+from trireme.stored import read_header
 
-MAX_HEADER = 100 << 20
 MAX_SHOWN = 24  # largest tensors, and metadata entries
 MAX_TEXT = 200
 MAX_TEMPLATE = 4000
@@ -132,7 +131,7 @@ def _of_directory(path: Path) -> tuple[list[Tensor], Tokens, dict[str, Any]]:
     assert isinstance(model, dict)
     vocab, added = model.get("vocab"), rules.get("added_tokens")
     ids = (
-        {a["content"]: a.get("id") for a in added if isinstance(a, dict) and "content" in a}
+        {a["content"]: a.get("id") for a in added if isinstance(a, dict) and isinstance(a.get("content"), str)}
         if isinstance(added, list)
         else {}
     )
@@ -151,30 +150,8 @@ def _of_directory(path: Path) -> tuple[list[Tensor], Tokens, dict[str, Any]]:
 
 def read_safetensors(path: Path) -> list[Tensor]:
     """The header of one safetensors file, checked against the file's size. Raises ModelError."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise ModelError(f"{path} is not a safetensors file: a header of {length} bytes in a file of {size}")
-        raw = file.read(length)
-    try:
-        entries = msgspec.json.decode(raw, type=dict[str, dict[str, Any]])
-        entries.pop("__metadata__", None)
-        tensors = [
-            Tensor(
-                name,
-                str(e["dtype"]),
-                tuple(map(int, e["shape"])),
-                int(e["data_offsets"][1]) - int(e["data_offsets"][0]),
-            )
-            for name, e in entries.items()
-        ]
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise ModelError(f"{path} is not a safetensors file: {error!r}") from error
-    if any(not 0 <= tensor.nbytes <= size for tensor in tensors):
-        raise ModelError(f"{path} is not a safetensors file: a tensor lies outside of it")
-    return tensors
+    entries = read_header(path).entries.items()
+    return [Tensor(n, e.dtype, tuple(e.shape), e.data_offsets[1] - e.data_offsets[0]) for n, e in entries]
 
 
 # ---------------------------------------------------------------- bounds and print

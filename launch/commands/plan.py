@@ -14,21 +14,15 @@ import msgspec
 
 from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError
+from trireme.fits import check_slots, free_for, kv_tokens_of, shares_on_host, shortage
 from trireme.launch.options import Invocation
 from trireme.machine.device import DeviceFacts, GpuFacts, read_device, read_gpu
 from trireme.machine.gpu_formats import gpu_weight_bytes
-from trireme.machine.memory_budget import (
-    DTYPE_BYTES,
-    MemoryLine,
-    gpu_shares,
-    kv_token_bytes,
-    memory_shares,
-    too_little_kv,
-)
+from trireme.machine.memory_budget import MemoryLine, gpu_shares, kv_token_bytes, too_little_kv
 from trireme.machine.weight_bytes import loaded_bytes
 from trireme.resolve import ModelFacts, describe, read_model, resolve
 from trireme.settings import SECRET, table
-from trireme.sizes import MIB, format_bytes, parse_bytes
+from trireme.sizes import MIB, format_bytes
 from trireme.topology.mesh import Mesh
 
 LENGTHS = tuple(1 << power for power in range(10, 21))
@@ -81,10 +75,10 @@ def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, gpu:
     and no KV memory can cure, and for a card that says nothing of its memory."""
     refusal, cures = "", list[str]()
     try:
-        resolved, decisions = resolve(config, model, device)
+        resolved, decisions = resolve(config, model, device, fitting=False)
     except ConfigError as error:
         refusal, cures = error.message, [line for line in error.hint.split("\n") if line]
-        resolved, decisions = resolve(_without_sizes(config), model, device)
+        resolved, decisions = resolve(_without_sizes(config), model, device, fitting=False)
     is_on_gpu = resolved.parallel.worker_kind == "cuda"
     if is_on_gpu:
         if gpu is None:
@@ -93,21 +87,21 @@ def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, gpu:
     mesh = Mesh(config.parallel.dp, config.parallel.pp, config.parallel.tp)
     has_kv = model.arch.family != "stub" and config.parallel.worker != "fake"
     token_bytes = kv_token_bytes(model.arch, resolved.cache.kv_dtype, mesh) if has_kv else 0
-    held = _kv_tokens(resolved, token_bytes)
+    held = kv_tokens_of(resolved, token_bytes)
     if is_on_gpu:
         weights = _weights_of_card(resolved, model)
         shares = gpu_shares(resolved, model.arch, weights, held * token_bytes)
     else:
         weights = loaded_bytes(resolved.model, model.arch, model.weight_bytes)
-        shares = memory_shares(resolved, model.arch, weights, held * token_bytes)
-    over = sum(share.total for share in shares) - device.memory_free
+        shares = shares_on_host(resolved, model.arch, weights)
+    available = free_for(shares, device)
+    over = sum(share.total for share in shares) - available
     workers = 1 if is_on_gpu else mesh.dp * mesh.num_workers
     if is_on_gpu and not refusal and held < (resolved.model.max_len or 1):
         shortage = too_little_kv(resolved.model.max_len or 1, held, token_bytes)
         refusal, cures = shortage.message, shortage.hint.split("\n")[:1]
-    if over > 0 and not refusal:
-        refusal = f"it needs {format_bytes(over)} more than is free"
-        cures = _cures_of_size(resolved, held * token_bytes, over, workers)
+    if not refusal:
+        refusal, cures = _lacking(resolved, shares, available)
     free = max(0, held * token_bytes * workers - over)  # for KV, with everything else in place
     positions, size = model.arch.max_position, resolved.cache.block_size
     possible = free // max(token_bytes * workers * size, 1) * size if token_bytes else held
@@ -118,8 +112,19 @@ def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, gpu:
     return Plan(config, resolved, decisions, shares, contexts, largest, possible, refusal, cures)
 
 
+def _lacking(config: EngineConfig, shares: list[MemoryLine], free: int) -> tuple[str, list[str]]:
+    """Why a resolved configuration cannot be, and the cures, as a start would say it."""
+    try:
+        if (refusal := shortage(config, shares, free)) is not None:
+            raise refusal
+        check_slots(config)
+    except ConfigError as error:
+        return error.message, error.hint.split("\n")
+    return "", []
+
+
 def _with_memory_of(device: DeviceFacts, gpu: GpuFacts) -> DeviceFacts:
-    return msgspec.structs.replace(device, memory_free=gpu.memory_free, memory_total=gpu.memory_total)
+    return msgspec.structs.replace(device, memory_free=gpu.memory_free, memory_total=gpu.memory_total, memory_held=0)
 
 
 def _weights_of_card(config: EngineConfig, model: ModelFacts) -> int:
@@ -142,38 +147,6 @@ def _without_sizes(config: EngineConfig) -> EngineConfig:
     model = msgspec.structs.replace(config.model, max_len=None)
     cache = msgspec.structs.replace(config.cache, kv_memory=None, num_blocks=None)
     return msgspec.structs.replace(config, model=model, cache=cache)
-
-
-def _kv_tokens(config: EngineConfig, token_bytes: int) -> int:
-    """Tokens that the KV blocks of one engine hold."""
-    cache = config.cache
-    if cache.num_blocks is not None:
-        return cache.num_blocks * cache.block_size
-    block = token_bytes * cache.block_size
-    return parse_bytes(cache.kv_memory or "1MiB") // block * cache.block_size if block else 0
-
-
-def _cures_of_size(config: EngineConfig, kv_bytes: int, over: int, num_workers: int) -> list[str]:
-    """Flags that would make it fit: less KV memory, half the bytes per token, or a smaller model."""
-    cures = []
-    smaller = (kv_bytes - -(-over // num_workers)) // MIB
-    if smaller > 0:
-        cures.append(f"--kv-memory {smaller}MiB   fits")
-    if config.parallel.worker_kind == "cuda":
-        if config.cache.kv_dtype != "fp8":
-            cures.append("--kv-dtype fp8   half the memory per token, less exact")
-        if config.model.quantize is None:
-            cures.append("--quantize fp8   dense weights in 8 bits")
-        return [*cures, "--max-num-tokens 2048   smaller steps need less memory"]
-    if config.cache.kv_dtype == "float32":
-        cures.append("--kv-dtype float16   half the memory per token")
-    elif config.cache.kv_dtype != "int8":
-        cures.append("--kv-dtype int8   half the memory per token, less exact")
-    if config.model.quantize is None and config.model.dtype in DTYPE_BYTES:
-        cures.append("--quantize q8_0   dense weights in 8 bits")
-    if config.scheduler.num_tokens > 256:
-        cures.append("--max-num-tokens 256   smaller steps need less memory")
-    return cures or ["a smaller or more strongly quantized model"]
 
 
 def suggested_flags(plan: Plan) -> list[str]:
@@ -206,7 +179,9 @@ def _print(plan: Plan, model: ModelFacts, device: DeviceFacts) -> None:
     console.say("")
     rows = [[s.what, str(s.holders), format_bytes(s.each), format_bytes(s.total)] for s in plan.shares]
     rows.append(["needed", "", "", format_bytes(plan.total)])
-    rows.append(["free now", "", "", f"{format_bytes(device.memory_free)} of {format_bytes(device.memory_total)}"])
+    rows.append(
+        ["free now", "", "", f"{format_bytes(free_for(plan.shares, device))} of {format_bytes(device.memory_total)}"]
+    )
     console.table(["memory", "holders", "each", "in all"], rows)
     console.say("")
     if plan.contexts:
@@ -219,7 +194,7 @@ def _print(plan: Plan, model: ModelFacts, device: DeviceFacts) -> None:
         for i, cure in enumerate(plan.cures):
             console.say(f"  {'try' if i == 0 else 'or ':<5} {cure}")
         return
-    console.say(f"fits, with {format_bytes(device.memory_free - plan.total)} to spare", style="bold green")
+    console.say(f"fits, with {format_bytes(free_for(plan.shares, device) - plan.total)} to spare", style="bold green")
     console.say("  " + shlex.join(["trireme", "serve", plan.config.model.model, *suggested_flags(plan)]))
 
 

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from trireme.transport.process.prespawn import Prespawned, prespawn
 
+MOST_HATCHED = 16  # parts that are started before it is known whether they fit into this machine
+
 
 class Modules(NamedTuple):
     """Which module each kind of part runs (`main(channel)` in it). Tests pass their own."""
@@ -47,7 +49,7 @@ def run(invocation: Any) -> int:
     config, prespawned = invocation.loaded.config, dict[str, Prespawned]()
     pipe = os.pipe() if sys.stderr.isatty() else None  # the console prints above its bars what the parts say
     try:
-        for place in parts_of(config.parallel.dp, config.serving.api_servers, Modules()):
+        for place in parts_of(config.parallel.dp, config.serving.api_servers, Modules())[:MOST_HATCHED]:
             also = early_imports(config.parallel) if place.role == "engine" else ()
             output = 2 if pipe is None else pipe[1]
             prespawned[place.name] = prespawn(place.module, place.name, place.role, also=also, output=output)

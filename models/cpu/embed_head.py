@@ -17,7 +17,7 @@ from trireme.models.cpu.packed_linear import PackedLinear
 from trireme.models.cpu.tensors import tensor_from_stored
 from trireme.models.forward import ForwardBatch, Group
 from trireme.models.weights.packed import Floats
-from trireme.models.weights.sources import RawMatrix, SafetensorsSource
+from trireme.models.weights.sources import RawMatrix, SafetensorsSource, named_once
 from trireme.topology.mesh import HeadSpans, Mesh, Span, split_evenly, split_heads
 
 Norm = Callable[[Tensor], Tensor]
@@ -38,11 +38,8 @@ class PrefixedSource:
         self.path: Path = source.path
         self._source = source
         stored, seen = renamed
-        self._name_of = {
-            seen if name == stored else name.removeprefix(prefix): name
-            for name in source.names()
-            if not name.startswith(ignored)
-        }
+        shown = ((seen if name == stored else name.removeprefix(prefix), name) for name in sorted(source.names()))
+        self._name_of = named_once((pair for pair in shown if not pair[1].startswith(ignored)), source.path)
 
     def names(self) -> set[str]:
         return set(self._name_of)

@@ -44,9 +44,11 @@ def weight_names(arch: ArchSpec) -> Iterator[str]:
 
 
 def ignorable_names(arch: ArchSpec) -> list[str]:
-    """Names that may be in a file without being used: frequencies that can be derived, and a head that is tied."""
+    """Names that need not be in a file: frequencies that can be derived (models/agreement.py compares them), those that further
+    divide them, and the embedding once more as a head."""
     names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(arch.num_layers)]
-    names += ["model.rotary_emb.inv_freq", "rope_freqs.weight", *_LONGROPE]
+    names += ["model.rotary_emb.inv_freq", "rope_freqs.weight"]
+    names += _LONGROPE if arch.rope.kind == "longrope" and not arch.rope.short_factors else ()
     return [*names, "lm_head.weight"] if arch.tie_embeddings else names
 
 

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from trireme.errors import ModelError
 from trireme.model.packed_ints import Packing
-from trireme.models.weights.grouped import Grouped, from_awq, from_compressed, from_gptq, groups_in_turn, rows_of
+from trireme.models.weights.grouped import (
+    Grouped,
+    codes_of,
+    from_awq,
+    from_compressed,
+    from_gptq,
+    groups_in_turn,
+    rows_of,
+)
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import RawMatrix, SafetensorsSource
 
@@ -31,6 +39,11 @@ class GroupedSource:
         stored = source.names()
         self._stored = stored
         self._stems = {name.removesuffix(self._parts[0]) for name in stored if name.endswith(self._parts[0])}
+        for stem in sorted(self._stems):
+            if stem + ".weight" in stored:
+                raise ModelError(
+                    f"{self.path} holds {stem}.weight twice: as it is, and packed in {stem}{self._parts[0]}"
+                )
         packed = {stem + part for stem in self._stems for part in self._parts}
         plain = {name for name in stored - packed if not self._is_idle_bias(name, wanted)}
         self._names = plain | {stem + ".weight" for stem in self._stems}
@@ -57,26 +70,50 @@ class GroupedSource:
         codes, zeros, scales, _ = (stem + part for part in self._parts[:4])
         group_of = self._group_of(stem + self._parts[3], k, groups)
         if how.method == "gptq":
+            qzeros = self._whole(zeros, groups, n // per_word)
             return from_gptq(
                 how.bits,
                 self._whole(codes, k // per_word, n),
-                self._whole(zeros, groups, n // per_word),
+                qzeros,
                 self._floats(scales, groups, n),
                 group_of,
-                how.zero_offset,
+                self._offset_of_symmetric(zeros, qzeros) if how.is_symmetric else how.zero_offset,
             )
         if how.method == "awq":
             qweight, qzeros = self._whole(codes, k, n // per_word), self._whole(zeros, groups, n // per_word)
             return from_awq(qweight, qzeros, self._floats(scales, groups, n), group_of)
-        stored_zeros = None if how.is_symmetric else self._whole(zeros, n // per_word, groups)
+        self._check_shape(stem + self._parts[4], n, k)
+        has_zeros = zeros in self._stored if how.is_symmetric else True  # zeros that are there count
+        stored_zeros = self._whole(zeros, n // per_word, groups) if has_zeros else None
         return from_compressed(
             how.bits, self._whole(codes, n, k // per_word), self._floats(scales, n, groups), stored_zeros, group_of
         )
 
+    def _offset_of_symmetric(self, name: str, words: NDArray[np.int32]) -> int:
+        """What makes every stored zero half of what a code can be. Writers label the two forms of a file the one for the other;
+        with `sym` the zeros are known."""
+        how, middle = self._packing, 1 << (self._packing.bits - 1)
+        stored = np.unique(codes_of(words, how.bits)).tolist()
+        if len(stored) > 1 or stored[0] not in (middle, middle - 1):
+            shown = ", ".join(map(str, stored[:4]))
+            raise ModelError(
+                f"{name} in {self.path} holds zeros of {shown}; sym true in quantization_config means {middle} "
+                f"({middle - 1} where one is to be added)",
+                hint="set sym to false in config.json if the checkpoint is not symmetric",
+            )
+        return middle - stored[0]
+
+    def _check_shape(self, name: str, n: int, k: int) -> None:
+        """The shape that compressed-tensors stores beside the codes, where it does."""
+        if name in self._stored:
+            stored = self._source.tensor(name, (2,))
+            told = stored.raw.view(np.int64 if stored.dtype == "I64" else np.int32).tolist()
+            if told != [n, k]:
+                raise ModelError(f"{name} in {self.path} says {told}; config.json asks for {[n, k]}")
+
     def _group_of(self, name: str, k: int, groups: int) -> NDArray[np.intp]:
         how = self._packing
-        is_told = how.is_scattered or (how.method == "gptq" and name in self._stored)
-        if not is_told:
+        if not (how.is_scattered or name in self._stored):
             return groups_in_turn(k, how.group_size)
         found = self._whole(name, k)
         if found.min() < 0 or found.max() >= groups:

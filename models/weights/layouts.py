@@ -6,7 +6,7 @@ more than those rows and computes nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from trireme.model.reader import ArchSpec
 from trireme.models.weights.packed import Floats
-from trireme.models.weights.sources import RawMatrix, WeightSource
+from trireme.models.weights.sources import RawMatrix, WeightSource, named_once
 from trireme.topology.mesh import Span
 
 Rows = np.ndarray  # row numbers
@@ -46,19 +46,19 @@ class LaidOutSource:
         self._parts = parts or {}
         self._stacked = stacked or {}
         self._pair_dims = pair_dims
-        self._name_of: dict[str, str] = {}
         self._heads: dict[str, list[str]] = {}
-        for name in source.names():
-            self._add(name, renames or {})
+        shown = ((name, stored) for stored in sorted(source.names()) for name in self._shown(stored, renames or {}))
+        self._name_of = named_once(shown, source.path)
 
-    def _add(self, stored: str, renames: dict[str, str]) -> None:
+    def _shown(self, stored: str, renames: dict[str, str]) -> Iterator[str]:
+        """What a stored tensor is called here; heads are gathered."""
         name = stored
         for old, new in renames.items():
             name = name.replace(old, new)
         stem, dot, suffix = name.rpartition(".")
         for wanted, part in self._parts.items():
             if stem.endswith("." + part.stored):
-                self._name_of[stem.removesuffix(part.stored) + wanted + dot + suffix] = stored
+                yield stem.removesuffix(part.stored) + wanted + dot + suffix
                 name = ""
         for pattern, wanted in self._stacked.items():
             before, found, _after = name.partition(pattern)
@@ -66,7 +66,7 @@ class LaidOutSource:
                 self._heads.setdefault(before + wanted, []).append(stored)
                 name = ""
         if name:
-            self._name_of[name] = stored
+            yield name
 
     def names(self) -> set[str]:
         return {*self._name_of, *self._heads}

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from trireme.errors import ModelError
-from trireme.model.files import read_json
 from trireme.model.gguf_header import LOADED_AS, GgufFile, read_gguf
 from trireme.model.quantized import FP8_BLOCK
 from trireme.models.weights.gguf_expand import dequantize
@@ -33,6 +32,7 @@ from trireme.models.weights.packed import (
     scaled_rows,
 )
 from trireme.models.weights.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
+from trireme.stored import safetensors_files
 from trireme.topology.mesh import Span
 
 DENSE_KINDS = ("F32", "F16", "BF16")
@@ -151,7 +151,7 @@ class SafetensorsSource:
     def __init__(self, directory: Path) -> None:
         self.path = directory
         self._file_of: dict[str, SafetensorsFile] = {}
-        for path in _safetensors_files(directory):
+        for path in safetensors_files(directory):
             file = SafetensorsFile(path)
             for name in file.names():
                 if name in self._file_of:
@@ -198,6 +198,8 @@ class SafetensorsSource:
         """A matrix of int8 or float8 with the scale of each row; with scales of blocks as BF16."""
         kind, codes = _SCALED_KINDS[stored.dtype], stored.raw.reshape(n, k)
         file = self._file_of.get(name + "_scale") or self._file_of.get(name + "_scale_inv")
+        if name + "_scale" in self._file_of and name + "_scale_inv" in self._file_of:
+            raise ModelError(f"{name} in {self._file_of[name].path} has two scales: {name}_scale and {name}_scale_inv")
         if file is None:
             what = DTYPES[stored.dtype][1].removesuffix("_e4m3fn")
             raise ModelError(f"{name} in {self._file_of[name].path} is of {what} and has no scales in {name}_scale")
@@ -222,28 +224,6 @@ class SafetensorsSource:
                 "supported: float32, float16, bfloat16, and int8 and float8_e4m3fn for matrices"
             )
         return stored.dtype
-
-
-def _safetensors_files(directory: Path) -> list[Path]:
-    """The files that hold the model: those of the index, else model.safetensors, else the only one."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        single = directory / "model.safetensors"
-        found = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-        if len(found) != 1:
-            raise ModelError(f"{directory} holds {len(found)} safetensors files and no model.safetensors.index.json")
-        return found
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"{index} lacks weight_map")
-    files = []
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
-            raise ModelError(f"{index} names {name!r}, which is not a file of its directory")
-        if not (directory / name).is_file():
-            raise ModelError(f"{index} names {name}, which is missing", hint=f"download {name} into {directory}")
-        files.append(directory / name)
-    return files
 
 
 _GGUF_LAYER = {
@@ -291,7 +271,7 @@ class GgufSource:
         self.path = path
         self._file: GgufFile = read_gguf(path, arrays=False)
         self._data = np.memmap(path, dtype=np.uint8, mode="r")
-        self._name_of = {name_from_gguf(name, special): name for name in self._file.tensors}
+        self._name_of = named_once(((name_from_gguf(name, special), name) for name in self._file.tensors), path)
         self._pair_dim = interleaved_head_dim
 
     def names(self) -> set[str]:
@@ -328,6 +308,18 @@ class GgufSource:
 def _halves_from_pairs(rows: int, head_dim: int) -> np.ndarray:
     """Row order that turns ggml's pairs (0, 1), (2, 3), ... of each head into halves: evens first, then odds."""
     return np.arange(rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def named_once(pairs: Iterable[tuple[str, str]], path: Path) -> dict[str, str]:
+    """{name here: name in the file} of such pairs. Raises ModelError where two weights of a file would have one name here."""
+    found: dict[str, str] = {}
+    for name, stored in pairs:
+        if name in found:
+            raise ModelError(
+                f"{path} holds {found[name]} and {stored}, which are the same weight of this model ({name})"
+            )
+        found[name] = stored
+    return found
 
 
 def check_names(source: WeightSource, wanted: Iterable[str], ignorable: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from trireme.errors import ModelError
 from trireme.model.files import ModelFiles, read_json
+from trireme.places import expanded
 from trireme.serving.text.encoders import LibraryEncoder, TextEncoder
 from trireme.serving.text.tokens_gguf import tokenizer_from_gguf
 
@@ -198,14 +199,14 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a model; `tokenizer` (a directory with tokenizer.json, or a .gguf) and `chat_template` (a file)
     override the model's own. Raises ModelError when there is none or it does not parse."""
-    source = Path(tokenizer).expanduser() if tokenizer is not None else files.path
+    source = expanded(tokenizer) if tokenizer is not None else files.path
     if source.suffix == ".gguf":
         encoder, special, template = tokenizer_from_gguf(source)
     else:
         encoder, special, template = _read_directory(source)
     if chat_template is not None:
         try:
-            template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+            template = expanded(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"cannot read the chat template {chat_template}: {error}") from error
     return Tokenizer(encoder, special=special, chat_template=template)

@@ -98,6 +98,13 @@ def test_a_container_has_its_own_limits(tmp_path):
     assert facts.memory_free == GIB * 3 // 4
 
 
+def test_what_a_process_and_its_children_hold(tmp_path):
+    status = "Name:\tx\nRssAnon:\t    {} kB\nRssFile:\t 900 kB\nRssShmem:\t 1 kB\n"
+    files = {f"proc/{name}/status": status.format(size) for name, size in (("self", 100), ("7", 20), ("8", 3))}
+    tree = {"proc/self/task/5/children": "7 ", "proc/self/task/6/children": "9 \n", "proc/meminfo": MEMINFO}
+    assert read_device(machine(tmp_path, {**files, **tree})).memory_held == (101 + 21) * 1024
+
+
 def test_this_machine_has_cores_and_memory():
     facts = read_device()
     assert facts.cores >= 1

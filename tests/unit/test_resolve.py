@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.models.tiny import make_tiny_llama
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, TriremeError
+from trireme.launch.commands.plan import make_plan
 from trireme.machine.device import DeviceFacts
 from trireme.model.reader import ArchSpec
 from trireme.resolve import ModelFacts, describe, prepare, resolve
@@ -146,9 +147,71 @@ def test_memory_counted_for_one_request_holds_it(max_len):
 
 
 def test_an_asked_length_may_take_more_than_the_usual_share():
-    small = DeviceFacts(cores=2, memory_free=GIB // 2, memory_total=GIB)
-    assert resolved(device=small, kv_dtype="float16")[0].model.max_len < 8192
-    assert resolved(device=small, kv_dtype="float16", max_len=8192)[0].model.max_len == 8192
+    """But not more than is left beside the weights, the programs and a step."""
+    small = DeviceFacts(cores=2, memory_free=800 << 20, memory_total=GIB)
+    assert resolved(device=small, kv_dtype="float32")[0].model.max_len < 8192
+    assert resolved(device=small, kv_dtype="float32", max_len=8192)[0].model.max_len == 8192
+    smaller = DeviceFacts(cores=2, memory_free=700 << 20, memory_total=GIB)
+    assert "there is room for" in refused(device=smaller, kv_dtype="float32", max_len=8192).message
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        ({"kv_memory": "64GiB"}, "--kv-memory"),
+        ({"kv_memory": "100TiB"}, "--kv-memory"),
+        ({"kv_memory": "17GiB"}, "--kv-memory"),
+        ({"kv_memory": "9GiB", "dp": 2}, "--kv-memory"),
+        ({"num_blocks": 100_000}, "--num-blocks"),
+    ],
+)
+def test_more_kv_memory_than_is_free_is_refused_with_what_fits(flags, flag):
+    error = refused(**flags)
+    assert f"with {flag} {next(iter(flags.values()))} it needs " in error.message
+    assert "more than is free" in error.message
+    cure, value, _ = error.hint.split("\n")[0].split()
+    assert cure == flag
+    name = flag[2:].replace("-", "_")
+    config, _ = resolved(**{**flags, name: value})
+    assert getattr(config.cache, name) in (value, int(value) if value.isdecimal() else None)
+    plan = make_plan(load(flags, environ={}).config, MODEL, LAPTOP)
+    assert (plan.refusal, plan.cures) == (error.message, error.hint.split("\n"))
+
+
+def test_what_the_parts_hold_already_is_not_counted_twice():
+    """Up to what programs take: the rest of a caller's own process is no room for a deployment."""
+    bare, begun, large = (
+        DeviceFacts(cores=2, memory_free=GIB, memory_total=2 * GIB, memory_held=held << 20) for held in (0, 100, 10_000)
+    )
+    most = [int(refused(device=device, kv_memory="9GiB").hint.split()[1][:-3]) for device in (bare, begun, large)]
+    assert most[1] - most[0] == pytest.approx(100, abs=3)
+    assert most[2] - most[0] == pytest.approx(48 + 80 + 40, abs=4)
+
+
+def test_blocks_of_a_model_without_layers_cost_memory_too():
+    stub = MODEL._replace(arch=msgspec.structs.replace(SMOL, family="stub"))
+    for blocks in (100_000_000, 10**12):
+        error = refused(model=stub, num_blocks=blocks)
+        assert f"--num-blocks {blocks}" in error.message
+        resolved(model=stub, num_blocks=int(error.hint.split()[1]), max_len=100)
+    vast = DeviceFacts(cores=2, memory_free=1 << 46, memory_total=1 << 46)
+    error = refused(model=stub, device=vast, num_blocks=1 << 28)
+    assert "more than 2147483647 tokens" in error.message
+    assert error.hint == f"--num-blocks {(1 << 27) - 1}"
+
+
+def test_more_threads_than_can_be_of_use_are_refused():
+    assert resolved(threads=8)[0].parallel.threads == 8
+    for threads in (9, 5000, 100_000):
+        error = refused(threads=threads)
+        assert f"--threads is {threads}; at most 8 per worker" in error.message
+        assert error.hint == "--threads 2"
+
+
+def test_a_step_that_no_memory_holds_is_refused():
+    error = refused(max_num_tokens=1 << 40)
+    assert "more than is free" in error.message
+    assert "--max-num-tokens 256" in error.hint
 
 
 @pytest.mark.parametrize(

@@ -105,38 +105,23 @@ def test_a_freed_row_is_poisoned_and_a_placed_one_is_clean() -> None:
 # ---------------------------------------------------------------- memory
 
 
-def fake_proc(root: Path, *, total_kb: int, available_kb: int, cgroup: str) -> Path:
-    proc = root / "proc"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text(f"MemTotal: {total_kb} kB\nMemAvailable: {available_kb} kB\nHugePages_Total: 0\n")
-    (proc / "self/status").write_text("Name:\tpython\nRssAnon:\t 2048 kB\nRssFile:\t 999 kB\nRssShmem:\t 1024 kB\n")
-    (proc / "self/cgroup").write_text(cgroup)
-    return proc
-
-
-def test_memory_is_cut_to_the_tightest_control_group(tmp_path: Path) -> None:
-    """cgroup v2: a parent's limit counts too, `max` is no limit, and page cache that can be dropped is not used memory."""
-    proc = fake_proc(tmp_path, total_kb=8_000_000, available_kb=6_000_000, cgroup="0::/pod/box\n")
-    group = tmp_path / "cgroup"
-    (group / "pod/box").mkdir(parents=True)
-    (group / "pod/memory.max").write_text(f"{1000 * MIB}\n")
-    (group / "pod/memory.current").write_text(f"{700 * MIB}\n")
-    (group / "pod/memory.stat").write_text(f"anon 5\ninactive_file {200 * MIB}\n")
-    (group / "pod/box/memory.max").write_text("max\n")
-    (group / "pod/box/memory.current").write_text("100\n")
-    assert read_memory(proc, group) == MemoryFacts(1000 * MIB, 500 * MIB, 3 * MIB)
-
-
-def test_memory_under_cgroup_v1_and_without_limits(tmp_path: Path) -> None:
-    proc = fake_proc(tmp_path, total_kb=8000 * 1024, available_kb=6000 * 1024, cgroup="4:cpu,memory:/a\n0::/\n")
-    group = tmp_path / "cgroup"
-    (group / "memory/a").mkdir(parents=True)
-    (group / "memory/a/memory.limit_in_bytes").write_text("9223372036854771712\n")
-    (group / "memory/a/memory.usage_in_bytes").write_text("5\n")
-    assert read_memory(proc, group) == MemoryFacts(8000 * MIB, 6000 * MIB, 3 * MIB)
-    (group / "memory/a/memory.limit_in_bytes").write_text(f"{512 * MIB}\n")
-    (group / "memory/a/memory.usage_in_bytes").write_text(f"{12 * MIB}\n")
-    assert read_memory(proc, group) == MemoryFacts(512 * MIB, 500 * MIB, 3 * MIB)
+def test_memory_of_a_worker_is_cut_to_its_control_group(tmp_path: Path) -> None:
+    """Which groups count is tested in tests/unit/test_cgroups.py."""
+    files = {
+        "proc/meminfo": f"MemTotal: {8000 * 1024} kB\nMemAvailable: {6000 * 1024} kB\nHugePages_Total: 0\n",
+        "proc/self/status": "Name:\tpython\nRssAnon:\t 2048 kB\nRssFile:\t 999 kB\nRssShmem:\t 1024 kB\n",
+        "proc/self/cgroup": "0::/pod/box\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_memory(tmp_path) == MemoryFacts(8000 * MIB, 6000 * MIB, 3 * MIB)
+    group = tmp_path / "sys/fs/cgroup/pod/box"
+    group.mkdir(parents=True)
+    (group.parent / "memory.max").write_text(f"{1000 * MIB}\n")
+    (group / "memory.current").write_text("100\n")
+    (group.parent / "memory.current").write_text(f"{500 * MIB}\n")
+    assert read_memory(tmp_path) == MemoryFacts(1000 * MIB, 500 * MIB, 3 * MIB)
 
 
 def test_memory_of_this_machine() -> None:
@@ -147,9 +132,11 @@ def test_memory_of_this_machine() -> None:
 
 def test_cores_are_cut_to_the_quota(tmp_path: Path) -> None:
     mask = usable_cores(tmp_path)
-    (tmp_path / "cpu.max").write_text("max 100000\n")
+    quota = tmp_path / "sys/fs/cgroup/cpu.max"
+    quota.parent.mkdir(parents=True)
+    quota.write_text("max 100000\n")
     assert usable_cores(tmp_path) == mask
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    quota.write_text("150000 100000\n")
     assert usable_cores(tmp_path) == 1
 
 

@@ -1,6 +1,6 @@
 """What this machine offers: cores, memory, instruction sets, GPUs. Read once by the launcher, before anything starts.
 
-Looks only at /proc, /sys and /dev, so that it is quick and torch-free. Respects the limits of a container.
+Looks only at /proc, /sys and /dev, so that it is quick and torch-free. Respects the limits of a container (trireme/cgroups.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import subprocess
 from pathlib import Path
 
 import msgspec
+
+from trireme.cgroups import GroupLimits, read_limits, usable_cores
 
 _ISA_FLAGS = (
     "avx2",
@@ -28,7 +30,8 @@ _ISA_FLAGS = (
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
-    """`cores` is what this process may use; memory in bytes; `isa` are /proc/cpuinfo's names."""
+    """`cores` is what this process may use; memory in bytes; `isa` are /proc/cpuinfo's names. `memory_held` is what this process
+    and its children hold already: parts of a deployment begin while its launcher still counts."""
 
     cores: int
     memory_free: int
@@ -36,6 +39,7 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     cpu: str = ""
     isa: tuple[str, ...] = ()
     num_gpus: int = 0
+    memory_held: int = 0
     has_cuda_kernels: bool = False  # the extension models._cuda is built
 
 
@@ -69,38 +73,38 @@ def gpu_from_text(text: str) -> GpuFacts | None:
 def read_device(root: Path = Path("/")) -> DeviceFacts:
     """Facts of this machine; `root` lets a test put another one in its place."""
     name, flags = _cpu(root)
-    free, total = _memory(root)
+    limits = read_limits(root)
+    free, total = _memory(root, limits)
     return DeviceFacts(
-        cores=_cores(root),
+        cores=usable_cores(len(os.sched_getaffinity(0)), limits),
         memory_free=free,
         memory_total=total,
         cpu=name,
         isa=tuple(flag for flag in _ISA_FLAGS if flag in flags),
+        memory_held=_held(root),
         num_gpus=len(list((root / "dev").glob("nvidia[0-9]*"))),
         has_cuda_kernels=importlib.util.find_spec("trireme.models._cuda") is not None,
     )
 
 
-def _cores(root: Path) -> int:
-    """Cores of our affinity mask, less when the container has a smaller share of processor time."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _read(root / "sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, max(1, round(int(quota[0]) / int(quota[1]))))
-    return cores
-
-
-def _memory(root: Path) -> tuple[int, int]:
-    """(free, total): of the machine, or of the container when its limit is lower."""
+def _memory(root: Path, limits: GroupLimits) -> tuple[int, int]:
+    """(free, total): of the machine, or of the container where that is less."""
     rows = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
     total, free = (int(rows.get(key, "0 kB").split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    limit = _read(root / "sys/fs/cgroup/memory.max").strip()
-    if limit.isdigit() and int(limit) < total:
-        used = _read(root / "sys/fs/cgroup/memory.current").strip()
-        cached = dict(line.split() for line in _read(root / "sys/fs/cgroup/memory.stat").splitlines())
-        held = int(used or 0) - int(cached.get("inactive_file", 0))
-        total, free = int(limit), min(free, max(0, int(limit) - held))
-    return free, total
+    free = free if limits.memory_free is None else min(free, limits.memory_free)
+    return free, total if limits.memory is None else min(total, limits.memory)
+
+
+def _held(root: Path) -> int:
+    """Bytes of this process and its children that are no pages of files."""
+    children = (pid for task in (root / "proc/self/task").glob("*/children") for pid in _read(task).split())
+    held = 0
+    for process in ("self", *children):
+        for line in _read(root / "proc" / process / "status").splitlines():
+            key, _, value = line.partition(":")
+            if key in ("RssAnon", "RssShmem"):
+                held += int(value.split()[0]) * 1024
+    return held
 
 
 def _cpu(root: Path) -> tuple[str, set[str]]:

@@ -17,6 +17,7 @@ from trireme.model.reader import ArchSpec
 from trireme.sizes import MIB, format_bytes, parse_bytes
 from trireme.topology.mesh import Mesh, split_heads
 
+MOST_SLOTS = (1 << 31) - 1  # tokens of an engine's KV memory: slots are numbers of 32 bits
 LOGITS_BYTES = 64 * MIB  # most bytes of logits that one forward may give
 # What the programs themselves hold, measured after a start: libraries, tokenizer, buffers.
 WORKER_PROGRAM, FRONT_PROGRAM, LAUNCH_PROGRAM = 48 * MIB, 80 * MIB, 40 * MIB
@@ -162,6 +163,7 @@ def num_kv_blocks(config: EngineConfig, workers: Sequence[tuple[int, int]]) -> t
     else:
         budgets = [free if cache.kv_memory is None else parse_bytes(cache.kv_memory) for _, free in workers]
         blocks = min(budget // block for budget, (block, _) in zip(budgets, workers, strict=True))
+        blocks = min(blocks, MOST_SLOTS // cache.block_size)
         because = f"{format_bytes(min(budgets))} per worker at {format_bytes(max(b for b, _ in workers))} a block"
     if blocks * cache.block_size < max_len:
         raise too_little_kv(max_len, blocks * cache.block_size, max(b for b, _ in workers) / cache.block_size)

@@ -14,6 +14,7 @@ from trireme.model.gguf_header import LOADED_AS, read_gguf
 from trireme.model.packed_ints import Packing
 from trireme.model.reader import ArchSpec
 from trireme.sizes import format_bytes
+from trireme.stored import safetensors_files, size_of
 
 SCHEME_BYTES = {"q8_0": 34 / 32, "int8": 1, "q4_0": 18 / 32}  # per parameter
 SCHEME_ROW_BYTES = {"q8_0": 0, "int8": 8, "q4_0": 0}  # and per row
@@ -27,7 +28,9 @@ def stored_of(files: ModelFiles) -> Stored | None:
 def stored_bytes(files: ModelFiles) -> tuple[int, Decision | None]:
     """Bytes of the files, with expanded types at the size they get, and what to say about those."""
     if files.kind == "safetensors":
-        return sum(path.stat().st_size for path in files.path.glob("*.safetensors")), None
+        # only those of the index: some checkpoints lie there twice, under other names
+        has_any = any(files.path.glob("*.safetensors"))  # (dummy weights need none)
+        return sum(size_of(path) for path in safetensors_files(files.path)) if has_any else 0, None
     if files.kind != "gguf":
         return 0, None
     size = files.path.stat().st_size

@@ -9,13 +9,17 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import os
+import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trireme.config import ModelConfig
 from trireme.errors import ModelError
+from trireme.places import cache_directories, expanded, usable
 
 
 class Packaged(NamedTuple):
@@ -44,6 +48,7 @@ PACKAGED: dict[str, Packaged] = {
 }
 
 MAX_JSON_BYTES = 64 << 20
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class ModelFiles(NamedTuple):
@@ -65,7 +70,7 @@ def find_model(model: str | Path, *, weightless: bool = False) -> ModelFiles:
     text = str(model)
     if text.lower() in PACKAGED:
         return _find_packaged(text.lower())
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.is_dir():
         return _find_in_directory(path.resolve(), weightless=weightless)
     if path.is_file():
@@ -104,14 +109,23 @@ def _find_part(package: str, file_name: str) -> Path | None:
 
 
 def _joined(packaged: Packaged, parts: list[Path]) -> Path:
-    """The whole file in ~/.cache/trireme; written once, under another name until it is complete and its digest right."""
-    cache = Path.home() / ".cache" / "trireme" / "models"
+    """The whole file in ~/.cache/trireme (or beside temporary files); written once, under another name until it is complete and its
+    digest right."""
+    places, size = cache_directories(), sum(part.stat().st_size for part in parts)
+    kept = places[0] / packaged.file_name
+    if len(places) > 1 and kept.is_file() and kept.stat().st_size == size:  # at home, even where nothing can be written
+        return kept
+    cache = next(filter(usable, places), None)
+    if cache is None:
+        raise ModelError(
+            f"no directory to join the parts of {packaged.file_name} in: {' and '.join(map(str, places))} cannot be written",
+            hint="set HOME or TMPDIR to a directory that can",
+        )
     whole = cache / packaged.file_name
-    if whole.is_file() and whole.stat().st_size == sum(part.stat().st_size for part in parts):
+    if whole.is_file() and whole.stat().st_size == size:
         return whole
     digest = hashlib.sha256()
     try:
-        cache.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cache, prefix=packaged.file_name, delete=False) as out:
             for part in parts:
                 content = part.read_bytes()
@@ -156,16 +170,55 @@ def _pickle_hint(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of at most 64 MiB; {} when the file is absent. Raises ModelError when it does not parse."""
-    if not path.is_file():
+    """A JSON object from a file of at most 64 MiB; {} when the file is absent. Raises ModelError when it cannot be read or does not
+    parse, and for numbers that are not finite."""
+    if not os.path.lexists(path):
         return {}
-    size = path.stat().st_size
-    if size > MAX_JSON_BYTES:
-        raise ModelError(f"{path} is {size} bytes; the limit for a JSON file is {MAX_JSON_BYTES}")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ModelError(f"{path} is not a regular file")
+        if found.st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is {found.st_size} bytes; the limit for a JSON file is {MAX_JSON_BYTES}")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        hint = f"it is a link to {os.readlink(path)}: download it again" if path.is_symlink() else ""
+        raise ModelError(f"cannot read {path}: {error.strerror}", hint=hint) from error
+    except UnicodeDecodeError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
+    value = _parsed(path, text)
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def _parsed(path: Path, text: str) -> Any:
+    odd = False
+
+    def number(word: str) -> float:  # also called for NaN and Infinity, which JSON does not have
+        nonlocal odd
+        value = float(word)
+        odd = odd or not math.isfinite(value)
+        return value
+
+    try:
+        value = json.loads(text, parse_float=number, parse_constant=number)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if _SURROGATE.search(text):  # half of a pair, which is no text
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ModelError(f"{path} holds a string that is not Unicode: {error.reason}") from error
+    if odd:
+        raise ModelError(f"{path}: {_not_finite(value)}; numbers must be finite")
+    return value
+
+
+def _not_finite(value: Any, at: str = "") -> str:
+    """`rope_scaling.factor is inf`: the first such number inside a JSON value, "" when there is none."""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"{at} is {value}"
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = (_not_finite(each, f"{at}.{key}" if at else str(key)) for key, each in items)
+    return next(filter(None, found), "")

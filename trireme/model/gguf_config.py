@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isclose
 from typing import Any, NamedTuple
 
 import msgspec
 
 from trireme.errors import ModelError
-from trireme.model.gguf_header import GgufFile
+from trireme.model.gguf_header import GgufFile, Scalar
 from trireme.model.hf_config import rope_kind
 from trireme.model.spec import MAX_DIM, ArchSpec, RopeSpec, checked, yarn_scale
 
@@ -55,20 +56,60 @@ def arch_from_gguf(file: GgufFile) -> ArchSpec:
         weights_dtype="gguf",
         source="gguf",
     )
-    return checked(msgspec.structs.replace(arch, **row.traits(file, arch)), file.path)
+    arch = msgspec.structs.replace(arch, **row.traits(file, arch))
+    _check_unread(file, family, arch)
+    return checked(arch, file.path)
+
+
+# Keys <family>.* that change what a model computes: values with which they change nothing, and the families that read them.
+_ALTERING: dict[str, tuple[tuple[Scalar, ...], tuple[str, ...]]] = {
+    "attention.clamp_kqv": ((0,), ()),
+    "attention.max_alibi_bias": ((0,), ()),
+    "attention.causal": ((True,), ()),
+    "attention.scale": ((0,), ("granite",)),
+    "attention.temperature_scale": ((0,), ()),
+    "attention.sliding_window_pattern": ((0, 1), ("gemma3",)),
+    "attn_logit_softcapping": ((0,), ("gemma2",)),
+    "final_logit_softcapping": ((0,), ("gemma2", "gemma3")),
+    "logit_scale": ((0, 1), ("granite", "command-r")),
+    "residual_scale": ((0, 1), ("granite",)),
+    "embedding_scale": ((0, 1), ("granite",)),
+    "nextn_predict_layers": ((0,), ()),
+    "rope.freq_base_swa": ((), ("gemma3",)),
+    "rope.scaling.yarn_log_multiplier": ((0,), ()),
+    "rope.scaling.yarn_attn_factor": ((1,), ()),
+}
+
+
+def _check_unread(file: GgufFile, family: str, arch: ArchSpec) -> None:
+    """Raises ModelError that names a key which would change the answer and which nothing reads for this family."""
+    for key, (neutral, readers) in _ALTERING.items():
+        value = file.metadata.get(f"{family}.{key}")
+        derived = (
+            key == "attention.scale" and isinstance(value, float) and isclose(value, _scale_of(arch), rel_tol=1e-5)
+        )
+        if value is not None and value not in neutral and family not in readers and not derived:
+            raise ModelError(f"{file.path}: {family}.{key} is {value}, which is not supported for {family}")
+
+
+def _scale_of(arch: ArchSpec) -> float:
+    return arch.attn_scale or arch.head_dim**-0.5
 
 
 def rope_from_gguf(file: GgufFile, family: str, head_dim: int) -> RopeSpec:
     """Keys <family>.rope.*; the Llama 3 rule is not here but in the tensor rope_freqs.weight, which the loader applies."""
     at = f"{family}.rope."
     kind = rope_kind(file.text(at + "scaling.type", "none"), file.path)
-    factor = file.real(at + "scaling.factor", file.real(at + "scale_linear", 1.0))
-    if kind == "default" and factor not in (0.0, 1.0):
+    factor = file.real(at + "scaling.factor", file.real(at + "scale_linear", 1.0)) or 1.0
+    if at + "scaling.type" not in file.metadata and factor != 1.0:  # (older files name a factor alone)
         kind = "linear"
-    factor = factor or 1.0
+    if kind == "default":
+        factor = 1.0
     attention = None
     if kind == "yarn" and at + "scaling.attn_factor" in file.metadata:
         attention = file.real(at + "scaling.attn_factor") * yarn_scale(factor)
+    elif file.real(at + "scaling.attn_factor", 1.0) != 1.0 and "rope_factors_long.weight" not in file.tensors:
+        raise ModelError(f"{file.path}: {at}scaling.attn_factor is supported with yarn and longrope, not with {kind}")
     if "rope_factors_long.weight" in file.tensors:  # (the loader reads them)
         kind = "longrope"
         attention = file.real(at + "scaling.attn_factor", 1.0)

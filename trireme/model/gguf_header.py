@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import mmap
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,8 +161,10 @@ def read_gguf(path: str | Path, *, arrays: bool = True) -> GgufFile:
     which is all that the shape of a model needs. Raises ModelError for any defect."""
     path = Path(path)
     try:
-        stat = path.stat()
-        return _read_shape(path, stat.st_size, stat.st_mtime_ns) if not arrays else _read(path, arrays=True)
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ModelError(f"{path} is not a regular file")
+        return _read_shape(path, found.st_size, found.st_mtime_ns) if not arrays else _read(path, arrays=True)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error}") from error
 

@@ -4,7 +4,7 @@ config.json for its parts. Code that comes with a model (auto_map) is never look
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -17,6 +17,14 @@ from trireme.model.quantized import check_quantized
 from trireme.model.spec import ArchSpec, Dim, Positive, RopeKind, RopeSpec, checked, token_list, yarn_scale
 
 _Finite = Annotated[float, Meta(ge=-1e6, le=1e6)]
+_Part = Annotated[float, Meta(gt=0, le=1)]
+_Width = Annotated[float, Meta(gt=0, le=1e6)]
+
+
+# Keys of rope scaling that change nothing here.
+_ROPE_NOTES = ("finetuned", "max_position_embeddings")
+_SAME_ROPE = {"su": "longrope"}
+_NEWER = "rope_parameters"
 
 
 class HfRope(msgspec.Struct, frozen=True):
@@ -33,7 +41,7 @@ class HfRope(msgspec.Struct, frozen=True):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    partial_rotary_factor: float | None = None
+    partial_rotary_factor: _Part | None = None
     short_factor: list[float] = []
     long_factor: list[float] = []
 
@@ -56,9 +64,9 @@ class HfConfig(msgspec.Struct, frozen=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     rope_theta: Positive | None = None
-    rope_scaling: HfRope | None = None
+    rope_scaling: dict[str, Any] | None = None  # an HfRope
     rope_parameters: dict[str, Any] | None = None  # an HfRope, or one per type of layer
-    partial_rotary_factor: float | None = None
+    partial_rotary_factor: _Part | None = None
     original_max_position_embeddings: Dim | None = None
     sliding_window: int | None | msgspec.UnsetType = msgspec.UNSET  # absent means 4096, null means none
     use_sliding_window: bool = False
@@ -75,7 +83,7 @@ class HfConfig(msgspec.Struct, frozen=True):
     qk_layernorm: bool = False
     use_qk_norm: bool = False
     use_parallel_residual: bool = False
-    query_pre_attn_scalar: _Finite | None = None
+    query_pre_attn_scalar: _Width | None = None
     attn_logit_softcapping: _Finite | None = None
     final_logit_softcapping: _Finite | None = None
     embedding_multiplier: _Finite = 1.0
@@ -136,33 +144,55 @@ def arch_from_config(config: dict[str, Any], generation: dict[str, Any], where: 
 
 def rope_from_config(have: HfConfig, head_dim: int, where: Path) -> RopeSpec:
     """rope_parameters (transformers 5) or rope_theta with rope_scaling (before)."""
-    given = have.rope_parameters or {}
+    given, older = have.rope_parameters or {}, have.rope_scaling or {}
     if "full_attention" in given:  # one for each type of layer
-        return _rope_from(have, _rope_converted(given["full_attention"], where), head_dim, where)
-    return _rope_from(have, _rope_converted(given, where) if given else have.rope_scaling or HfRope(), head_dim, where)
+        return _rope_from(have, _rope_converted(given["full_attention"], _NEWER, where), head_dim, where)
+    _check_both(given, {**older, "rope_theta": have.rope_theta}, where)
+    return _rope_from(
+        have, _rope_converted(given or older, _NEWER if given else "rope_scaling", where), head_dim, where
+    )
+
+
+def _check_both(newer: Mapping[str, Any], older: Mapping[str, Any], where: Path) -> None:
+    """What a config says twice, as transformers 5 and as transformers before it wrote it, must be the same."""
+    for key, value in newer.items():
+        told = older.get(key)
+        if told is not None and value is not None and told != value:
+            raise ModelError(f"{where}: rope_parameters has {key} {value!r}, elsewhere it is {told!r}")
 
 
 def local_rope_from_config(have: HfConfig, head_dim: int, where: Path) -> RopeSpec | None:
     """Of the layers with a window, where the config gives them their own."""
     given = (have.rope_parameters or {}).get("sliding_attention")
     if given is not None:
-        return _rope_from(have, _rope_converted(given, where), head_dim, where)
+        return _rope_from(have, _rope_converted(given, _NEWER, where), head_dim, where)
     if have.rope_local_base_freq is not None:
         return RopeSpec(theta=have.rope_local_base_freq, dim=head_dim)
     return None
 
 
-def _rope_converted(given: Any, where: Path) -> HfRope:
+def _rope_converted(given: Any, field: str, where: Path) -> HfRope:
+    if isinstance(given, dict):
+        known = {*HfRope.__struct_fields__, *_ROPE_NOTES}
+        unknown = sorted(str(key) for key, value in given.items() if key not in known and value is not None)
+        if unknown:
+            raise ModelError(f"{where}: {field} has {', '.join(unknown)}, which is not supported")
+        kinds = {given[key] for key in ("rope_type", "type") if isinstance(given.get(key), str)}
+        if len(kinds) > 1 and {_SAME_ROPE.get(kind, kind) for kind in kinds} != {"longrope"}:
+            raise ModelError(f"{where}: {field} is of the types {' and '.join(sorted(kinds))} at once")
     try:
         return msgspec.convert(given, HfRope)
     except msgspec.ValidationError as error:
-        raise ModelError(f"{where}: rope_parameters: {error}") from error
+        raise ModelError(f"{where}: {str(error).replace('$', '$.' + field)}") from error
 
 
 def _rope_from(have: HfConfig, rope: HfRope, head_dim: int, where: Path) -> RopeSpec:
     kind = rope_kind(rope.rope_type or rope.type or "default", where)
     partial = rope.partial_rotary_factor or have.partial_rotary_factor or 1.0
-    trained = have.original_max_position_embeddings or rope.original_max_position_embeddings
+    outside, inside = have.original_max_position_embeddings, rope.original_max_position_embeddings
+    if outside and inside and outside != inside:
+        raise ModelError(f"{where}: original_max_position_embeddings is {outside}, and {inside} in its rope scaling")
+    trained = outside or inside
     trained = trained or have.max_position_embeddings
     dim = int(head_dim * partial)
     factor = rope.factor
@@ -221,6 +251,8 @@ def _windows(have: HfConfig, where: Path) -> tuple[int | None, tuple[int, ...]]:
     if window is not None and have.layer_types is not None:
         if len(have.layer_types) != have.num_hidden_layers:
             raise ModelError(f"{where}: {len(have.layer_types)} layer_types for {have.num_hidden_layers} layers")
+        if unknown := sorted({*have.layer_types} - {"full_attention", "sliding_attention"}):
+            raise ModelError(f"{where}: layer_types {unknown}; supported: full_attention and sliding_attention")
         full = tuple(i for i, kind in enumerate(have.layer_types) if kind == "full_attention")
     return (window, full) if len(full) < have.num_hidden_layers else (None, ())
 
@@ -304,6 +336,10 @@ def _smollm3(have: HfConfig, where: Path) -> dict[str, Any]:
     flags = have.no_rope_layers
     if flags is None:
         flags = [int((layer + 1) % every != 0) for layer in range(have.num_hidden_layers)]
+    if len(flags) != have.num_hidden_layers:
+        raise ModelError(f"{where}: {len(flags)} no_rope_layers for {have.num_hidden_layers} layers")
+    if have.use_sliding_window:
+        raise ModelError(f"{where} has use_sliding_window, which is not supported for smollm3")
     return {
         "no_rope_layers": tuple(layer for layer, rotates in enumerate(flags) if not rotates),
         "tie_embeddings": have.tie_word_embeddings is not False,

@@ -66,7 +66,7 @@ class _GptNeoX(msgspec.Struct, frozen=True):
     layer_norm_eps: _Eps = 1e-5
     use_parallel_residual: bool = True
     attention_bias: bool = True
-    rotary_pct: Positive = 0.25
+    rotary_pct: Annotated[float, Meta(gt=0, le=1)] = 0.25
     rotary_emb_base: Positive = 10000.0
 
 
@@ -111,7 +111,7 @@ class _Llama4(msgspec.Struct, frozen=True):
     layer_types: list[str] | None = None
     attn_temperature_tuning: bool = True
     floor_scale: Dim = 8192
-    attn_scale: float = 0.1
+    attn_scale: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.1
     attention_bias: bool = False
 
 
@@ -130,8 +130,8 @@ class _GptOss(msgspec.Struct, frozen=True):
     num_local_experts: Dim = 128
     sliding_window: Dim | None = 128
     layer_types: list[str] | None = None
-    swiglu_alpha: float = 1.702
-    swiglu_limit: Positive = 7.0
+    swiglu_alpha: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.702
+    swiglu_limit: Annotated[float, Meta(gt=0, le=1e6)] = 7.0
     attention_bias: bool = True
 
 
@@ -206,6 +206,9 @@ def _rope(config: dict[str, Any], head_dim: int, where: Path, **defaults: Any) -
     )
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
     given = {name: config[name] for name in (*names, "partial_rotary_factor") if config.get(name) is not None}
+    newer = given.get("rope_parameters")
+    if isinstance(newer, dict):  # has all that a family's defaults would say
+        defaults = {name: value for name, value in defaults.items() if name not in (*newer, "rope_scaling")}
     return rope_from_config(
         _convert({"model_type": "", **shape, **defaults, **given}, HfConfig, where), head_dim, where
     )
@@ -330,6 +333,8 @@ def llama4_from_config(config: dict[str, Any], generation: dict[str, Any], where
     unrotated = tuple(layer for layer in layers if not rotates[layer])
     step = have.interleave_moe_layer_step
     moe_layers = list(range(step - 1, len(layers), step)) if have.moe_layers is None else have.moe_layers
+    if unknown := [layer for layer in moe_layers if layer not in layers]:
+        raise ModelError(f"{where}: moe_layers {unknown[:8]} of {len(layers)} layers")
     body = MoeBody(
         num_experts=have.num_local_experts,
         top_k=have.num_experts_per_tok,

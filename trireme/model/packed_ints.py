@@ -68,7 +68,7 @@ def _gptq(config: Mapping[str, object], where: Path) -> Packing:
         "gptq",
         _one_of(config, "bits", (4, 8), where),
         group,
-        bool(_one_of(config, "sym", (True, False), where, default=True)),
+        bool(_one_of(config, "sym", (True, False), where, default=False)),  # nothing said: as the zeros are
         zero_offset=int(form == "gptq"),
         is_scattered=scattered and group > 0,
     )

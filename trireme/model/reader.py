@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trireme.arch_stored import followed
 from trireme.errors import ModelError
 from trireme.model import gguf_config as arch_gguf
 from trireme.model import hf_config as arch_hf
 from trireme.model import hf_families as arch_more
 from trireme.model.files import ModelFiles, find_model, read_json
 from trireme.model.gguf_header import GgufFile, read_gguf
-from trireme.model.spec import ArchSpec, RopeKind, RopeSpec, yarn_scale
+from trireme.model.spec import MAX_DIM, ArchSpec, RopeKind, RopeSpec, yarn_scale
 
 __all__ = ["ArchSpec", "RopeKind", "RopeSpec", "arch_from_config", "arch_from_gguf", "read_arch", "yarn_scale"]
 
@@ -34,15 +35,16 @@ GGUF_READERS: dict[str, GgufReader] = {
 
 
 def read_arch(model: str | Path | ModelFiles) -> ArchSpec:
-    """The shape of a model, from config.json or a GGUF header; no weight is read. Raises ModelError that names the file,
-    the field and what is supported."""
+    """The shape of a model, from config.json and the headers of its files or from a GGUF header; of weights only a head that may
+    be tied is read. Raises ModelError that names the file, the field and what is supported."""
     files = model if isinstance(model, ModelFiles) else find_model(model)
     if files.kind == "gguf":
         return arch_from_gguf(read_gguf(files.path, arrays=False))
     config = read_json(files.path / "config.json")
     if files.kind == "stub":
         return _arch_from_stub(config, files.path)
-    return arch_from_config(config, read_json(files.path / "generation_config.json"), files.path / "config.json")
+    generation = read_json(files.path / "generation_config.json")
+    return followed(arch_from_config(config, generation, files.path / "config.json"), files.path)
 
 
 def arch_from_config(config: dict[str, Any], generation: dict[str, Any], where: Path) -> ArchSpec:
@@ -65,7 +67,7 @@ def arch_from_gguf(file: GgufFile) -> ArchSpec:
 def _arch_from_stub(config: dict[str, Any], where: Path) -> ArchSpec:
     eos = config.get("eos_token_id")
     try:
-        return ArchSpec(
+        arch = ArchSpec(
             family="stub",
             num_layers=2,
             hidden=16,
@@ -83,3 +85,9 @@ def _arch_from_stub(config: dict[str, Any], where: Path) -> ArchSpec:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{where / 'config.json'} of a stub model: {error!r}") from error
+    for name in ("vocab_size", "max_position"):
+        if not 1 <= getattr(arch, name) <= MAX_DIM:
+            raise ModelError(
+                f"{where / 'config.json'} of a stub model: {name} {getattr(arch, name)} is not 1 to {MAX_DIM}"
+            )
+    return arch

@@ -22,6 +22,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"]
 NormPlacement = Literal["pre", "post", "both", "parallel"]
 
 MAX_DIM = 1 << 24
+MAX_SCALE = 1e6
 Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -113,14 +114,46 @@ def checked(arch: ArchSpec, where: Path) -> ArchSpec:
         raise ModelError(f"{where}: {arch.num_heads} heads are not a multiple of {arch.num_kv_heads} KV heads")
     if arch.head_dim % 8:
         raise ModelError(f"{where}: head_dim {arch.head_dim} is not a multiple of 8")
-    for scale in (arch.embed_scale, arch.residual_scale, arch.logit_scale, arch.attn_scale, arch.attn_softcap):
-        if not math.isfinite(scale):
-            raise ModelError(f"{where}: a scale of {scale}")
-    if not 2 <= arch.rope.dim <= arch.head_dim or arch.rope.dim % 2:
-        raise ModelError(f"{where}: {arch.rope.dim} rotated dimensions in heads of {arch.head_dim}")
-    if not (math.isfinite(arch.norm_eps) and 0 <= arch.norm_eps <= 1 and arch.rope.theta > 0 and arch.rope.factor > 0):
-        raise ModelError(f"{where}: norm eps {arch.norm_eps}, rope theta {arch.rope.theta}, factor {arch.rope.factor}")
+    for name in ("embed_scale", "residual_scale", "logit_scale", "attn_scale", "attn_softcap", "logit_softcap"):
+        if not abs(getattr(arch, name)) <= MAX_SCALE:
+            raise ModelError(f"{where}: {name} is {getattr(arch, name)}; at most {MAX_SCALE:g} is possible")
+    if arch.sliding_window is not None and not 1 <= arch.sliding_window <= MAX_DIM:
+        raise ModelError(f"{where}: a sliding window of {arch.sliding_window}; it must be 1 to {MAX_DIM}")
+    if not (math.isfinite(arch.norm_eps) and 0 <= arch.norm_eps <= 1):
+        raise ModelError(f"{where}: norm eps {arch.norm_eps}")
+    for rope in filter(None, (arch.rope, arch.rope_local)):
+        _check_rope(rope, arch.head_dim, where)
     for token in (*arch.eos_token_ids, *([arch.bos_token_id] if arch.bos_token_id is not None else [])):
         if not 0 <= token < arch.vocab_size:
             raise ModelError(f"{where}: token id {token} is outside the vocabulary of {arch.vocab_size}")
     return arch
+
+
+def _check_rope(rope: RopeSpec, head_dim: int, where: Path) -> None:
+    """Every number of a rotary rule within what a model can have been trained with. Raises ModelError that names it."""
+    if not 2 <= rope.dim <= head_dim or rope.dim % 2:
+        raise ModelError(f"{where}: {rope.dim} rotated dimensions in heads of {head_dim}")
+    attention = 1.0 if rope.attention_factor is None else rope.attention_factor
+    for name, value, low, high in (
+        ("rope theta", rope.theta, 1.0, 1e15),
+        ("rope factor", rope.factor, 1e-6, 1e6),
+        ("low_freq_factor", rope.low_freq_factor, 1e-3, 1e6),
+        ("high_freq_factor", rope.high_freq_factor, 1e-3, 1e6),
+        ("beta_fast", rope.beta_fast, 1e-3, 1e6),
+        ("beta_slow", rope.beta_slow, 1e-3, 1e6),
+        ("attention_factor", attention, 1e-3, 1e3),
+        *(("short_factor", factor, 1e-3, 1e6) for factor in rope.short_factors),
+        *(("long_factor", factor, 1e-3, 1e6) for factor in rope.long_factors),
+    ):
+        if not low <= value <= high:  # (also where it is not a number)
+            raise ModelError(f"{where}: {name} is {value}; it must be {low:g} to {high:g}")
+    if rope.theta == 1.0 and rope.kind in ("yarn", "dynamic"):
+        raise ModelError(f"{where}: rope theta is 1, with which {rope.kind} cannot be")
+    if rope.kind == "dynamic" and rope.dim < 4:
+        raise ModelError(f"{where}: {rope.dim} rotated dimensions are too few for {rope.kind} rope scaling")
+    if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        raise ModelError(
+            f"{where}: high_freq_factor {rope.high_freq_factor} is not above low_freq_factor {rope.low_freq_factor}"
+        )
+    if rope.kind in ("llama3", "yarn", "dynamic", "longrope") and rope.original_max_position < 2:
+        raise ModelError(f"{where}: {rope.original_max_position} trained positions of {rope.kind} rope scaling")

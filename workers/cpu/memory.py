@@ -9,11 +9,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from trireme.cgroups import read_limits
+from trireme.cgroups import usable_cores as cores_within
 from trireme.machine.memory_budget import LOGITS_BYTES as LOGITS_BYTES
 from trireme.machine.memory_budget import activation_bytes as activation_bytes
 
 MIB = 1 << 20
-_UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 _SPARE = 0.10  # of all memory: left to the kernel, front ends and whatever else runs
 
 
@@ -26,14 +27,15 @@ class MemoryFacts:
     own: int  # held by this process; pages of mapped files, which the kernel can drop, do not count
 
 
-def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryFacts:
+def read_memory(root: Path = Path("/")) -> MemoryFacts:
     """Memory of the machine, cut to the limits of the control groups that this process is in."""
-    info = _read_table(proc / "meminfo")
+    info, limits = _read_table(root / "proc/meminfo"), read_limits(root)
     total, available = info["MemTotal"], info["MemAvailable"]
-    for limit, used in _group_limits(proc, cgroup):
-        total = min(total, limit)
-        available = min(available, max(0, limit - used))
-    status = _read_table(proc / "self/status")
+    if limits.memory is not None:
+        total = min(total, limits.memory)
+    if limits.memory_free is not None:
+        available = min(available, limits.memory_free)
+    status = _read_table(root / "proc/self/status")
     return MemoryFacts(total, available, status.get("RssAnon", 0) + status.get("RssShmem", 0))
 
 
@@ -48,45 +50,9 @@ def _read_table(path: Path) -> dict[str, int]:
     return table
 
 
-def _group_limits(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
-    """(limit, used without reclaimable page cache) of every group from ours up to the root, both cgroup versions."""
-    limits = []
-    for line in _text(proc / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            limits += _climb(cgroup, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = cgroup / "memory"
-            limits += _climb(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    return limits
-
-
-def _climb(root: Path, path: str, limit_name: str, used_name: str, cache_name: str) -> list[tuple[int, int]]:
-    place = root / path.lstrip("/")
-    limits = []
-    while place == root or root in place.parents:
-        limit, used = _text(place / limit_name).strip(), _text(place / used_name).strip()
-        if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED:
-            stat = dict(line.split() for line in _text(place / "memory.stat").splitlines())
-            limits.append((int(limit), max(0, int(used) - int(stat.get(cache_name, 0)))))
-        place = place.parent
-    return limits
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def usable_cores(root: Path = Path("/")) -> int:
     """Cores this process may use: its CPU mask, cut to a container's quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _text(cgroup / "cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    return cores
+    return cores_within(len(os.sched_getaffinity(0)), read_limits(root))
 
 
 def kv_share(facts: MemoryFacts, step_bytes: int, num_workers: int, num_engine_workers: int) -> int:

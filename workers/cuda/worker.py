@@ -171,7 +171,16 @@ class CudaWorker:
         rows, block_size = config.scheduler.num_rows, config.cache.block_size
         self._num_blocks = num_blocks
         phases = Phases()
-        self._make_runner(arch, model, Batch(rows, max_len, block_size, self._vocab_size, num_blocks), phases)
+        batch = Batch(rows, max_len, block_size, self._vocab_size, num_blocks)
+        try:
+            self._make_runner(arch, model, batch, phases)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info()
+            raise ConfigError(
+                f"{num_blocks} KV blocks, the graphs and a step are more than {_name_of(self._device)} has beside the weights: "
+                f"{format_bytes(free)} of {format_bytes(total)} are left",
+                hint="a smaller --kv-memory, or leave it out",
+            ) from error
         return phases.seconds
 
     def _make_runner(self, arch: ArchSpec, model: CudaModel, batch: Batch, phases: Phases) -> None:

@@ -17,6 +17,7 @@ from trireme.errors import ConfigError
 from trireme.model.reader import ArchSpec
 from trireme.models.cpu.kv_layout import can_be_integers, fill_nan, kv_shapes
 from trireme.models.forward import HostKV, KVShape
+from trireme.sizes import format_bytes
 
 KvDtype = np.dtype[Any]
 # bfloat16 is kept as its bits
@@ -57,12 +58,20 @@ def block_bytes(model: KVShape, block_size: int, dtype: KvDtype) -> int:
 
 
 def allocate_kv(model: KVShape, num_blocks: int, block_size: int, dtype: KvDtype) -> list[HostKV]:
-    """Zeroed KV of every layer of this stage. Pages are taken from the system as blocks are first used."""
+    """Zeroed KV of every layer of this stage. Pages are taken from the system as blocks are first used. Raises ConfigError where
+    the system has no such range of addresses."""
     k_shape, v_shape = kv_shapes(num_blocks, model.kv_heads, model.head_dim, block_size, dtype.name)
-    return [
-        HostKV(k=_untouched_zeros(k_shape, dtype), v=_untouched_zeros(v_shape, dtype))
-        for _ in range(model.num_kv_layers)
-    ]
+    try:
+        return [
+            HostKV(k=_untouched_zeros(k_shape, dtype), v=_untouched_zeros(v_shape, dtype))
+            for _ in range(model.num_kv_layers)
+        ]
+    except (MemoryError, ValueError) as error:
+        size = num_blocks * block_bytes(model, block_size, dtype)
+        raise ConfigError(
+            f"the system does not give {format_bytes(size)} for {num_blocks} KV blocks: {error}",
+            hint="a smaller --kv-memory",
+        ) from error
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: KvDtype) -> NDArray[Any]:

@@ -1,0 +1,45 @@
+"""Where a user's files are, also where there is no user: containers run under numbers that have no name and no home directory."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from trireme.errors import ModelError
+
+
+def expanded(path: str | Path) -> Path:
+    """A path that was typed, with `~` replaced. Raises ModelError where there is no such home directory."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ModelError(
+            f"{path}: this user has no home directory", hint="give the path without ~, or set HOME"
+        ) from error
+
+
+def cache_directories() -> list[Path]:
+    """Where models may be kept: below the home directory, and else in a directory for temporary files that is this user's alone.
+    None of them need exist."""
+    places = [Path(tempfile.gettempdir()) / f"trireme.{os.getuid()}" / "models"]
+    try:
+        return [Path.home() / ".cache" / "trireme" / "models", *places]
+    except RuntimeError:
+        return places
+
+
+def usable(directory: Path) -> bool:
+    """Whether files can be kept in the directory, which is made for this user alone if need be; not where others could write."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory.mkdir(exist_ok=True, mode=0o700)
+        return all(_is_own(place) for place in (directory.parent, directory)) and os.access(directory, os.W_OK)
+    except OSError:
+        return False
+
+
+def _is_own(directory: Path) -> bool:
+    found = directory.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & stat.S_IWOTH
