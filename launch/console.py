@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
@@ -44,12 +44,32 @@ def _amount(done: float, total: float) -> str:
     return f"{done:.0f}/{total:.0f}" if total else ""
 
 
+class _Output(RichConsole):
+    """rich leaves with status 1 where a reader has left; who called it knows better."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # called while the error is handled
+
+
+class _Status(RichConsole):
+    """What is said beside the work. That nobody can read it, or no disk can hold it, does not end the work."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with suppress(OSError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Console:
     """One per command. `progress` may be called from any thread; `close` ends the animation and leaves the last state."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         out = stream or sys.stderr
-        self._rich = RichConsole(file=out, highlight=False, soft_wrap=True, width=None if out.isatty() else 200)
+        self._rich = (_Output if out is sys.stdout else _Status)(
+            file=out, highlight=False, soft_wrap=True, width=None if out.isatty() else 200
+        )
         self._bars: Progress | None = None
         self._tasks: dict[tuple[str, str], TaskID] = {}
         self._begun: dict[tuple[str, str], float] = {}

@@ -19,14 +19,22 @@ URL = Setting(
     "", "url", "text", None, "address of a running server; default: start one, and stop it after", optional=True
 )
 MAX_TOKENS = Setting("", "max_tokens", "whole", None, "most tokens of an answer", optional=True, low=1)
+MOST_TOKENS, MOST_REQUESTS = 10_000_000, 1_000_000  # that a benchmark makes prompts for
 TEMPERATURE = Setting("", "temperature", "real", 0.7, "0 takes the likeliest token", low=0, high=100)
 SEED = Setting("", "seed", "whole", None, "number that makes sampling repeatable", optional=True, low=-(2**63))
 SYSTEM = Setting("", "system", "text", None, "system message before the talk", optional=True)
-INPUT_LEN = Setting("", "input_len", "whole", 128, "prompt length, tokens", low=1)
-OUTPUT_LEN = Setting("", "output_len", "whole", 128, "tokens generated per request", low=1)
-REPEATS = Setting("", "repeats", "whole", 3, "measured runs, each with fresh prompts", low=1)
+INPUT_LEN = Setting("", "input_len", "whole", 128, "prompt length, tokens", low=1, high=MOST_TOKENS)
+OUTPUT_LEN = Setting("", "output_len", "whole", 128, "tokens generated per request", low=1, high=MOST_TOKENS)
+REPEATS = Setting("", "repeats", "whole", 3, "measured runs, each with fresh prompts", low=1, high=10_000)
 NUM_REQUESTS = Setting(
-    "", "num_requests", "whole", None, "requests per row; default: 3 per client", optional=True, low=1
+    "",
+    "num_requests",
+    "whole",
+    None,
+    "requests per row; default: 3 per client",
+    optional=True,
+    low=1,
+    high=MOST_REQUESTS,
 )
 PEER = Setting(
     "",
@@ -168,7 +176,7 @@ COMMANDS: tuple[Command, ...] = (
         "trireme.launch.bench.offline",
         (_MODEL,),
         (
-            Setting("", "num_requests", "whole", 64, "requests, all in flight", low=1),
+            Setting("", "num_requests", "whole", 64, "requests, all in flight", low=1, high=MOST_REQUESTS),
             INPUT_LEN._replace(default=272, help="mean prompt length, tokens; lengths are spread evenly around it"),
             OUTPUT_LEN,
             REPEATS,
@@ -315,12 +323,18 @@ def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
         name = " ".join(words[:count])
         if len(words) >= count and name in by_name:
             return by_name[name], list(words[count:])
-    if kinds := [name.split()[1] for name in by_name if name.startswith(words[0] + " ")]:
-        given = words[1] if len(words) > 1 else ""
+    if kinds := [command.name.split()[1] for command in group_of(words[0])]:
         hint = f"trireme {words[0]} " + "|".join(kinds)
-        raise ConfigError(f"{words[0]} {given} is unknown{nearest(given, kinds)}", hint=hint)
+        if len(words) == 1:
+            raise ConfigError(f"trireme {words[0]} needs the name of one of its commands", hint=hint)
+        raise ConfigError(f"there is no command {words[0]} {words[1]}{nearest(words[1], kinds)}", hint=hint)
     firsts = dict.fromkeys(name.split()[0] for name in by_name)
     raise ConfigError(f"there is no command {words[0]}{nearest(words[0], firsts)}", hint="trireme --help")
+
+
+def group_of(word: str) -> list[Command]:
+    """The commands whose name has two words, of which this is the first."""
+    return [command for command in COMMANDS if command.name.startswith(word + " ")]
 
 
 def flags_of(command: Command) -> list[Setting]:
@@ -333,6 +347,35 @@ def flags_of(command: Command) -> list[Setting]:
 # ---------------------------------------------------------------- help
 
 _WIDTH = 100
+SWITCHES = "A switch is turned on by --name or --name=true, and off by --no-name or --name=false. "
+
+
+def help_about(words: Sequence[str]) -> str:
+    """Help of what these words name: nothing, a group of commands, or a command (with `all`: all its flags). Raises ConfigError."""
+    everything = words[-1:] == ["all"]
+    words = words[:-1] if everything else words
+    if not words:
+        return overview()
+    if len(words) == 1 and group_of(words[0]):
+        return help_of_group(words[0])
+    command, rest = find_command(words)
+    if rest:
+        raise ConfigError(
+            f"trireme {command.name} has no help about {rest[0]!r}", hint=f"trireme help {command.name} all"
+        )
+    return help_of(command, everything=everything)
+
+
+def help_of_group(word: str) -> str:
+    """Help of the first word of several commands."""
+    commands = group_of(word)
+    width = max(len(c.name) for c in commands) + 2
+    lines = [f"usage: trireme {word} COMMAND [flags]", "", "commands:"]
+    for command in commands:
+        first, *more = textwrap.wrap(command.summary, _WIDTH - width - 2)
+        lines += [f"  {command.name:<{width}}{first}", *(" " * (width + 2) + line for line in more)]
+    lines += ["", "examples:", *(f"  {command.examples[0]}" for command in commands)]
+    return "\n".join([*lines, "", f"trireme {word} COMMAND --help shows the flags of one."])
 
 
 def overview() -> str:
@@ -349,8 +392,8 @@ def overview() -> str:
         "commands:",
         *(f"  {c.name:<{width}}{c.summary}" for c in COMMANDS),
         "",
-        "trireme COMMAND --help shows the flags of a command. MODEL is a packaged name (smollm2), a GGUF file,",
-        "or a directory of safetensors.",
+        "trireme COMMAND --help, or trireme help COMMAND, shows the flags of a command. MODEL is a packaged",
+        "name (smollm2), a GGUF file, or a directory of safetensors.",
     ]
     return "\n".join(lines)
 
@@ -376,12 +419,24 @@ def help_of(command: Command, *, everything: bool = False) -> str:
             "Every flag but those of the command itself is also TRIREME_NAME in the environment and a key of --config."
         )
         more = "" if everything else f"trireme {command.name} --help all shows every flag. "
-        lines += ["", *textwrap.wrap(more + last, _WIDTH)]
+        lines += ["", *textwrap.wrap(more + SWITCHES + last, _WIDTH)]
     return "\n".join(lines)
 
 
+def off_flag(setting: Setting) -> str:
+    """What turns a switch off."""
+    return "--no-" + setting.flag[2:]
+
+
+def spellings(setting: Setting) -> list[str]:
+    """The flag, and for a switch the one that turns it off."""
+    return [setting.flag, off_flag(setting)] if setting.kind == "switch" else [setting.flag]
+
+
 def flag_text(setting: Setting) -> str:
-    """The flag with what follows it: `--port N`."""
+    """The flag with what follows it: `--port N`; both flags of a switch that a file or the environment may have turned on."""
+    if setting.kind == "switch" and setting.group:
+        return ", ".join(spellings(setting))
     return f"{setting.flag} {setting.metavar}".rstrip()
 
 

@@ -9,11 +9,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trireme.launch.options import COMMANDS, flag_text, overview  # noqa: E402
+from trireme.launch.options import COMMANDS, SWITCHES, flag_text, overview, spellings  # noqa: E402
 from trireme.metrics import METRICS  # noqa: E402
 from trireme.settings import Setting, table  # noqa: E402
 
 _NOTE = "<!-- Written by `make docs` from the code. Do not edit. -->\n"
+
+
+_STATUS = (
+    ("0", "done; of `serve`: a signal came, and what ran has ended (the drain)"),
+    (
+        "1",
+        "something failed: an engine, a server at `--url`, a request of a benchmark; `plan`: it does not fit; `doctor`: unfit",
+    ),
+    ("2", "the command line, the environment or the file of settings is wrong"),
+    ("3", "a model's file is missing, broken or unsupported"),
+    (
+        "130, 143",
+        "SIGINT (Ctrl-C) or SIGTERM ended it at once: before `serve` was ready, or as the second signal while it drained",
+    ),
+    ("141", "whoever read the output has left"),
+)
 
 
 def cli() -> str:
@@ -25,7 +41,16 @@ def cli() -> str:
         "Settings can be given as a flag, in the environment, or in a YAML file named by `--config` or `TRIREME_CONFIG`.",
         "A flag wins over the environment, the environment over the file, the file over the default. File keys may be",
         "grouped (`cache: {block_size: 16}`) or flat (`block-size: 16`). `trireme serve --print-config` writes a file",
-        "that reproduces a run. An unknown name is an error that says the nearest one.\n",
+        "that reproduces a run, without keys. An unknown name is an error that says the nearest one.\n",
+        SWITCHES.strip() + " In the environment and in a file its value is true or false.",
+        "Values in a file are taken as they stand there (`served-name: 1.10` is that text), and the kind of the setting",
+        "says what they mean; a plain `null`, `~` or nothing is the default. A setting that stands there twice is an error.",
+        "Addresses that Kubernetes puts into the environment for a service called `trireme` or `trireme-...`",
+        "(`TRIREME_SERVICE_HOST`, `TRIREME_PORT=tcp://...`) are no settings and are left alone.\n",
+        "## Exit status\n",
+        "| status | meaning |\n|---|---|",
+        *(f"| {status} | {meaning} |" for status, meaning in _STATUS),
+        "",
     ]
     for command in COMMANDS:
         places = " ".join(f"[{p.name.upper()}]" for p in command.positionals)
@@ -45,7 +70,7 @@ def cli() -> str:
             parts.append(
                 f"\n### {group}\n\n| flag | environment, key | default | limits | meaning |\n|---|---|---|---|---|"
             )
-        flag = "by position" if setting.name == "model" else f"`{setting.flag}`"
+        flag = "by position" if setting.name == "model" else " ".join(f"`{flag}`" for flag in spellings(setting))
         parts.append(
             f"| {flag} | `{setting.env}` `{setting.key}` | {_default(setting)} | {_cell(setting.limits)} | {_cell(setting.help)} |"
         )

@@ -177,11 +177,20 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, _text("address to listen on; :: is every one, of IPv6 and IPv4")] = "127.0.0.1"
     port: Annotated[int, _count("TCP port; 0 picks a free one", 0, le=65535)] = 8000
     api_servers: Annotated[int, _count("HTTP processes", 1, le=256)] = 1
-    api_key: Annotated[tuple[str, ...], _text("key clients must send; may be given several times")] = ()
+    api_key: Annotated[
+        tuple[str, ...],
+        _text(
+            "key clients must send; may be given several times. Others can read a command line: rather --api-key-file"
+        ),
+    ] = ()
+    api_key_file: Annotated[str | None, _text("file with keys clients must send, one a line, beside those given")] = (
+        None
+    )
     admin_key: Annotated[
         tuple[str, ...],
         _text("key for what changes the server itself (/sleep, /wake_up, /pause, /resume); default: nobody may"),
     ] = ()
+    admin_key_file: Annotated[str | None, _text("file with such keys, one a line, beside those given")] = None
     cors_origins: Annotated[
         tuple[str, ...],
         _text(
@@ -224,6 +233,12 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_buffer: Annotated[int, _count("bytes a slow reader may lag behind before its stream is ended", 4096)] = (
         256 << 10
     )
+
+    def __repr__(self) -> str:
+        """Like that of any Struct, without the keys: it comes into logs and notebooks."""
+        hidden = ("api_key", "admin_key")
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return f"ServingConfig({', '.join(f'{k}={v!r}' for k, v in values if not (v and k in hidden))})"
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):

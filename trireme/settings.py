@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,9 @@ from msgspec import inspect
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+from trireme.keys import check_keys, read_keys
 from trireme.sizes import parse_bytes
+from trireme.yaml_text import Value, read_yaml
 
 PREFIX = "TRIREME_"
 CONFIG_ENV = PREFIX + "CONFIG"
@@ -69,10 +72,13 @@ class Setting(NamedTuple):
         return words.get(self.kind, "TEXT")
 
     def _range(self) -> str:
+        low, high = (
+            f"{x:.0f}" if x is not None and self.kind == "whole" else f"{x or 0:g}" for x in (self.low, self.high)
+        )
         if self.low is not None and self.high is not None:
-            return f" {self.low:g}..{self.high:g}"
+            return f" {low}..{high}"
         if self.low is not None:
-            return f" {'above' if self.above else 'of at least'} {self.low:g}"
+            return f" {'above' if self.above else 'of at least'} {low}"
         return ""
 
 
@@ -101,11 +107,13 @@ def load(
 ) -> Loaded:
     """Builds an EngineConfig from the file, then the environment, then `flags` (setting name -> text or value).
 
-    `environ` defaults to the process's own; `file` to TRIREME_CONFIG. Raises ConfigError, which names the setting as its
-    author spelled it, the value and the limit.
+    `environ` defaults to the process's own; `file` to TRIREME_CONFIG. Keys from a file of keys are added to the others. Raises
+    ConfigError, which names the setting as its author spelled it, the value (but for keys) and the limit.
     """
     env = os.environ if environ is None else environ
-    path = file or env.get(CONFIG_ENV)
+    path = env.get(CONFIG_ENV) if file is None else file
+    if file is not None and not str(file):
+        raise ConfigError("--config names no file", hint="leave it out, or name one")
     layers: list[Iterable[tuple[Setting, str, Any]]] = [
         _from_file(Path(path)) if path else (),
         _from_environ(env),
@@ -116,10 +124,24 @@ def load(
     for setting, spelling, raw in (item for layer in layers for item in layer):
         values.setdefault(setting.group, {})[setting.name] = value_of(setting, spelling, raw)
         sources[setting.key] = spelling
+    _add_keys_of_files(values.get("serving", {}), sources)
     return Loaded(msgspec.convert(values, EngineConfig), sources)
 
 
 SECRET = ("api_key", "admin_key")
+KEY_FILES = tuple(f"{name}_file" for name in SECRET)
+
+
+def without_keys(config: EngineConfig) -> EngineConfig:
+    """The same deployment, as it may be told to those who need no key: engines, files, other programs."""
+    return msgspec.structs.replace(config, serving=msgspec.structs.replace(config.serving, **dict.fromkeys(SECRET, ())))
+
+
+def _add_keys_of_files(serving: dict[str, Any], sources: Mapping[str, str]) -> None:
+    for name, file in zip(SECRET, KEY_FILES, strict=True):
+        if serving.get(file) is not None:
+            found = read_keys(sources[f"serving.{file}"], serving[file])
+            serving[name] = tuple(dict.fromkeys((*serving.get(name, ()), *found)))
 
 
 def to_yaml(config: EngineConfig, *, defaults: bool = False) -> str:
@@ -143,12 +165,12 @@ def _scalar(value: Any) -> str:
     return "".join(c if " " <= c < "\x7f" else f"\\U{ord(c):08x}" for c in text)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the closest known spelling, or nothing."""
+def nearest(word: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """`; did you mean X?` for the closest known spelling, or nothing. `prefix`, which all have, makes none of them closer."""
     import difflib  # only a mistake pays for it
 
-    close = difflib.get_close_matches(word, list(known), 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = difflib.get_close_matches(word.removeprefix(prefix), [k.removeprefix(prefix) for k in known], 1, 0.5)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 # ---------------------------------------------------------------- layers
@@ -168,77 +190,102 @@ def _from_environ(env: Mapping[str, str]) -> Iterable[tuple[Setting, str, Any]]:
         if not name.startswith(PREFIX) or name == CONFIG_ENV or _is_service_link(name, raw):
             continue
         if name not in by_env:
-            raise ConfigError(f"environment: there is no setting {name}{nearest(name, by_env)}")
+            raise ConfigError(f"environment: there is no setting {name}{nearest(name, by_env, prefix=PREFIX)}")
         yield by_env[name], f"environment {name}", raw
 
 
+_URL, _NUMBER, _PLACE = r"(tcp|udp|sctp)://\S+:\d+", r"\d+", r"[\w.:-]+"
+_EACH_PORT = r"PORT_\d+_(TCP|UDP|SCTP)"
+_SERVICE_LINKS = [
+    (re.compile(rf"(\w+_)?{suffix}"), re.compile(form))
+    for suffix, form in (
+        ("SERVICE_HOST", _PLACE),
+        (r"SERVICE_PORT(_\w+)?", _NUMBER),
+        ("PORT", _URL),
+        (_EACH_PORT, _URL),
+        (_EACH_PORT + "_PROTO", "tcp|udp|sctp"),
+        (_EACH_PORT + "_PORT", _NUMBER),
+        (_EACH_PORT + "_ADDR", _PLACE),
+    )
+]
+
+
 def _is_service_link(name: str, raw: str) -> bool:
-    """Container platforms export addresses of a service called `trireme` under our prefix; they are not settings."""
+    """Kubernetes tells every pod the addresses of the services beside it. Those of one called `trireme`, or `trireme-api`, have
+    our prefix and are no settings."""
     rest = name.removeprefix(PREFIX)
-    return rest.startswith(("SERVICE_", "PORT_")) or (rest == "PORT" and "://" in raw)
+    return any(suffix.fullmatch(rest) and form.fullmatch(raw) for suffix, form in _SERVICE_LINKS)
 
 
 def _from_file(path: Path) -> Iterable[tuple[Setting, str, Any]]:
     """Keys are grouped (`cache: {block_size: 16}`) or flat and spelled as the flag (`block-size: 16`)."""
+    data = read_yaml(path)
+    if data is not None and not isinstance(data, dict):
+        raise ConfigError(
+            f"{path} must hold settings as `name: value`, not {'text' if isinstance(data, str) else 'a list'}"
+        )
+    seen: dict[str, str] = {}
+    for key, raw in (data or {}).items():
+        for setting, shown, value in _entries(path, key, raw):
+            if setting.key in seen:
+                raise ConfigError(f"{path} has {setting.key} twice, as {seen[setting.key]} and as {shown}")
+            seen[setting.key] = shown
+            yield setting, f"{path}: {shown}", value
+
+
+def _entries(path: Path, key: str, raw: Value) -> Iterable[tuple[Setting, str, Value]]:
+    """The settings behind one top-level key."""
+    flat = {s.name: s for s in table()}
     groups: dict[str, dict[str, Setting]] = {}
     for setting in table():
         groups.setdefault(setting.group, {})[setting.name] = setting
-    flat = {s.name: s for s in table()}
-    for key, raw in _read_yaml(path).items():
-        name = str(key).replace("-", "_")
-        if isinstance(raw, dict):
-            if name not in groups:
-                raise ConfigError(f"{path}: there is no group {key}{nearest(name, groups)}")
-            for inner, value in raw.items():
-                yield _named(path, str(inner), groups[name], f"{key}.{inner}"), f"{path}: {key}.{inner}", value
-        else:
-            yield _named(path, str(key), flat, str(key)), f"{path}: {key}", raw
-
-
-def _named(path: Path, key: str, known: Mapping[str, Setting], shown: str) -> Setting:
     name = key.replace("-", "_")
-    if name not in known:
-        raise ConfigError(f"{path}: there is no setting {shown}{nearest(name, known)}")
-    return known[name]
+    if isinstance(raw, dict):
+        if name not in groups:
+            what = f"; it is a setting of {flat[name].group}" if name in flat else nearest(name, groups)
+            raise ConfigError(f"{path}: there is no group {key}{what}")
+        for inner, value in raw.items():
+            yield _named(path, inner, groups[name], flat, f"{key}.{inner}"), f"{key}.{inner}", value
+    elif name in groups and name not in flat:
+        if raw is not None:
+            first = next(iter(groups[name]))
+            raise ConfigError(f"{path}: {key} is a group of settings, not a value", hint=f"{key}: {{{first}: ...}}")
+    else:
+        yield _named(path, key, {**groups, **flat}, flat, key), key, raw
 
 
-def _read_yaml(path: Path) -> dict[Any, Any]:
-    import yaml  # costs 30 ms; only a run with a file pays
-
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold settings as `name: value`, not {type(data).__name__}")
-    return data
+def _named(path: Path, key: str, known: Mapping[str, Any], flat: Mapping[str, Setting], shown: str) -> Setting:
+    name = key.replace("-", "_")
+    if name in known and name in flat:
+        return flat[name]
+    what = f"; it belongs to {flat[name].group}" if name in flat else nearest(name, known)
+    raise ConfigError(f"{path}: there is no setting {shown}{what}")
 
 
 # ---------------------------------------------------------------- values
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+SWITCH_WORDS = _TRUE + _FALSE
 
 
 def value_of(setting: Setting, spelling: str, raw: Any) -> Any:
     """Text or a YAML/Python value as the setting's type, within its bounds."""
-    if raw is None or (isinstance(raw, str) and raw == "" and setting.optional):
+    if raw == "" and setting.name in (*KEY_FILES, "quotas"):  # a variable that is not set must not open the door
+        raise ConfigError(f"{spelling} names no file of keys", hint="leave it out, or name one")
+    if raw is None or (
+        isinstance(raw, str) and raw == "" and setting.optional and (setting.group or setting.kind != "text")
+    ):
         if setting.optional:
             return None
         raise _refused(setting, spelling, raw)
     try:
         value = _convert(setting, raw)
-    except (ValueError, TypeError) as error:
-        raise _refused(setting, spelling, raw) from error
+    except (ValueError, TypeError):
+        raise _refused(setting, spelling, raw) from None  # the cause holds the value, which may be a key
     if setting.name == "kv_memory":
         _check_size(spelling, value)
-    if setting.name in SECRET and not all(value):
-        raise ConfigError(
-            f"{spelling} has an empty key, which everybody knows", hint="leave it out, or give it a value"
-        )
+    if setting.name in SECRET:
+        check_keys(spelling, value)
     return value
 
 
@@ -246,7 +293,7 @@ def _convert(setting: Setting, raw: Any) -> Any:
     match setting.kind:
         case "switch":
             word = str(raw).lower()
-            if word not in _TRUE + _FALSE:
+            if word not in SWITCH_WORDS:
                 raise ValueError(word)
             return word in _TRUE
         case "whole":
@@ -258,14 +305,26 @@ def _convert(setting: Setting, raw: Any) -> Any:
                 raise TypeError(raw)
             return _bounded(setting, float(raw))
         case "list":
-            return tuple(raw.split(",")) if isinstance(raw, str) else tuple(str(part) for part in raw)
+            parts = raw.split(",") if isinstance(raw, str) else raw
+            if not isinstance(parts, list | tuple):
+                raise TypeError(raw)
+            return tuple(_text(part) for part in parts)
         case "choice":
             if raw not in setting.choices:
                 raise ValueError(raw)
             return raw
-    if isinstance(raw, dict | list | tuple | bool):
+    return _text(raw)
+
+
+def _text(raw: Any) -> str:
+    """Text that a path, a message and a header can carry."""
+    if raw is None or isinstance(raw, dict | list | tuple | bool):
         raise TypeError(raw)
-    return str(raw)
+    text = str(raw)
+    if "\0" in text:
+        raise ValueError(text)
+    text.encode()  # ValueError for what was not UTF-8 outside
+    return text
 
 
 def _bounded(setting: Setting, number: float) -> float:
@@ -279,15 +338,25 @@ def _bounded(setting: Setting, number: float) -> float:
     return number
 
 
+MAX_SHOWN = 80
+
+
 def _refused(setting: Setting, spelling: str, raw: Any) -> ConfigError:
-    return ConfigError(f"{spelling} is {raw!r}; it must be {setting.limits} ({setting.help})")
+    shown = repr(raw)
+    if setting.name in SECRET:
+        shown = "not shown here"
+    elif len(shown) > MAX_SHOWN:
+        shown = f"{shown[:MAX_SHOWN]}..."
+    is_text = setting.kind in ("text", "list") and isinstance(raw, str)
+    limits = "text in UTF-8, without a zero byte" if is_text else setting.limits
+    return ConfigError(f"{spelling} is {shown}; it must be {limits} ({setting.help})")
 
 
 def _check_size(spelling: str, text: str) -> None:
     try:
         parse_bytes(text)
     except ValueError as error:
-        raise ConfigError(f"{spelling} is {text!r}; {error}", hint="for example 512MiB or 4GiB") from error
+        raise ConfigError(f"{spelling} is {text[:MAX_SHOWN]!r}; {error}", hint="for example 512MiB or 4GiB") from error
 
 
 # ---------------------------------------------------------------- from the Structs

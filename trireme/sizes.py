@@ -12,13 +12,14 @@ _UNITS |= {"g": GIB, "gib": GIB, "gb": 1000**3, "t": 1 << 40, "tib": 1 << 40, "t
 
 def parse_bytes(text: str) -> int:
     """`512MiB`, `4GiB`, `1.5g`, `1000000` as bytes. Raises ValueError that says what was expected."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ValueError("a size is a number and a unit (KiB, MiB, GiB, TiB)")
-    size = int(float(match[1]) * unit)
-    if size <= 0:
-        raise ValueError("a size must be above 0")
+    number = float(match[1]) * unit
+    if not 1 <= number < 2**63:
+        raise ValueError("a size must be above 0 and below 8 EiB")
+    size = int(number)
     return size
 
 

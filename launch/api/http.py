@@ -53,13 +53,18 @@ def endpoint(url: str, key: str = "") -> Endpoint:
     try:
         parts = urlsplit(url if "://" in url else "http://" + url)
         port = parts.port
+        host = (parts.hostname or "").encode("idna").decode()
     except ValueError as error:
-        raise ConfigError(f"--url is {url!r}: {error}", hint="http://127.0.0.1:8000 or http://[::1]:8000") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"--url is no address: {error}", hint="--url http://127.0.0.1:8000 or --url http://[::1]:8000"
+        ) from None
+    if parts.username or parts.password:  # (and so must not be shown)
+        raise ConfigError("--url has a user name or a password in it, which is not sent", hint="--api-key-file FILE")
+    if parts.scheme not in ("http", "https") or not host:
         raise ConfigError(f"--url is {url!r}; it must be like http://127.0.0.1:8000 or http://[::1]:8000")
     tls = parts.scheme == "https"
     base = parts.path.rstrip("/").removesuffix("/v1")
-    return Endpoint(unquote(parts.hostname), port or (443 if tls else 80), tls, base, key)
+    return Endpoint(unquote(host), port or (443 if tls else 80), tls, base, key)
 
 
 async def get_json(to: Endpoint, path: str) -> Any:
@@ -89,7 +94,9 @@ async def stream(to: Endpoint, path: str, body: dict[str, Any]) -> AsyncGenerato
             if event == b"[DONE]":
                 return
             value = parsed(event)
-            if isinstance(value, dict) and value.get("error"):
+            if not isinstance(value, dict):
+                raise ServerError(f"an event of the server's stream is no JSON object: {event[:80]!r}")
+            if value.get("error"):
                 raise from_envelope(value, answer.status)
             yield value
         raise ServerError("the server closed the stream before its end")
@@ -119,7 +126,7 @@ class _Answer:
         try:
             writer.write(_request(to, method, path, body))
             head = await reader.readuntil(b"\r\n\r\n")
-            answer = cls(reader, writer, int(head.split(b" ", 2)[1]), head)
+            answer = cls(reader, writer, _status_of(head), head)
             if answer.status != 200:
                 raise from_envelope(parsed(await answer.body(), strict=False), answer.status)
             return answer
@@ -127,12 +134,19 @@ class _Answer:
             writer.close()
             if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
                 raise ServerError(f"{to.url} closed the connection without an answer") from error
+            if isinstance(error, asyncio.LimitOverrunError | ValueError):
+                raise ServerError(f"what answers at {to.url} does not speak HTTP: {error}") from error
             raise
 
     async def body(self) -> bytes:
-        if self.is_chunked:
+        if self.is_chunked or self.length is None:
             return b"".join([piece async for piece in self._pieces()])
-        return await (self.reader.read() if self.length is None else self.reader.readexactly(self.length))
+        try:
+            return await self.reader.readexactly(self.length)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise ServerError("the server broke the connection off in the middle of its answer") from error
+        except ValueError as error:
+            raise ServerError(f"the server's answer is broken: {error}") from error
 
     async def events(self) -> AsyncIterator[bytes]:
         """The data of each SSE event."""
@@ -147,7 +161,7 @@ class _Answer:
     async def _pieces(self) -> AsyncIterator[bytes]:
         try:
             while self.is_chunked:
-                size = int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16)
+                size = _chunk_size(await self.reader.readuntil(b"\r\n"))
                 if size == 0:
                     return
                 yield (await self.reader.readexactly(size + 2))[:-2]
@@ -155,9 +169,46 @@ class _Answer:
                 yield piece
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise ServerError("the server broke the connection off in the middle of its answer") from error
+        except (asyncio.LimitOverrunError, ValueError) as error:
+            raise ServerError(f"the server's answer is broken: {error}") from error
 
     def close(self) -> None:
         self.writer.close()
+
+
+def _status_of(head: bytes) -> int:
+    """Raises ValueError."""
+    words = head.split(b" ", 2)
+    if not head.startswith(b"HTTP/") or len(words) < 2:
+        raise ValueError(f"it begins with {head[:40]!r}")
+    return int(words[1])
+
+
+def _chunk_size(line: bytes) -> int:
+    """Raises ValueError."""
+    size = int(line.split(b";")[0], 16)
+    if size < 0:
+        raise ValueError(f"a piece of {size} bytes")
+    return size
+
+
+async def first_model(to: Endpoint) -> str:
+    """Name of the first model that an OpenAI-style server lists. Raises ServerError, also where there is none."""
+    try:
+        listed = msgspec.convert(await get_json(to, "/v1/models"), _Models)
+    except msgspec.ValidationError as error:
+        raise ServerError(f"what answers at {to.url} has no list of models: {error}") from error
+    if not listed.data:
+        raise ServerError(f"the server at {to.url} has no model")
+    return listed.data[0].id
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
 
 
 def _request(to: Endpoint, method: str, path: str, body: bytes) -> bytes:
@@ -170,7 +221,7 @@ def _request(to: Endpoint, method: str, path: str, body: bytes) -> bytes:
 def parsed(raw: bytes, *, strict: bool = True) -> Any:
     try:
         return msgspec.json.decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if strict:
             raise ServerError(f"the server's answer is not JSON: {raw[:80]!r}") from error
         return raw[:200].decode(errors="replace")

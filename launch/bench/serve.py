@@ -22,7 +22,7 @@ import msgspec
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
 from trireme.launch.api.deployment import UnderSupervisor
-from trireme.launch.api.http import Endpoint, ServerError, endpoint, get_json, stream
+from trireme.launch.api.http import Endpoint, ServerError, endpoint, first_model, stream
 from trireme.launch.api.view import ProgressView
 from trireme.launch.bench.samples import RunSummary, Sample, make_text, publish, ratio_row, summarize
 from trireme.launch.options import Invocation
@@ -54,7 +54,7 @@ def run(invocation: Invocation) -> int:
     steps = steps_of(invocation.options)
     with _server(invocation) as (server, config):
         servers = {OWN: server}
-        if invocation.options["peer"]:
+        if invocation.options["peer"] is not None:
             servers[PEER] = _endpoints(invocation.options["peer"])
         rows, model = asyncio.run(_measure(invocation, servers, steps))
     publish(invocation, model, rows, config)
@@ -66,7 +66,7 @@ def _server(invocation: Invocation) -> Iterator[tuple[list[Endpoint], EngineConf
     """The server under test; one of our own is stopped at the end."""
     config = invocation.loaded.config
     key = config.serving.api_key[0] if config.serving.api_key else ""
-    if invocation.options["url"]:
+    if invocation.options["url"] is not None:
         yield _endpoints(invocation.options["url"], key), None
         return
     serving = msgspec.structs.replace(config.serving, port=0)
@@ -95,7 +95,7 @@ async def _measure(
     invocation: Invocation, servers: dict[str, list[Endpoint]], steps: list[LoadPoint]
 ) -> tuple[list[RunSummary], str]:
     options = invocation.options
-    models = {name: str((await get_json(to[0], "/v1/models"))["data"][0]["id"]) for name, to in servers.items()}
+    models = {name: await first_model(to[0]) for name, to in servers.items()}
     for name, to in servers.items():
         await asyncio.gather(*(_one(one, models[name], "warm up", WARM_UP_TOKENS) for one in to))
     rows: list[RunSummary] = []
@@ -173,6 +173,7 @@ async def _one(to: Endpoint, model: str, prompt: str, max_tokens: int) -> Sample
     }
     times: list[float] = []
     usage: dict[str, int] = {}
+    found = 0, 0
     error = ""
     sent = time.perf_counter()
     try:
@@ -181,6 +182,9 @@ async def _one(to: Endpoint, model: str, prompt: str, max_tokens: int) -> Sample
             if choices and (choices[0].get("text") or not choices[0].get("finish_reason")):
                 times.append(time.perf_counter())
             usage = event.get("usage") or usage
+        found = usage.get("prompt_tokens", 0), usage.get("completion_tokens", len(times))
     except ServerError as failure:
         error = failure.message
-    return Sample(sent, tuple(times), usage.get("prompt_tokens", 0), usage.get("completion_tokens", len(times)), error)
+    except (AttributeError, KeyError, TypeError) as failure:  # (an event is not checked while times are taken)
+        error = f"the server's answer is none of the OpenAI API: {failure}"
+    return Sample(sent, tuple(times), *found, error)

@@ -22,7 +22,7 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import EngineError
-from trireme.launch.api.http import Endpoint, ServerError, get_json, stream
+from trireme.launch.api.http import Endpoint, ServerError, first_model, stream
 from trireme.launch.bench.samples import RunSummary, publish
 from trireme.launch.options import Invocation
 from trireme.phases import PART
@@ -49,26 +49,28 @@ def run(invocation: Invocation) -> int:
         file = Path(folder) / "settings.yaml"
         file.write_text(to_yaml(_for_measuring(invocation.loaded.config)))
         for i in range(invocation.options["repeats"]):
-            rows.append(RunSummary(f"run {i + 1}", _start_once(file, prepared), "startup"))
+            rows.append(RunSummary(f"run {i + 1}", _start_once(file, prepared, invocation.loaded.config), "startup"))
     publish(invocation, prepared.model.name, rows, prepared.config)
     return 0
 
 
 def _for_measuring(config: EngineConfig) -> EngineConfig:
-    """The settings asked for, at a free port; the log says when what was ready."""
-    serving = msgspec.structs.replace(config.serving, port=0, host="127.0.0.1", api_key=(), drain_notice=0.0)
+    """The settings asked for, at a free port and without keys; the log says when what was ready."""
+    own = msgspec.structs.replace(config.serving, port=0, host="127.0.0.1", drain_notice=0.0)
+    serving = msgspec.structs.replace(own, api_key=(), api_key_file=None, quotas=None)
     launch = msgspec.structs.replace(config.launch, log_level="info", log_format="json")
     return msgspec.structs.replace(config, serving=serving, launch=launch)
 
 
-def _start_once(file: Path, prepared: Prepared) -> dict[str, float]:
+def _start_once(file: Path, prepared: Prepared, asked: EngineConfig) -> dict[str, float]:
     words = [sys.executable, "-m", "trireme.launch.cli", "serve", "--config", str(file)]
     words += ["--port", "0", "--log-level", "info", "--log-format", "json"]  # whatever the environment says
     launched = time.monotonic()
     with _process(words) as (process, errors):
         stamps = _wait_ready(process, errors)
         model, port = prepared.config.model.served_name or "", int(stamps["port"])
-        asyncio.run(_first_token(Endpoint("127.0.0.1", port, False, ""), model))
+        key = next(iter(asked.serving.api_key), "")  # it may stand in the environment, which the server reads as well
+        asyncio.run(_first_token(Endpoint("127.0.0.1", port, False, "", key), model))
         served = time.monotonic()
         memory = tree_memory(process.pid)
     figures = phases_of(launched, stamps, served)
@@ -138,7 +140,7 @@ async def _first_token(to: Endpoint, model: str) -> None:
 
 async def _one_token(to: Endpoint, model: str) -> None:
     if not model:
-        model = str((await get_json(to, "/v1/models"))["data"][0]["id"])
+        model = await first_model(to)
     body = {"model": model, "prompt": "Hello, my name is", "max_tokens": 1, "temperature": 0, "stream": True}
     events = stream(to, "/v1/completions", body)
     try:

@@ -11,6 +11,7 @@ import time
 from trireme.errors import RequestError
 from trireme.launch.commands.chat_backend import ChatBackend, make_backend
 from trireme.launch.options import Invocation
+from trireme.launch.stdio import utf8_only
 from trireme.launch.terminal import show
 
 HELP = "/exit ends   /new forgets the talk   /help   Ctrl-C stops an answer"
@@ -55,7 +56,10 @@ def talk(backend: ChatBackend, system: str | None) -> None:
 def read_line() -> str | None:
     """One line from the user; None at the end of the input. Ctrl-C empties the line."""
     if not sys.stdin.isatty():
-        return sys.stdin.readline() or None
+        with utf8_only():
+            line = sys.stdin.readline()
+            line.encode()
+            return line or None
     import readline  # noqa: F401  line editing and history
 
     while True:

@@ -9,7 +9,7 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.launch.api.blocking import LoopThread
-from trireme.launch.api.http import Endpoint, endpoint, get_json, stream
+from trireme.launch.api.http import Endpoint, ServerError, endpoint, first_model, stream
 from trireme.launch.options import Invocation
 from trireme.params import SamplingParams
 
@@ -39,7 +39,7 @@ def make_backend(invocation: Invocation) -> ChatBackend:
     """By --url, or by the engine settings."""
     options, config = invocation.options, invocation.loaded.config
     wanted = {name: options[name] for name in ("max_tokens", "temperature", "seed") if options[name] is not None}
-    if options["url"]:
+    if options["url"] is not None:
         key = config.serving.api_key[0] if config.serving.api_key else ""
         return RemoteChatBackend(endpoint(options["url"], key), wanted)
     return LocalChatBackend(config, SamplingParams(**wanted), quiet="launch.log_level" not in invocation.loaded.sources)
@@ -78,7 +78,7 @@ class RemoteChatBackend:
         self._wanted = wanted
         self._loop = LoopThread("talk")
         try:
-            self.name = str(self._loop.wait(get_json(to, "/v1/models"))["data"][0]["id"])
+            self.name = self._loop.wait(first_model(to))
         except BaseException:
             self._loop.close()
             raise
@@ -92,8 +92,11 @@ class RemoteChatBackend:
     async def _pieces(self, path: str, what: dict[str, Any]) -> AsyncGenerator[TextPiece, None]:
         body = {"model": self.name, "stream": True, **self._wanted, **what}
         async for event in stream(self._to, path, body):
-            for choice in event.get("choices") or ():
-                found = msgspec.convert(choice, _LocalChoice)
+            try:
+                choices = msgspec.convert(event, _Event).choices or []
+            except msgspec.ValidationError as error:
+                raise ServerError(f"the server's answer is none of the OpenAI API: {error}") from error
+            for found in choices:
                 yield TextPiece(found.text or found.delta.content or "", found.finish_reason)
 
     def close(self) -> None:
@@ -108,3 +111,7 @@ class _LocalChoice(msgspec.Struct):
     text: str | None = None
     delta: _Delta = msgspec.field(default_factory=_Delta)
     finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_LocalChoice] | None = None

@@ -7,13 +7,22 @@ import sys
 
 from trireme.launch.commands.chat_backend import make_backend
 from trireme.launch.options import Invocation
+from trireme.launch.stdio import utf8_only
 from trireme.launch.terminal import show
+
+
+def read_input() -> str:
+    """All of standard input. Raises RequestError."""
+    with utf8_only():
+        text = sys.stdin.read()
+        text.encode()  # some locales let bytes through that are none
+        return text
 
 
 def run(invocation: Invocation) -> int:
     """Prints the continuation; Ctrl-C stops it."""
     options = invocation.options
-    prompt = sys.stdin.read() if options["prompt"] == "-" else options["prompt"]
+    prompt = read_input() if options["prompt"] == "-" else options["prompt"]
     backend = make_backend(invocation)
     said: list[str] = []
     finish: str | None = None

@@ -9,9 +9,11 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
+
 from trireme.errors import ConfigError
 from trireme.launch.api.client import AsyncClient
-from trireme.launch.api.http import Endpoint, endpoint, get_json, post_json
+from trireme.launch.api.http import Endpoint, ServerError, endpoint, get_json, post_json
 from trireme.launch.options import Invocation
 from trireme.launch.terminal import show
 from trireme.sleep import LEVELS
@@ -29,7 +31,7 @@ def run(invocation: Invocation) -> int:
     for name, value, known in checks:
         if value not in known:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}")
-    if options["url"]:
+    if options["url"] is not None:
         found = asyncio.run(_by_http(endpoint(options["url"], keys[0] if keys else ""), action, level, mode))
     else:
         found = asyncio.run(_by_sockets(options["dir"], action, level, mode))
@@ -46,8 +48,22 @@ def _line(engine: dict[str, Any]) -> str:
 async def _by_http(to: Endpoint, action: str, level: int, mode: str) -> list[dict[str, Any]]:
     if action in ROUTES:
         await post_json(to, ROUTES[action].format(level=level, mode=mode))
-    found: list[dict[str, Any]] = (await get_json(to, "/is_sleeping"))["engines"]
-    return found
+    found = await get_json(to, "/is_sleeping")
+    try:
+        return msgspec.to_builtins(msgspec.convert(found, _Rest).engines)  # type: ignore[no-any-return]
+    except msgspec.ValidationError as error:
+        raise ServerError(f"what answers at {to.url} does not say how its engines rest: {error}") from error
+
+
+class _Engine(msgspec.Struct):
+    engine: int
+    state: str
+    sleep_level: int
+    pause: str
+
+
+class _Rest(msgspec.Struct):
+    engines: list[_Engine]
 
 
 async def _by_sockets(directory: str | None, action: str, level: int, mode: str) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from trireme.sizes import GIB, MIB, format_bytes
 
 LIBRARIES = ("torch", "msgspec", "pyzmq", "numpy", "starlette", "uvicorn", "tokenizers", "jinja2", "safetensors")
 MIN_FILES = 4096
+PROBE_S = 120
 _PROBE = """
 import json, torch
 from trireme.models.native import load_native
@@ -66,7 +67,7 @@ def examine(device: DeviceFacts) -> list[Finding]:
 def _machine(device: DeviceFacts) -> list[Finding]:
     isa = " ".join(device.isa) or "no vector extension that has a kernel"
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    shm = shutil.disk_usage("/dev/shm").free
+    shm = _free_in("/dev/shm")
     return [
         Finding("processor", "ok", f"{device.cores} cores, {device.cpu}"),
         Finding("instruction sets", "ok" if "avx2" in device.isa else "warn", isa),
@@ -89,6 +90,14 @@ def _machine(device: DeviceFacts) -> list[Finding]:
             "" if shm > 64 * MIB else "docker run --shm-size 1g, or mount -o remount,size=1g /dev/shm",
         ),
     ]
+
+
+def _free_in(directory: str) -> int:
+    """Bytes; none where there is no such directory."""
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return 0
 
 
 def _gpus(device: DeviceFacts) -> Finding:
@@ -115,11 +124,16 @@ def _libraries() -> list[Finding]:
 
 def _native() -> list[Finding]:
     """Loads torch and the extension as a worker would."""
-    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120)
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, errors="replace", timeout=PROBE_S
+        )
+    except subprocess.TimeoutExpired:
+        return [Finding("native extension", "fail", f"torch and it did not load within {PROBE_S} s", "make native")]
     if probe.returncode:
         cause = (probe.stderr.strip().splitlines() or ["no output"])[-1]
         return [Finding("native extension", "fail", cause, "make native")]
-    facts = json.loads(probe.stdout)
+    facts = json.loads(probe.stdout.strip().splitlines()[-1])  # (a library may have said something before)
     return [
         Finding("native extension", "ok", f"kernels for {facts['isa']}"),
         Finding("torch", "ok", f"{facts['torch']}, {'with' if facts['cuda'] else 'without'} CUDA"),

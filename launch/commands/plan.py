@@ -15,7 +15,7 @@ import msgspec
 from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError
 from trireme.fits import check_slots, free_for, kv_tokens_of, shares_on_host, shortage
-from trireme.launch.options import Invocation
+from trireme.launch.options import Invocation, off_flag
 from trireme.machine.device import DeviceFacts, GpuFacts, read_device, read_gpu
 from trireme.machine.gpu_formats import gpu_weight_bytes
 from trireme.machine.memory_budget import MemoryLine, gpu_shares, kv_token_bytes, too_little_kv
@@ -160,7 +160,7 @@ def suggested_flags(plan: Plan) -> list[str]:
         if not was_asked and setting.name not in ("max_len", "kv_memory", "kv_dtype"):
             continue
         if setting.kind == "switch":
-            words.append(setting.flag if value else "--no-" + setting.flag[2:])
+            words.append(setting.flag if value else off_flag(setting))
         else:
             words += [setting.flag, str(value)]
     return words

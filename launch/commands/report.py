@@ -81,21 +81,31 @@ def run(invocation: Invocation) -> int:
     if invocation.options["output"] == "-":
         sys.stdout.write(text)
     else:
-        Path(invocation.options["output"]).write_text(text, encoding="utf-8")
+        write(invocation.options["output"], text)
         print(invocation.options["output"])
     return 0
+
+
+def write(name: str, text: str) -> None:
+    """Raises ConfigError where no file can be written."""
+    try:
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"--output is {name!r}; it cannot be written: {error.strerror}") from error
 
 
 def read(path: Path) -> Result:
     """A benchmark's result. Raises ConfigError for anything else."""
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ConfigError(f"{path} has {size} bytes; a result has at most {MAX_BYTES}")
-        result = msgspec.json.decode(path.read_bytes(), type=Result)
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_BYTES} bytes, the limit for a result")
+        result = msgspec.json.decode(content, type=Result)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not the JSON result of a benchmark: {error}") from error
     if len(result.rows) > MAX_ROWS:
         raise ConfigError(f"{path} has {len(result.rows)} rows; a report shows at most {MAX_ROWS}")

@@ -18,6 +18,7 @@ from trireme import __version__, log
 from trireme.config import Decision, EngineConfig
 from trireme.launch.api.startup import breakdown, line_of, lives_of, process_began
 from trireme.launch.cli import print_error
+from trireme.launch.interrupts import StartGuard
 from trireme.launch.options import Invocation
 from trireme.launch.processes.connection_file import write_pass
 from trireme.launch.processes.supervisor import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
@@ -39,9 +40,11 @@ _log = logging.getLogger("trireme.launch")
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
-def run(invocation: Invocation, prespawned: dict[str, Prespawned], pipe: tuple[int, int] | None) -> int:
+def run(
+    invocation: Invocation, prespawned: dict[str, Prespawned], pipe: tuple[int, int] | None, guard: StartGuard
+) -> int:
     """Serves until a signal or a fatal failure; returns the exit status. `prespawned` by part; those not taken stay in it. They
-    write into `pipe`, if there is one."""
+    write into `pipe`, if there is one. `guard` has the signals until the supervisor takes them."""
     begun = process_began()
     prepared = prepare(invocation.loaded.config)
     if invocation.options["print_config"]:
@@ -58,11 +61,15 @@ def run(invocation: Invocation, prespawned: dict[str, Prespawned], pipe: tuple[i
 
     supervisor = Supervisor(prepared.config, on_event, prespawned=prespawned)
     try:
-        supervisor.start()  # first of all: the parts have work to do while the console is imported
+        with guard.held():  # first of all: the parts have work to do while the console is imported
+            guard.ends.append(supervisor.close)
+            supervisor.start()
         views.append(_make_view(prepared, begun, supervisor))
+        guard.ends.append(views[0].console.close)
         with views[0].console.around_stderr(pipe):
             for part in supervisor.parts:
                 views[0].console.progress(part.name, "start", 0, 1)
+            guard.hand_over(supervisor.stop_by_signal)
             status = supervisor.run()
     finally:
         supervisor.close()

@@ -11,9 +11,10 @@ import sys
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
+from trireme.launch.interrupts import StartGuard
 from trireme.transport.process.prespawn import Prespawned, prespawn
 
-MOST_HATCHED = 16  # parts that are started before it is known whether they fit into this machine
+MOST_PRESPAWNED = 16  # parts that are started before it is known whether they fit into this machine
 
 
 class Modules(NamedTuple):
@@ -41,22 +42,33 @@ def parts_of(dp: int, num_fronts: int, modules: Modules) -> list[PartId]:
 
 
 def run(invocation: Any) -> int:
-    """`trireme serve`: prespawns its parts, then serves; returns the exit status."""
+    """`trireme serve`: prespawns its parts, then serves; returns the exit status. A signal before the supervisor listens to
+    them ends the process here."""
     os.putenv("OPENBLAS_NUM_THREADS", "1")  # as in transport/process/child.py
     gc.disable()  # until the parts are ready
-    if invocation.options["print_config"]:
-        return _serve(invocation, {}, None)
     config, prespawned = invocation.loaded.config, dict[str, Prespawned]()
-    pipe = os.pipe() if sys.stderr.isatty() else None  # the console prints above its bars what the parts say
-    try:
-        for place in parts_of(config.parallel.dp, config.serving.api_servers, Modules())[:MOST_HATCHED]:
-            also = early_imports(config.parallel) if place.role == "engine" else ()
-            output = 2 if pipe is None else pipe[1]
-            prespawned[place.name] = prespawn(place.module, place.name, place.role, also=also, output=output)
-        return _serve(invocation, prespawned, pipe)
-    finally:
-        for child in prespawned.values():
-            child.discard()
+    with StartGuard() as guard:
+        if invocation.options["print_config"]:
+            return _serve(invocation, {}, None, guard)
+        pipe = os.pipe() if sys.stderr.isatty() else None  # the console prints above its bars what the parts say
+        guard.ends.append(lambda: discard(prespawned))
+        try:
+            for place in parts_of(config.parallel.dp, config.serving.api_servers, Modules())[:MOST_PRESPAWNED]:
+                also = early_imports(config.parallel) if place.role == "engine" else ()
+                output = 2 if pipe is None else pipe[1]
+                with guard.held():
+                    prespawned[place.name] = prespawn(place.module, place.name, place.role, also=also, output=output)
+            return _serve(invocation, prespawned, pipe, guard)
+        finally:
+            discard(prespawned)
+
+
+def discard(prespawned: dict[str, Prespawned]) -> None:
+    """Ends all that have not become a part; all are told before the first is waited for."""
+    for child in prespawned.values():
+        child.process.kill()
+    while prespawned:
+        prespawned.popitem()[1].discard()
 
 
 def early_imports(parallel: Any) -> tuple[str, ...]:
@@ -65,6 +77,6 @@ def early_imports(parallel: Any) -> tuple[str, ...]:
     return ("trireme.workers.cpu.worker",) if is_alone and parallel.worker_kind == "torch" else ()
 
 
-def _serve(invocation: Any, prespawned: dict[str, Prespawned], pipe: tuple[int, int] | None) -> int:
-    status: int = import_module("trireme.launch.commands.serve").run(invocation, prespawned, pipe)
+def _serve(invocation: Any, prespawned: dict[str, Prespawned], pipe: tuple[int, int] | None, guard: StartGuard) -> int:
+    status: int = import_module("trireme.launch.commands.serve").run(invocation, prespawned, pipe, guard)
     return status

@@ -11,17 +11,19 @@ import hashlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+from trireme.launch.interrupts import catch_signals, release_signals
 from trireme.launch.processes.lockstep_memory import LockstepMemory
 from trireme.launch.processes.parts import Modules, parts_of
 from trireme.launch.processes.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 from trireme.netloc import without_brackets
+from trireme.settings import without_keys
 from trireme.topology.lockstep import Mode
 from trireme.transport.process.boot import Child, spawn
 from trireme.transport.process.prespawn import Prespawned, prespawn
@@ -148,6 +150,7 @@ class Supervisor:
             modules or Modules(), config.serving.api_servers if num_fronts is None else num_fronts
         )
         self._config_bytes = msgspec.msgpack.encode(config)
+        self._public_config = msgspec.msgpack.encode(without_keys(config))
         self._poller = Poller()
         self._waker = Waker()
         self._poller.add(self._waker, lambda: None)
@@ -159,7 +162,7 @@ class Supervisor:
         self._turn_due = NEVER  # when the present wait, or what the owner does between two steps, should be over
         self._phase: Literal["running", "draining", "leaving"] = "running"
         self._phase_ends = NEVER
-        self._stop_requests: list[tuple[str, float]] = []
+        self._stop_requests: list[tuple[str, float, int | None]] = []
 
     # ------------------------------------------------------------ for the owner
 
@@ -169,15 +172,15 @@ class Supervisor:
         return self._parts
 
     def boot_for(self, role: Role, name: str, index: int = 0, epoch: int = 0, pause: Mode = "") -> Boot:
-        """What a process of this deployment must know; also for a client inside the supervisor's own process (LLM)."""
+        """What a process of this deployment must know, but for API keys; also for a client, in this process (LLM) or another."""
         if self._run_dir is None:
             raise ConfigError("the deployment has not been started")
         return Boot(
             role=role,
             name=name,
             epoch=epoch,
-            config=self._config_bytes,
-            config_hash=hashlib.sha256(self._config_bytes).digest(),
+            config=self._public_config,
+            config_hash=hashlib.sha256(self._public_config).digest(),
             run_dir=self._run_dir.path,
             index=index,
             listen_fd=self._listeners[index % len(self._listeners)].fileno()
@@ -219,23 +222,30 @@ class Supervisor:
                 if part.child is not None and part.child.last_beat:
                     part.child.last_beat = now
 
-    def request_stop(self, reason: str, notice_s: float = 0.0) -> None:
-        """Begins the drain: front ends take new requests for `notice_s` more. A second call kills. Safe from any thread
-        and from signal handlers."""
-        self._stop_requests.append((reason, notice_s))
+    def request_stop(self, reason: str, notice_s: float = 0.0, *, exit_code: int | None = None) -> None:
+        """Begins the drain, which ends with exit code 0: front ends take new requests for `notice_s` more. A second call kills, and
+        so does one before there is anything to drain; then it ends with `exit_code`. Safe from any thread and from signal
+        handlers."""
+        self._stop_requests.append((reason, notice_s, exit_code))
         self._waker.set()
+
+    def stop_by_signal(self, number: int) -> None:
+        """SIGTERM drains with notice, any other without; whichever comes second kills."""
+        notice_s = self.config.serving.drain_notice if number == signal.SIGTERM else 0.0
+        self.request_stop(signal.Signals(number).name, notice_s, exit_code=128 + number)
 
     def run(self) -> int:
         """Starts unless that is done, serves until a signal or a fatal failure, stops; returns the exit code. Call from the
         main thread."""
+        former = catch_signals(lambda number, _: self.stop_by_signal(number))
         try:
-            with self._signals():
-                if self._run_dir is None:
-                    self.start()
-                while not self.is_finished:
-                    self.step()
+            if self._run_dir is None:
+                self.start()
+            while not self.is_finished:
+                self.step()
         finally:
             self.close()
+            release_signals(former)
         self._notify(Stopped(self.exit_code, self.failed))
         return self.exit_code
 
@@ -278,6 +288,8 @@ class Supervisor:
         if part.role == "engine":
             self._peers.join(part.epoch)
         boot = self.boot_for(part.role, part.name, part.index, part.epoch, part.pause)
+        if part.role == "front":  # it alone checks keys
+            boot = msgspec.structs.replace(boot, config=self._config_bytes)
         part.state, part.started_at, part.restart_at = "starting", time.monotonic(), NEVER
         part.child = spawn(part.module, boot, prespawned=self._prespawned_for(part))
         self._poller.add(part.child, lambda: self._on_reports(part))
@@ -429,10 +441,12 @@ class Supervisor:
 
     # ------------------------------------------------------------ stopping
 
-    def _on_stop_request(self, reason: str, notice_s: float) -> None:
+    def _on_stop_request(self, reason: str, notice_s: float, exit_code: int | None) -> None:
         if self._phase != "running" or not self.is_ready:
             self.is_finished = True  # impatience, or nothing to drain yet
-            self.exit_code = self.exit_code or (130 if self._phase != "running" else 0)
+            if exit_code is None:
+                exit_code = 130 if self._phase != "running" else 0
+            self.exit_code = self.exit_code or exit_code
             return
         serving = self.config.serving
         self._phase = "draining"
@@ -456,21 +470,6 @@ class Supervisor:
         if self._phase == "leaving" and (now >= self._phase_ends or all(part.child is None for part in self._parts)):
             self.is_finished = True
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM drains with notice, SIGINT without; whichever comes second kills."""
-
-        def on_signal(number: int, frame: Any) -> None:
-            notice_s = self.config.serving.drain_notice if number == signal.SIGTERM else 0.0
-            self.request_stop(signal.Signals(number).name, notice_s)
-
-        former = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
-
 
 _EVERYWHERE = ("::", "*", "")
 
@@ -486,8 +485,12 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(wanted, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         return socket.create_server(address, family=family, backlog=2048)  # with its scope
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        is_of_host = isinstance(error, socket.gaierror | UnicodeError)
+        reason = "this is no host name" if isinstance(error, UnicodeError) else error.strerror or error
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}",
-            hint=f"--port {port + 1 if port < 65535 else 0}, or --port 0 for a free one",
+            f"cannot listen on {host} port {port}: {reason}",
+            hint="--host 127.0.0.1, or 0.0.0.0 for all addresses"
+            if is_of_host
+            else f"--port {port + 1 if port < 65535 else 0}, or --port 0 for a free one",
         ) from error

@@ -19,9 +19,11 @@ from starlette.types import Scope
 
 from trireme.config import ServingConfig
 from trireme.errors import ConfigError, OverloadedError, RequestError
+from trireme.keys import check_keys
 from trireme.serving.admission.concurrency import AdaptiveLimit, Cell
 from trireme.serving.admission.quota import Account, Accounts, Quotas, Rates
 from trireme.serving.engines.replay import RequestLimits
+from trireme.yaml_text import read_yaml
 
 CLIENT_BYTES = 16
 TIERS = {"priority": -1, "flex": 1}  # OpenAI's service_tier; the others are 0
@@ -48,18 +50,19 @@ class QuotaFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_grants(path: str | None) -> list[Grant]:
-    """Raises ConfigError that names the place in the file."""
+    """Raises ConfigError that names the place in the file and shows no key."""
     if path is None:
         return []
-    import yaml
-
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        return msgspec.convert(data or {}, QuotaFile).clients
-    except OSError as error:
-        raise ConfigError(f"--quotas {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        grants = msgspec.convert(read_yaml(Path(path)) or {}, QuotaFile, strict=False).clients
+    except msgspec.ValidationError as error:
         raise ConfigError(f"--quotas {path}: {error}") from error
+    places: dict[str, int] = {}
+    for i, grant in enumerate(grants):
+        check_keys(f"--quotas {path}: clients[{i}]", [grant.key])
+        if (first := places.setdefault(grant.key, i)) != i:
+            raise ConfigError(f"--quotas {path}: clients[{first}] and clients[{i}] have the same key")
+    return grants
 
 
 class Caller(NamedTuple):

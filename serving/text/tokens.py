@@ -200,10 +200,11 @@ def load_tokenizer(
     """The tokenizer of a model; `tokenizer` (a directory with tokenizer.json, or a .gguf) and `chat_template` (a file)
     override the model's own. Raises ModelError when there is none or it does not parse."""
     source = expanded(tokenizer) if tokenizer is not None else files.path
-    if source.suffix == ".gguf":
-        encoder, special, template = tokenizer_from_gguf(source)
-    else:
-        encoder, special, template = _read_directory(source)
+    try:
+        is_gguf = source.suffix == ".gguf"
+        encoder, special, template = tokenizer_from_gguf(source) if is_gguf else _read_directory(source)
+    except OSError as error:
+        raise ModelError(f"cannot read the tokenizer of {source}: {error.strerror or error}") from error
     if chat_template is not None:
         try:
             template = expanded(chat_template).read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.launch.options import COMMANDS, flags_of, help_of, overview
+from trireme.launch.options import COMMANDS, flags_of, group_of, help_of, help_of_group, overview
 from trireme.settings import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +20,8 @@ ENGINE_FLAGS = """
 --block-size --prefix-cache --share-prefixes --num-blocks --dp --tp --pp --ep --sequence-parallel --device --share-gpus
 --graph-sizes --threads --pin-cores --executor --worker --max-num-seqs --max-num-tokens --chunk --max-waiting
 --max-waiting-tokens --policy --aging --queue-timeout --max-wait --async-steps --check
---host --port --api-servers --api-key --admin-key --cors-origins --quotas --requests-per-minute --tokens-per-minute --target-wait
---request-timeout
+--host --port --api-servers --api-key --api-key-file --admin-key --admin-key-file --cors-origins --quotas --requests-per-minute
+--tokens-per-minute --target-wait --request-timeout
 --body-limit --default-max-tokens --drain-notice --drain-timeout --migration-limit --engine-wait --stream-buffer
 --balance --load-balancing --work-stealing --engine-weights --engine-labels --front-labels --transport
 --log-level --log-format --start-timeout
@@ -85,10 +85,36 @@ def test_overview_names_every_command():
         assert f"  {command.name} " in overview()
 
 
-@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["serve", "--help", "all"], ["--version"]])
+@pytest.mark.parametrize("group", ["bench", "models"])
+def test_help_of_a_group_names_its_commands_and_an_example_of_each(group):
+    text = help_of_group(group)
+    assert max(map(len, text.splitlines())) <= 100
+    for command in COMMANDS:
+        assert (f"  {command.name} " in text) == command.name.startswith(group + " ")
+    assert len(group_of(group)) == text.count(f"\n  trireme {group} ")
+
+
+def test_both_flags_of_a_switch_are_in_help_and_docs():
+    docs = (ROOT / "docs/cli.md").read_text()
+    shown = {line.strip().split("  ")[0] for line in help_of(COMMANDS[0], everything=True).splitlines()}
+    switches = [s for s in table() if s.kind == "switch"]
+    assert len(switches) >= 7
+    for setting in switches:
+        off = "--no-" + setting.flag[2:]
+        assert f"{setting.flag}, {off}" in shown
+        assert f"| `{setting.flag}` `{off}` |" in docs
+    assert "--name=false" in " ".join(help_of(COMMANDS[0]).split())
+    assert "--name=false" in docs
+
+
+HELPS = [["--help"], ["--version"], ["help", "serve"], ["bench", "--help"], ["serve", "--help", "all"]]
+
+
+@pytest.mark.parametrize("words", [*HELPS, *([*c.name.split(), "--help"] for c in COMMANDS)], ids=" ".join)
 def test_help_comes_in_a_quarter_of_a_second(words):
     """Processor time, best of several, so that a busy machine does not fail it."""
-    assert min(cpu_seconds([sys.executable, "-m", "trireme.launch.cli", *words]) for _ in range(3)) < 0.25
+    command = [sys.executable, "-m", "trireme.launch.cli", *words]
+    assert any(cpu_seconds(command) < 0.25 for _ in range(3))
 
 
 def cpu_seconds(command: list[str]) -> float:

@@ -13,6 +13,8 @@ import pytest
 from trireme import __version__
 from trireme.errors import ConfigError, ModelError
 from trireme.launch.cli import main
+from trireme.launch.options import find_command
+from trireme.launch.parse import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
@@ -45,12 +47,71 @@ def test_version_as_text_and_json(capsys):
     assert json.loads(document) == {"version": __version__}
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["serve", "--help"], ["bench", "serve", "-h", "all"]])
-def test_help_goes_to_stdout_and_succeeds(words, capsys):
-    assert main(words) == 0
+@pytest.mark.parametrize(
+    ("line", "usage"),
+    [
+        ("", "trireme COMMAND"),
+        ("--help", "trireme COMMAND"),
+        ("-h", "trireme COMMAND"),
+        ("help", "trireme COMMAND"),
+        ("serve --help", "trireme serve [MODEL]"),
+        ("help serve", "trireme serve [MODEL]"),
+        ("--help serve all", "trireme serve [MODEL]"),
+        ("bench --help", "trireme bench COMMAND"),
+        ("bench -h all", "trireme bench COMMAND"),
+        ("help bench", "trireme bench COMMAND"),
+        ("models --help", "trireme models COMMAND"),
+        ("bench serve -h all", "trireme bench serve [MODEL]"),
+        ("bench help serve", "trireme bench serve [MODEL]"),
+        ("help bench serve", "trireme bench serve [MODEL]"),
+        ("complete x --json --help", "trireme complete [MODEL] [PROMPT]"),
+    ],
+)
+def test_help_goes_to_stdout_and_succeeds(line, usage, capsys):
+    assert main(line.split()) == 0
     told = capsys.readouterr()
-    assert "usage: trireme" in told.out
+    assert told.out.startswith(f"usage: {usage} ")
     assert told.err == ""
+
+
+SWITCHES = [
+    (["--prefix-cache"], True),
+    (["--no-prefix-cache"], False),
+    (["--prefix-cache=true"], True),
+    (["--prefix-cache=False"], False),
+    (["--prefix-cache=0"], False),
+    (["--no-prefix-cache", "--prefix-cache=on"], True),
+    (["--prefix-cache=yes", "--no-prefix-cache"], False),
+]
+
+
+@pytest.mark.parametrize(("words", "is_on"), SWITCHES, ids=str)
+def test_each_spelling_of_a_switch(words, is_on):
+    command, rest = find_command(["serve", *words, "smollm2"])
+    config = parse(command, rest, environ={"TRIREME_PREFIX_CACHE": str(not is_on)}).loaded.config
+    assert config.cache.prefix_cache is is_on
+    assert config.model.model == "smollm2"
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "prompt"),
+    [
+        (["m", "text"], "m", "text"),
+        (["--json", "m", "--seed", "1", "text"], "m", "text"),
+        (["m", "--json", "true"], "m", "true"),
+        (["m", "--temperature", "1", "--", "--seed"], "m", "--seed"),
+        (["--", "-m", "- a text"], "-m", "- a text"),
+        (["m", "- a text"], "m", "- a text"),
+        (["m", "-12.5"], "m", "-12.5"),
+        (["m", "-"], "m", "-"),
+        (["m"], "m", "-"),
+    ],
+    ids=str,
+)
+def test_words_without_a_flag_may_stand_anywhere(words, model, prompt):
+    command, rest = find_command(["complete", *words])
+    found = parse(command, rest, environ={})
+    assert (found.loaded.config.model.model, found.options["prompt"]) == (model, prompt)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +119,20 @@ def test_help_goes_to_stdout_and_succeeds(words, capsys):
     [
         (["srve"], "did you mean serve?"),
         (["bench", "latncy"], "did you mean latency?"),
-        (["bench"], "bench"),
+        (["bench"], "latency|throughput"),
+        (["help", "srve"], "did you mean serve?"),
+        (["help", "bench", "latncy"], "did you mean latency?"),
+        (["help", "serve", "tp"], "no help about 'tp'"),
+        (["bench", "latncy", "--help"], "did you mean latency?"),
+        (["serve", "--prefix-cache", "false"], "--no-prefix-cache, or --prefix-cache=false"),
+        (["serve", "--no-prefix-cache", "False", "smollm2"], "--prefix-cache, or --prefix-cache=true"),
+        (["complete", "--check", "no", "smollm2", "text"], "--no-check, or --check=false"),
+        (["serve", "--prefix-cache=maybe"], "--prefix-cache is 'maybe'; it must be true or false"),
+        (["serve", "--prefix-cache="], "it must be true or false"),
+        (["serve", "--no-prefix-cache=false"], "--no-prefix-cache takes no value"),
+        (["serve", "--no-prefix-cach"], "did you mean --no-prefix-cache?"),
+        (["complete", "smollm2", "-x"], "-- TEXT"),
+        (["serve", "smollm2", "--api-key", "a", "b"], "what to do with 1 more word"),
         (["serve", "--max-length", "5"], "did you mean --max-len?"),
         (["serve", "--tp"], "expected one argument"),
         (["serve", "--tp", "0"], "--tp is '0'; it must be a whole number 1..64"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,11 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 def main() -> None:
     began = time.monotonic()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # the parent decides; it has blocked them so far (transport/process/prespawn.py)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     gc.disable()  # until BootChannel.ready: what a start makes mostly stays
     os.putenv("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which nobody here uses, take longer to start than numpy
     module, name, death_signal, *also = sys.argv[1:]

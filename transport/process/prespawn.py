@@ -38,11 +38,13 @@ def prespawn(module: str, name: str, role: str, *, also: tuple[str, ...] = (), o
     goes to the descriptor `output`, by default our stderr. Raises OSError.
 
     Call from the main thread where possible: only then the kernel itself ties the child's life to ours (it watches the
-    thread that started the child); else the child's own watcher does.
+    thread that started the child); else the child's own watcher does. Until the child ignores SIGINT and SIGTERM, as all do,
+    they are blocked in it.
     """
     born = time.monotonic()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # a child inherits this
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", CHILD_SCRIPT, module, name, str(int(_death_signal(role))), *also],
@@ -54,6 +56,8 @@ def prespawn(module: str, name: str, role: str, *, also: tuple[str, ...] = (), o
         except OSError:
             ours.close()
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
     return Prespawned(name, process, ours, born)
 
 

@@ -49,6 +49,7 @@ PACKAGED: dict[str, Packaged] = {
 
 MAX_JSON_BYTES = 64 << 20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+MAX_SHOWN = 300  # characters of what was typed
 
 
 class ModelFiles(NamedTuple):
@@ -70,8 +71,15 @@ def find_model(model: str | Path, *, weightless: bool = False) -> ModelFiles:
     text = str(model)
     if text.lower() in PACKAGED:
         return _find_packaged(text.lower())
+    try:
+        return _find_path(text, weightless=weightless)
+    except OSError as error:
+        raise ModelError(f"cannot read the model {text[:MAX_SHOWN]!r}: {error.strerror or error}") from error
+
+
+def _find_path(text: str, *, weightless: bool) -> ModelFiles:
     path = expanded(text)
-    if path.is_dir():
+    if text.strip() and path.is_dir():
         return _find_in_directory(path.resolve(), weightless=weightless)
     if path.is_file():
         if path.suffix == ".gguf":
@@ -81,7 +89,7 @@ def find_model(model: str | Path, *, weightless: bool = False) -> ModelFiles:
             hint="give a .gguf file, or the directory that holds config.json and *.safetensors",
         )
     raise ModelError(
-        f"no model {text!r}: it is not a packaged name ({', '.join(PACKAGED)}), and no such file or directory exists",
+        f"no model {text[:MAX_SHOWN]!r}: it is not a packaged name ({', '.join(PACKAGED)}), and no such file or directory exists",
         hint="trireme serve smollm2, trireme serve FILE.gguf, or trireme serve DIR",
     )
 
