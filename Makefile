@@ -27,8 +27,10 @@ kills: setup
 	$(BIN)/python -m scripts.kills --model $(MODEL) $(FLAGS)
 
 # every kind of fault at random moments of 64 mixed streams: FAULTS="kill freeze-worker", TIMES, SEED reproduce; --list names them
+# and, without FAULTS, some of them done to `trireme serve` with a real model and its own back-off
 chaos: setup-dev
 	$(BIN)/python -m tests.chaos.run --times $(TIMES) --seed $(or $(SEED),0) $(if $(FAULTS),--fault $(FAULTS)) $(FLAGS)
+	$(if $(FAULTS),,$(BIN)/python -m pytest -m slow tests/chaos/test_real.py)
 
 fmt: setup-dev
 	$(BIN)/ruff check --fix .
@@ -69,6 +71,7 @@ simulate: setup-dev
 
 nightly: setup-dev
 	@$(BIN)/python -m tests.sim.run --first $(FIRST) --count 1000000 --processes $(PROCESSES)
+	$(BIN)/python -m pytest -m slow tests/chaos/test_real.py
 
 # instructions of the hot paths against scripts/instructions.json; needs valgrind (apt-get install valgrind)
 count: setup-dev

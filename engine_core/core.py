@@ -168,7 +168,8 @@ class EngineCore:
         self.counters.steps += 1
         is_pipeline = scheduler.depth > 1 and not scheduler.ahead
         num_tokens = pending.total_tokens if result.agreed is None else result.agreed.num_tokens
-        self.step_times.note(num_tokens, now - (pending.planned_s if is_pipeline else pending.started_s))
+        began = pending.planned_s if is_pipeline else pending.started_s
+        self.step_times.note(num_tokens, self.step_times.own_s(began, now))
         tokens = self._tokens_of(result)
         in_order = result.rows == pending.asking_rows()
         if not in_order or result.faults or result.prompt_logprobs or result.logprobs:

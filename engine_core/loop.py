@@ -45,8 +45,9 @@ log = logging.getLogger("trireme.engine")
 
 LOAD_S, LOAD_IDLE_S = 0.02, 1.0  # between reports: at least so long, at most so long
 STATS_S = 10.0
+YOUNG_S = 0.1  # whether its workers are starved is not asked for the sake of a younger step
 WATCH_S = 0.2  # between looks at whether there is progress, while there is work
-HALT_S = 0.5  # between looks at whether the system has stopped a worker
+HALT_S = 0.5  # between looks at whether the system has stopped a worker, or gives it no processor
 
 
 class FrontServer(Source, Protocol):
@@ -118,6 +119,7 @@ class EngineLoop:
     def turn(self, wait_s: float = 1.0) -> None:
         """One look at everything. Waits for something to happen, at most `wait_s`."""
         now, began_s, steps = self._clock(), time.thread_time(), self.core.counters.steps
+        self._watch.turn(now)
         for result in self._executor.take_results():
             self.core.on_result(result, now)
             self.pace.on_result(result)
@@ -273,10 +275,13 @@ class EngineLoop:
     def _check_health(self, now: float) -> None:
         """Says whether there is progress; a step that never ends ends the engine; an idle engine checks its books; a drained one
         leaves."""
+        watch, has_work = self._watch, self.pace.has_step and self._rest.is_awake
+        step, starved_s = self.core.oldest_step(), 0.0
         if now >= self._next_halt:
             self._halted, self._next_halt = self._executor.halted(), now + HALT_S
-        watch, has_work = self._watch, self.pace.has_step and self._rest.is_awake
-        watch.look(now, self.core.oldest_step(), has_work=has_work, halted=self._halted)
+            if step is not None and now - step[1] > YOUNG_S:
+                starved_s = self._executor.starved_s()
+        watch.look(now, step, has_work=has_work, halted=self._halted, starved_s=starved_s)
         stalled = watch.stalled or self.pace.stall_reason(now)
         if bool(stalled) != bool(self._server.stalled):
             self._tell_health(stalled)

@@ -3,12 +3,15 @@
 Used by core (StepTimes, fed with every step) and loop (StallWatch). A long honest step is no stall: a step is late only when
 it has run for a second, and three times as long as steps of its size have taken. A step whose size was never seen is judged by
 the nearest smaller one, scaled by its tokens; the very first one by nothing but FIRST_STEP_S. A worker that the system has
-stopped makes no progress whatever its step may take. Time in which the loop itself did not turn, because the whole deployment
-was stopped, counts against nobody. What is late makes the engine not ready, and may still recover; only
+stopped makes no progress whatever its step may take. Some time is no step's own (LostTime): when the loop itself did not turn,
+because the whole deployment was stopped, when a worker was stopped, and when workers wanted a processor and had none. It makes no
+step late, and is no part of what steps usually take. What is late makes the engine not ready, and may still recover; only
 what has been stuck for `step_timeout` (and three times its usual time) is given up.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 LATE_S = 1.0
 AWAY_S = 2.0  # between two looks: it was us who were stopped
@@ -17,11 +20,53 @@ FIRST_STEP_S = 300.0  # the first step may compile, or touch all weights for the
 FORGET = 0.98  # what the longest step of a size counts after each other one
 
 
-class StepTimes:
-    """The longest recent step of each size, in powers of two of tokens."""
+MOST_LOSSES = 1024  # of which the latest are remembered; a longer step is judged by more than its own time
+
+
+class LostTime:
+    """When steps could not have gone on, whoever has them. Readings of one clock, in seconds."""
 
     def __init__(self) -> None:
+        self._total = 0.0
+        self._points: deque[tuple[float, float]] = deque(maxlen=2 * MOST_LOSSES)  # (when, lost until then), both rising
+
+    def add(self, start: float, end: float, seconds: float) -> None:
+        """So many of the seconds between `start` and `end` are lost; what overlaps with the last loss counts once."""
+        if self._points:
+            start = max(start, self._points[-1][0])
+        seconds = min(seconds, end - start)
+        if seconds > 0.0:
+            self._points.append((start, self._total))
+            self._total += seconds
+            self._points.append((end, self._total))
+
+    def since(self, when: float) -> float:
+        """Seconds lost after `when`."""
+        before: tuple[float, float] | None = None
+        for point in reversed(self._points):
+            if point[0] <= when:
+                return self._total - _between(point, before, when)
+            before = point
+        return self._total - (before[1] if before is not None else 0.0)
+
+
+def _between(point: tuple[float, float], after: tuple[float, float] | None, when: float) -> float:
+    """What was lost until `when`, between two points of LostTime."""
+    if after is None or after[0] <= point[0]:
+        return point[1]
+    return point[1] + (after[1] - point[1]) * (when - point[0]) / (after[0] - point[0])
+
+
+class StepTimes:
+    """The longest recent step of each size, in powers of two of tokens, and the time that was no step's own."""
+
+    def __init__(self) -> None:
+        self.lost = LostTime()
         self._longest: dict[int, float] = {}
+
+    def own_s(self, began: float, now: float) -> float:
+        """Of the seconds between both, those in which a step could go on."""
+        return max(0.0, now - began - self.lost.since(began))
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens has ended after so long."""
@@ -50,14 +95,29 @@ class StallWatch:
         self._times = times
         self._most_tokens = most_tokens
         self._step_timeout = step_timeout
-        self._looked = self._back = 0.0  # the last look, and the first one after we had been away
+        self._turned: float | None = None
+        self._looked = self._back = 0.0  # the last look, and the first turn after we had been away
         self._rested = 0.0  # when there was no reason to complain about anything but a step
 
-    def look(self, now: float, step: tuple[int, float, int] | None, *, has_work: bool, halted: str) -> None:
-        """`step`: the oldest one in flight (number, when it began, tokens). `halted`: which worker the system has stopped."""
-        is_back, self._looked = now - self._looked > AWAY_S, now
-        if is_back:
+    def turn(self, now: float) -> None:
+        """The loop turns: call it before anything else of this turn, that what has ended meanwhile is timed rightly."""
+        if self._turned is not None and now - self._turned > AWAY_S:
+            self._times.lost.add(self._turned, now, now - self._turned)
             self._back = now
+        self._turned = now
+
+    def look(
+        self, now: float, step: tuple[int, float, int] | None, *, has_work: bool, halted: str, starved_s: float = 0.0
+    ) -> None:
+        """`step`: the oldest one in flight (number, when it began, tokens). `halted`: which worker the system has stopped.
+        `starved_s`: of the last seconds, those for which a worker wanted a processor and had none."""
+        self.turn(now)
+        is_back = self._back == now
+        if halted:
+            self._times.lost.add(self._looked, now, now - self._looked)
+        elif starved_s:
+            self._times.lost.add(now - max(starved_s, now - self._looked), now, starved_s)
+        self._looked = now
         if is_back or (not halted and (step is not None or not has_work)):
             self._rested = now
         rested_s = now - self._rested
@@ -70,7 +130,7 @@ class StallWatch:
             self.stuck = self.stalled
         if step is not None:
             number, began, num_tokens = step
-            self._look_at(number, now - max(began, self._back), num_tokens)
+            self._look_at(number, self._times.own_s(max(began, self._back), now), num_tokens)
 
     def _look_at(self, number: int, age_s: float, num_tokens: int) -> None:
         usual_s = self._times.usual_s(num_tokens)

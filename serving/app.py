@@ -7,6 +7,7 @@ and lets the gate answer. No state: everything shared is in serving/front.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from trireme.errors import NotFoundError, RequestError, TooLargeError, TriremeEr
 from trireme.params import SamplingParams
 from trireme.serving.admission.admission import Caller
 from trireme.serving.api import control
-from trireme.serving.api.openai.chat import ChatFormat
+from trireme.serving.api.openai.chat import ChatFormat, content_chars
 from trireme.serving.api.openai.completions import CompletionFormat
 from trireme.serving.api.openai.wire import (
     COMPLETION_TOKENS,
@@ -38,11 +39,14 @@ from trireme.serving.api.openai.wire import (
 from trireme.serving.cors import AllowedOrigins
 from trireme.serving.echo import Echo, echo_of_ids, echo_of_text
 from trireme.serving.engines.replay import Replay
-from trireme.serving.front import Front
+from trireme.serving.front import Front, Visit
 from trireme.serving.http.middleware import Admin, ApiKeys, Middleware, send_body, send_options
 from trireme.serving.http.sse import FIRST_EVENT_S, EventStream, Format, Outcome
+from trireme.serving.json_bounds import SMALL_BYTES
 from trireme.serving.metrics.telemetry import CONTENT_TYPE, merged, page
 from trireme.serving.text.generation import Generation
+from trireme.serving.text.processor import Processor
+from trireme.serving.tokenize import check_messages_size, detokenized, tokenized
 from trireme.topology.zones import MAX_LABEL
 
 BODY_TIMEOUT_S = 30.0
@@ -155,8 +159,9 @@ class _Counted:
 # ---------------------------------------------------------------- reading
 
 
-async def _read(front: Front, scope: Scope, receive: Receive, kind: type[Body]) -> tuple[Body, Headers]:
-    """The parsed body, and a header that lists ignored fields. Counts while reading; never holds more than the limit."""
+async def _read(front: Front, scope: Scope, receive: Receive, visit: Visit, kind: type[Body]) -> tuple[Body, Headers]:
+    """The parsed body, and a header that lists ignored fields. Counts while reading; never holds more than the limit. The request
+    is inside from then on."""
     limit = front.config.serving.body_limit
     length = encoding = media = b""
     for name, value in scope["headers"]:
@@ -172,32 +177,46 @@ async def _read(front: Front, scope: Scope, receive: Receive, kind: type[Body]) 
         raise MediaTypeError("compressed bodies are not accepted")
     if media and not media.split(b";")[0].strip().lower().endswith((b"/json", b"+json")):
         raise MediaTypeError("send the body as JSON, with content-type: application/json")
-    body = await _read_body(front, receive, limit)
-    request, unknown = parse(body, kind)
+    body = await _read_body(front, receive, visit, limit)
+    visit.enter()
+    facts = front.client.facts
+    max_len = facts.max_len if facts is not None else None
+    request, unknown = await front.off_loop(len(body), lambda: parse(body, kind, max_len=max_len), most=SMALL_BYTES)
     names = ", ".join(name[:40] for name in unknown[:20] if name.isascii() and name.isprintable())
     return request, [(b"x-ignored-fields", names.encode())] if unknown else []
 
 
-async def _read_body(front: Front, receive: Receive, limit: int) -> bytes:
-    parts, size = [], 0
+async def _read_body(front: Front, receive: Receive, visit: Visit, limit: int) -> bytes:
+    parts: list[bytes] = []
+    loop = asyncio.get_running_loop()
+    body = visit.body
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(BODY_TIMEOUT_S) as timer:
+
+            def stop() -> None:
+                with contextlib.suppress(RuntimeError):  # its time is up already
+                    timer.reschedule(loop.time())
+
+            body.stop = stop
             while True:
                 message = await receive()
+                if body.refusal is not None:
+                    raise body.refusal
                 if message["type"] == "http.disconnect":
                     raise RequestError("the client left before its request was complete")
                 part = message.get("body", b"")
-                front.take_body_bytes(len(part))
-                size += len(part)
-                if size > limit:
+                front.bodies.take(body, len(part))
+                if body.num_bytes > limit:
                     raise TooLargeError(f"the body has more than {limit} bytes, the limit")
                 parts.append(part)
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
+        if body.refusal is not None:
+            raise body.refusal from None
         raise TimeoutRequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
     finally:
-        front.take_body_bytes(-size)
+        body.stop = None
 
 
 def _pin(scope: Scope) -> int:
@@ -227,25 +246,29 @@ def _label(scope: Scope) -> str:
 
 async def _chat(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
     caller = front.admission.caller(scope)
-    with front.inside(caller, generates=True):
-        request, headers = await _read(front, scope, receive, ChatRequest)
+    with front.inside(caller, generates=True) as visit:
+        request, headers = await _read(front, scope, receive, visit, ChatRequest)
         front.check_model(request.model)
         terms = front.admission.terms(request, caller, scope)
         front.check_room(terms.priority)
         params = _chat_params(request)
         processor = front.processor
-        segments = await front.chat_segments(request)
-        num_chars = sum(len(text) for text, _ in segments)
-        prompt = await front.off_loop(num_chars, lambda: processor.prompt_from_segments(segments))
-        with names_as_written(length_of(request)[1]):
-            rows = processor.rows(
-                [prompt],
+        processor.check_size(sum(map(content_chars, request.messages)), "messages")
+        segments = await front.chat_segments(request, visit.body.num_bytes)
+
+        def work() -> list[Replay]:
+            return processor.rows(
+                [processor.prompt_from_segments(segments)],
                 params,
                 salt=request.cache_salt,
                 terms=terms,
                 param="messages",
                 end_token_ids=front.chat_ends,
             )
+
+        with names_as_written(length_of(request)[1]):
+            rows = await front.off_loop(visit.body.num_bytes, work)
+        visit.drop_body()
 
         def form(_: Generation) -> Format:
             return ChatFormat(
@@ -277,8 +300,8 @@ def _chat_params(request: ChatRequest) -> SamplingParams:
 
 async def _completions(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
     caller = front.admission.caller(scope)
-    with front.inside(caller, generates=True):
-        request, headers = await _read(front, scope, receive, CompletionRequest)
+    with front.inside(caller, generates=True) as visit:
+        request, headers = await _read(front, scope, receive, visit, CompletionRequest)
         front.check_model(request.model)
         terms = front.admission.terms(request, caller, scope)
         front.check_room(terms.priority)
@@ -294,17 +317,18 @@ async def _completions(front: Front, scope: Scope, receive: Receive, send: Send)
                 prompt_logprobs=request.prompt_logprobs if request.prompt_logprobs is not None else echo_logprobs,
             )
         prompts = split_prompts(request.prompt)
-        tokens = await front.off_loop(sum(map(len, prompts)), lambda: _prompt_tokens(front, request, prompts))
+        processor = front.processor
+
+        def work() -> tuple[list[Replay], list[Echo] | None]:
+            tokens = _prompt_tokens(processor, request, prompts)
+            rows = processor.rows(tokens, params, salt=request.cache_salt, terms=terms, usual_tokens=COMPLETION_TOKENS)
+            if not request.echo:
+                return rows, None
+            return rows, [_echo(front, request, prompt, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
+
         with names_as_written(names):
-            rows = front.processor.rows(
-                tokens, params, salt=request.cache_salt, terms=terms, usual_tokens=COMPLETION_TOKENS
-            )
-        echoes = None
-        if request.echo:
-            both = list(zip(prompts, tokens, strict=True))
-            echoes = await front.off_loop(
-                sum(map(len, prompts)), lambda: [_echo(front, request, prompt, ids) for prompt, ids in both]
-            )
+            rows, echoes = await front.off_loop(visit.body.num_bytes, work)
+        visit.drop_body()
 
         def form(generation: Generation) -> Format:
             return CompletionFormat(
@@ -321,8 +345,10 @@ async def _completions(front: Front, scope: Scope, receive: Receive, send: Send)
         await _answer(front, scope, receive, send, request, params, rows, form, headers, caller, route="completions")
 
 
-def _prompt_tokens(front: Front, request: CompletionRequest, prompts: list[str | list[int]]) -> list[np.ndarray]:
-    processor, found = front.processor, []
+def _prompt_tokens(
+    processor: Processor, request: CompletionRequest, prompts: list[str | list[int]]
+) -> list[np.ndarray]:
+    found = []
     for i, prompt in enumerate(prompts):
         param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
         if isinstance(prompt, str):
@@ -414,43 +440,26 @@ async def _answer(
 
 
 async def _tokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    with front.inside(front.admission.caller(scope), generates=False):
-        await _tokenize_inside(front, scope, receive, send)
-
-
-async def _tokenize_inside(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    request, headers = await _read(front, scope, receive, TokenizeRequest)
-    front.check_model(request.model)
-    if (request.prompt is None) == (request.messages is None):
-        raise RequestError("give either prompt or messages", param="prompt")
-    if request.tools and request.prompt is not None:
-        raise RequestError("tools are for messages: a prompt is tokenized as it is", param="tools")
-    max_len = front.client.facts.max_len if front.client.facts else None
-    if request.prompt is not None:
-        text = request.prompt
-        add_special = request.add_special_tokens is not False
-        tokens = await front.off_loop(len(text), lambda: front.tokenizer.encode(text, add_special=add_special))
-    else:
-        segments = await front.chat_segments(request)
-        num_chars = sum(len(text) for text, _ in segments)
-        tokens = await front.off_loop(num_chars, lambda: front.tokenizer.encode_segments(segments))
-    ids = tokens.tolist()
-    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_len}
-    if request.return_token_strs:
-        answer["token_strs"] = [front.table.shown(token) for token in ids]
-    await send_body(send, 200, _encode(answer), headers)
+    with front.inside(front.admission.caller(scope), generates=False) as visit:
+        request, headers = await _read(front, scope, receive, visit, TokenizeRequest)
+        front.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if request.tools and request.prompt is not None:
+            raise RequestError("tools are for messages: a prompt is tokenized as it is", param="tools")
+        check_messages_size(front, request)
+        segments = None if request.messages is None else await front.chat_segments(request, visit.body.num_bytes)
+        answer = await front.off_loop(visit.body.num_bytes, lambda: tokenized(front, request, segments))
+        visit.drop_body()
+        await send_body(send, 200, answer, headers)
 
 
 async def _detokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-    with front.inside(front.admission.caller(scope), generates=False):
-        request, headers = await _read(front, scope, receive, DetokenizeRequest)
-    front.check_model(request.model)
-    most = max(front.tokenizer.vocab_size, front.client.facts.vocab_size if front.client.facts else 0)
-    for i, token in enumerate(request.tokens):
-        if not 0 <= token < most:
-            raise RequestError(f"tokens holds an id outside 0..{most - 1}", param=f"tokens[{i}]")
-    text = front.tokenizer.decode(request.tokens, skip_special=bool(request.skip_special_tokens))
-    await send_body(send, 200, _encode({"prompt": text, "text": text}), headers)
+    with front.inside(front.admission.caller(scope), generates=False) as visit:
+        request, headers = await _read(front, scope, receive, visit, DetokenizeRequest)
+        front.check_model(request.model)
+        answer = await front.off_loop(visit.body.num_bytes, lambda: detokenized(front, request))
+    await send_body(send, 200, answer, headers)
 
 
 # ---------------------------------------------------------------- models, state, numbers

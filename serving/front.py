@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, ModelNotFoundError, OverloadedError, RequestError
 from trireme.serving.admission.admission import Admission, Caller
-from trireme.serving.api.openai.chat import ChatRenderer, Segments, content_chars
+from trireme.serving.api.openai.chat import ChatRenderer, Segments
 from trireme.serving.api.openai.wire import ChatRequest, TokenizeRequest
+from trireme.serving.bodies import Bodies, Body
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.engine import EngineState
 from trireme.serving.http.sse import Look, Ticker
@@ -30,8 +31,9 @@ from trireme.serving.together import Together, alone
 from trireme.topology.lockstep import is_pause
 
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
-MIN_BODY_BUDGET = 64 << 20  # bytes of bodies being read at one time, all requests together
-OFF_LOOP_CHARS = 8192  # longer texts are tokenized in a thread
+MIN_BODY_BUDGET = 64 << 20  # bytes of bodies that are being read or tokenized, all requests together
+OFF_LOOP_BYTES = 8192  # the text of larger requests is tokenized in a thread
+LONG_BYTES = 256 << 10  # and that of those in one of their own, so that it delays no shorter one
 ON_LOOP_RENDER_S = 0.01  # what takes a chat template longer is rendered in a thread
 
 Phase = Literal["loading", "ready", "degraded", "paused", "stuck", "down", "draining"]
@@ -47,9 +49,37 @@ class Readiness(NamedTuple):
         return self.phase in ("ready", "degraded")
 
 
+class Visit:
+    """One request from its head to the last byte of its answer. Its place among the requests is taken when its body is whole."""
+
+    def __init__(self, front: Front, body: Body, *, generates: bool) -> None:
+        self._front = front
+        self.body = body
+        self._generates = generates
+        self._has_place = False
+
+    def enter(self) -> None:
+        """Takes a place. Raises OverloadedError, EngineDeadError."""
+        self._front.check_door(generates=self._generates)
+        self.body.is_whole = True
+        self._front.num_inside += 1
+        self._has_place = True
+
+    def drop_body(self) -> None:
+        """The body has become tokens: its bytes are there for others."""
+        self._front.bodies.end(self.body)
+
+    def leave(self) -> None:
+        self.drop_body()
+        if self._has_place:
+            self._has_place = False
+            self._front.num_inside -= 1
+
+
 class Front:
     """`snapshots` gives the numbers of all front ends of the deployment (default: only this one's); `shared` is what they have in
-    common."""
+    common. `has_been_up`: the deployment was ready before this front end began, so whatever is down now is not loading for the
+    first time."""
 
     def __init__(
         self,
@@ -61,6 +91,7 @@ class Front:
         eos_token_ids: Iterable[int],
         snapshots: Callable[[], Awaitable[list[Snapshot]]] | None = None,
         shared: Together | None = None,
+        has_been_up: bool = False,
     ) -> None:
         self.config = config
         self.client = client
@@ -90,26 +121,26 @@ class Front:
         self.ticker = Ticker(buffer_bytes=config.serving.stream_buffer, on_look=self._on_look)
         self.is_draining = False  # told to leave: not ready any more
         self.is_refusing = False  # and the notice period is over
-        self.num_inside = 0  # requests between the first byte of their body and their last byte out
+        self.num_inside = 0  # requests between the last byte of their body and their last byte out
         self.num_coming = 0  # choices that are admitted and on their way to an engine
-        self.body_bytes = 0  # of bodies being read
-        self._body_budget = max(MIN_BODY_BUDGET, 4 * config.serving.body_limit)
+        self.bodies = Bodies(max(MIN_BODY_BUDGET, 4 * config.serving.body_limit))
         self.progress: dict[str, dict[str, Any]] = {}  # start-up phases of engines, by source
         self._snapshots = snapshots
         self._eos_token_ids = frozenset(eos_token_ids) | {
             token for token in (tokenizer.eos_token_id,) if token is not None
         }
-        self._was_up = False
+        self._was_up = has_been_up
         self._processor: Processor | None = None
         self._is_template_slow = False  # it has once taken longer than other streams should wait
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
     @property
     def processor(self) -> Processor:
         """Checks and completes requests. Raises EngineDeadError while no engine has said yet what it can do."""
         facts = self.client.facts
         if facts is None:
-            raise EngineDeadError("the model is still loading")
+            raise EngineDeadError(self._why_no_facts())
         known = self._processor
         if known is None or (known.max_len, known.vocab_size) != (facts.max_len, facts.vocab_size):
             known = self._processor = Processor(
@@ -122,44 +153,56 @@ class Front:
             )
         return known
 
-    async def off_loop(self, num_chars: int, work: Callable[[], Result]) -> Result:
-        """Runs text work here if it is short, else in a thread, so that a long prompt does not delay other streams."""
-        if num_chars <= OFF_LOOP_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    def _why_no_facts(self) -> str:
+        """Why it is not known what the engines can do."""
+        return "no engine is up" if self._was_up else "the model is still loading"
 
-    async def chat_segments(self, request: ChatRequest | TokenizeRequest) -> Segments:
-        """The parts of a chat's prompt, rendered here if the messages are short and the template quick, else in a thread.
+    async def off_loop(self, num_bytes: int, work: Callable[[], Result], *, most: int = OFF_LOOP_BYTES) -> Result:
+        """Runs the work of a request of `num_bytes` here if these are few, else in a thread, so that a long prompt does not delay
+        other streams."""
+        if num_bytes <= most:
+            return work()
+        threads = self._threads if num_bytes <= LONG_BYTES else self._long_texts
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    async def chat_segments(self, request: ChatRequest | TokenizeRequest, num_bytes: int) -> Segments:
+        """The parts of a chat's prompt, rendered here if the request is of few bytes and the template quick, else in a thread.
         Raises RequestError."""
-        num_chars = sum(map(content_chars, request.messages or ()))
-        if num_chars <= OFF_LOOP_CHARS and not self._is_template_slow:
+        if num_bytes <= OFF_LOOP_BYTES and not self._is_template_slow:
             try:
                 return self.renderer.segments(request, limit_s=ON_LOOP_RENDER_S)
             except TemplateSlow:
                 self._is_template_slow = True
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.renderer.segments, request)
+        threads = self._threads if num_bytes <= LONG_BYTES else self._long_texts
+        return await asyncio.get_running_loop().run_in_executor(threads, self.renderer.segments, request)
 
     # ------------------------------------------------------------ admission
 
     @contextlib.contextmanager
-    def inside(self, caller: Caller, *, generates: bool) -> Iterator[None]:
-        """Holds a place for one request, refusing it before anything of its body is read. Raises OverloadedError, and
+    def inside(self, caller: Caller, *, generates: bool) -> Iterator[Visit]:
+        """One request, refused before anything of its body is read when it could not come in. Raises OverloadedError, and
         EngineDeadError when it `generates` and no engine has been up yet."""
         if self.is_refusing:
-            raise OverloadedError("this server is shutting down", retry_after_s=5.0)
+            raise _shutting_down()
         self.admission.admit(caller)
+        self.check_door(generates=generates)
+        visit = Visit(self, self.bodies.begin(caller.key), generates=generates)
+        try:
+            yield visit
+        finally:
+            visit.leave()
+
+    def check_door(self, *, generates: bool) -> None:
+        """Raises OverloadedError or EngineDeadError when one more request could not come in."""
+        if self.is_refusing:
+            raise _shutting_down()
         capacity = self.client.capacity
         if generates and capacity == 0:
-            raise EngineDeadError("the model is still loading", hint="see /ready")
+            raise EngineDeadError(self._why_no_facts(), hint="see /ready")
         if generates and (under_way := self.num_under_way()) >= capacity:
             raise OverloadedError(f"{under_way} choices are running or queued; the limit is {capacity}")
         if self.num_inside >= capacity + SPARE_REQUESTS:
             raise OverloadedError(f"{self.num_inside} requests are open; the limit is {capacity + SPARE_REQUESTS}")
-        self.num_inside += 1
-        try:
-            yield
-        finally:
-            self.num_inside -= 1
 
     def num_under_way(self) -> int:
         """Choices on engines, or on their way there, of all front ends that share these engines."""
@@ -182,11 +225,10 @@ class Front:
             self.num_coming -= num_rows
             self.tell_rows()
 
-    def take_body_bytes(self, num_bytes: int) -> None:
-        """Counts bytes of a body being read (negative: done with them). Raises OverloadedError over the budget."""
-        if num_bytes > 0 and self.body_bytes + num_bytes > self._body_budget:
-            raise OverloadedError(f"more than {self._body_budget} bytes of requests are being read")
-        self.body_bytes += num_bytes
+    def refuse(self) -> None:
+        """From now on nothing comes in, and bodies that still arrive are not waited for."""
+        self.is_refusing = True
+        self.bodies.refuse_all(_shutting_down())
 
     def check_room(self, priority: int, num_rows: int = 1) -> None:
         """Refuses what its priority gives no room to just now. Raises OverloadedError."""
@@ -265,4 +307,9 @@ class Front:
     def close(self) -> None:
         self.ticker.stop()
         self.client.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_texts):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _shutting_down() -> OverloadedError:
+    return OverloadedError("this server is shutting down", retry_after_s=5.0)

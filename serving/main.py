@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from trireme.log import configure, facts
 from trireme.model.files import files_of
 from trireme.model.reader import read_arch
 from trireme.serving.app import make_app
+from trireme.serving.connections import ConnectionCounts
 from trireme.serving.engines.connect import client_over_sockets
 from trireme.serving.front import Front
 from trireme.serving.http.listener import Listener, allow_connections
@@ -33,7 +35,10 @@ from trireme.transport.wire.messages import Drain
 log = logging.getLogger(__name__)
 
 CLEANUP_S = 10.0
-RELINK_WAIT_S = 5.0  # a restarted front end links to its engines before it takes connections from its siblings
+RELINK_S, RELINK_WAIT_S = (
+    1.0,
+    5.0,
+)  # a restarted front end links to its engines before it takes connections from its siblings
 
 
 def main(channel: BootChannel) -> None:
@@ -60,8 +65,10 @@ def main(channel: BootChannel) -> None:
             eos_token_ids=eos,
             snapshots=siblings.snapshots,
             shared=together(run_dir, index, num_fronts, has_own_engines=is_alone),
+            has_been_up=channel.boot.epoch > 0,  # parts are started again only when all have been ready once
         )
-        await _serve(channel, front, siblings)
+        counted = (0, 1) if is_alone else (index, num_fronts)  # a port of its own has connections of its own
+        await _serve(channel, front, siblings, _connection_counts(run_dir, *counted))
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(run())
@@ -76,7 +83,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return None
 
 
-async def _serve(channel: BootChannel, front: Front, siblings: Aggregation) -> None:
+def _connection_counts(run_dir: str, number: int, total: int) -> ConnectionCounts | None:
+    """Of the front ends that share a listening socket."""
+    if total == 1:
+        return None
+    return ConnectionCounts(Path(run_dir) / "front.connections", number, total, clock=time.monotonic)
+
+
+async def _serve(channel: BootChannel, front: Front, siblings: Aggregation, counts: ConnectionCounts | None) -> None:
     boot = channel.boot
     loop = asyncio.get_running_loop()
     leaving: asyncio.Future[Drain] = loop.create_future()
@@ -98,9 +112,10 @@ async def _serve(channel: BootChannel, front: Front, siblings: Aggregation) -> N
     front.ticker.start()
     await siblings.start()
     if boot.epoch > 0:
-        with contextlib.suppress(TimeoutError):
-            await front.client.wait_up(RELINK_WAIT_S)
-    listener = Listener(make_app(front), socket.socket(fileno=boot.listen_fd), max_connections=allow_connections())
+        await _relinked(front)
+    listener = Listener(
+        make_app(front), socket.socket(fileno=boot.listen_fd), max_connections=allow_connections(), counts=counts
+    )
     await listener.start()
     if boot.epoch == 0:
         await _linked_or(front, leaving)
@@ -112,6 +127,15 @@ async def _serve(channel: BootChannel, front: Front, siblings: Aggregation) -> N
     front.close()
     beats.cancel()
     loop.remove_reader(channel.fileno())
+
+
+async def _relinked(front: Front) -> None:
+    """Returns when every engine is linked; those that are not within RELINK_S are down, and the others need not wait for them."""
+    for wait_s in (RELINK_S, RELINK_WAIT_S - RELINK_S):
+        with contextlib.suppress(TimeoutError):
+            return await front.client.wait_up(wait_s)
+        if any(state.is_up for state in front.client.states()):
+            return
 
 
 async def _linked_or(front: Front, leaving: asyncio.Future[Drain]) -> None:
@@ -131,7 +155,7 @@ async def drain(
     front.is_draining = True
     log.info("draining. %s", facts(open=front.telemetry.open, notice_s=notice_s, deadline_s=deadline_s))
     await _until(hurry.is_set, notice_s)
-    front.is_refusing = True
+    front.refuse()
     await _until(lambda: front.num_inside == 0 or hurry.is_set(), deadline_s)
     if front.num_inside:
         log.warning("drain deadline reached, ending what is left. %s", facts(open=front.telemetry.open))

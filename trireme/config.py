@@ -269,6 +269,9 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
 
 
+LEAST_COLLECTIVE_S = 600.0
+
+
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: Annotated[Literal["ipc", "tcp"], _text("sockets between processes; tcp uses CURVE keys")] = "ipc"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _text("least level that is logged")] = "info"
@@ -304,6 +307,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def in_lockstep(self) -> bool:
         """Whether engines share a collective, so that none may step without the others."""
         return self.parallel.ep and self.parallel.dp > 1
+
+    @property
+    def collective_timeout(self) -> float:
+        """Seconds after which a collective of CPU ranks gives up by itself. Long, for it cannot tell a rank that is stuck from one
+        without a processor: the engine can (engine_core/stall.py) and ends its workers, and deaths and aborts are noticed at once.
+        """
+        return max(LEAST_COLLECTIVE_S, 10.0 * self.launch.step_timeout)
 
     @property
     def runs_ahead(self) -> bool:

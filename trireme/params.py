@@ -15,6 +15,7 @@ from trireme.errors import RequestError
 
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
+MAX_STOP_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
@@ -85,7 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise RequestError(
                     f"stop[{i}] has {len(text)} characters; the limit is {MAX_STOP_CHARS}", param=f"stop[{i}]"
                 )
-        check.count("stop_token_ids", 1024)
+        check.count("stop_token_ids", MAX_STOP_IDS)
         check.count("bad_words", MAX_BAD_WORDS)
         for token, bias in (self.logit_bias or {}).items():
             if not -100.0 <= bias <= 100.0:  # nor NaN

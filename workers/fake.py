@@ -102,7 +102,7 @@ class FakeWorker:
         if self._peers_arena:
             from trireme.workers.collectives.lockstep import Peers
 
-            limit_s = self.config.launch.step_timeout
+            limit_s = self.config.collective_timeout
             self._peers = Peers(self._peers_arena, self.mesh.dp_rank, self.mesh.dp, timeout_s=limit_s)
         if fake.fail_load and self.mesh.worker == 0:
             raise EngineError(fake.fail_load, hint="remove fail_load from config.json")

@@ -209,6 +209,9 @@ class SimulatedExecutor:
     def halted(self) -> str:
         return ""
 
+    def starved_s(self) -> float:
+        return 0.0
+
     def close(self) -> None: ...
 
     def fail(self, text: str) -> None:

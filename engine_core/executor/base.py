@@ -69,6 +69,10 @@ class Executor(Protocol):
         """Which worker the system has stopped, as a sentence; "" when none is. Cheap."""
         ...
 
+    def starved_s(self) -> float:
+        """Of the seconds since the last call, those for which a worker wanted a processor and had none; 0 when that is long ago."""
+        ...
+
     def close(self) -> None:
         """Ends the workers. May be called in any state, twice."""
         ...

@@ -8,9 +8,11 @@ interpreter at once, and the worker would get it last.
 from __future__ import annotations
 
 import importlib
+import os
 import queue
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +23,7 @@ from trireme.config import EngineConfig
 from trireme.engine_core.executor.base import MODULES, OnReply, WorkerPlace, depth_of
 from trireme.errors import ConfigError, TriremeError
 from trireme.phases import Phases
+from trireme.starvation import Starvation
 from trireme.transport.sockets.poller import Poller, Waker
 from trireme.transport.step_futures import StepFuture, Waiter
 from trireme.transport.wire.messages import LoadProgress, StepPlan, StepResult, WorkerInit, WorkerLoaded
@@ -48,6 +51,7 @@ class InprocExecutor:
         self._worker: Any = None
         self._launch: Callable[[StepPlan], StepFuture] | None = None
         self._is_set_up = False
+        self._starvation = Starvation()
         self._on_progress: Callable[[LoadProgress], None] = lambda message: None
         self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
         self._waiter = Waiter(self._waker.set, self._results)
@@ -90,6 +94,9 @@ class InprocExecutor:
     def halted(self) -> str:
         """A thread stops with its process."""
         return ""
+
+    def starved_s(self) -> float:
+        return self._starvation.look(time.monotonic(), [os.getpid()])
 
     def close(self) -> None:
         """Lets the step under way finish, if it does so soon; a load under way is left to the end of the process."""

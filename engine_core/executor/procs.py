@@ -6,6 +6,7 @@ one error that explains it. Must never outlive or be outlived by its workers.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,9 +20,10 @@ from trireme.errors import ConfigError, ModelError, TriremeError
 from trireme.model.files import files_of
 from trireme.model.reader import read_arch
 from trireme.phases import slowest
+from trireme.starvation import Starvation, children_of
 from trireme.topology.arena import Arena, create_arena
 from trireme.topology.mesh import Mesh
-from trireme.transport.process.boot import Child, spawn
+from trireme.transport.process.boot import Child, reap, spawn
 from trireme.transport.sockets.names import Disconnected, Peer, Poller, Server
 from trireme.transport.wire.messages import (
     Call,
@@ -43,6 +45,7 @@ from trireme.transport.wire.plan_delta import shortened
 
 WORKER_MODULE = "trireme.workers.main"
 LAST_WORDS_S = 0.4  # after the first death: other workers may know the cause
+REAP_S = 1.0  # for killed workers to go: one that the system keeps must not keep the engine
 SECONDARY = ("CollectiveError", "the engine core")  # what workers report who only saw another one die
 
 
@@ -59,6 +62,7 @@ class ProcsExecutor:
         self.depth = depth_of(config)
         self._mesh = Mesh(parallel.dp, parallel.pp, parallel.tp, place.dp_rank)
         self._poller = poller
+        self._starvation = Starvation()
         self._arena: Arena | None = None
         self._server: Server | None = None
         self._children: list[Child] = []
@@ -108,10 +112,17 @@ class ProcsExecutor:
     def halted(self) -> str:
         return next((f"{child.name} is stopped" for child in self._children if child.is_halted()), "")
 
+    def starved_s(self) -> float:
+        pids = [child.pid for child in self._children]
+        if self._config.in_lockstep:  # the step is as late as that of the engine that is worst off
+            for engine in children_of(os.getppid()):
+                pids += children_of(engine)
+        return self._starvation.look(time.monotonic(), dict.fromkeys(pids))
+
     def close(self) -> None:
         for child in self._children:
             self._poller.remove(child)
-            child.close()
+        reap(self._children, REAP_S)
         self._children.clear()
         if self._server is not None:
             self._poller.remove(self._server)

@@ -27,7 +27,7 @@ from trireme.params import RowParams
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Stream
-from trireme.transport.process.boot import spawn
+from trireme.transport.process.boot import reap, spawn
 from trireme.transport.process.rundir import RunDir
 from trireme.transport.sockets.aio import AsyncConnection
 from trireme.transport.sockets.poller import Poller
@@ -110,7 +110,7 @@ def _engine(config: EngineConfig) -> Iterator[Boot]:
         yield msgspec.structs.replace(boot, role="front", name="front-0")
     finally:
         poller.remove(child)
-        child.close()
+        reap([child], 5.0)
         run_dir.remove()
 
 

@@ -18,7 +18,7 @@ from trireme.config import CoordinatorConfig, EngineConfig, LaunchConfig, ModelC
 from trireme.errors import EngineError
 from trireme.hashing import KEY_BYTES
 from trireme.metrics import percentile
-from trireme.transport.process.boot import spawn
+from trireme.transport.process.boot import reap, spawn
 from trireme.transport.process.rundir import RunDir
 from trireme.transport.sockets.names import Connection
 from trireme.transport.sockets.poller import Poller
@@ -160,7 +160,7 @@ def _coordinator(policy: str, num_engines: int) -> Iterator[tuple[Boot, int]]:
         yield boot, child.pid
     finally:
         poller.remove(child)
-        child.close()
+        reap([child], 5.0)
         run_dir.remove()
 
 

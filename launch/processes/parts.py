@@ -57,7 +57,7 @@ def run(invocation: Any) -> int:
                 also = early_imports(config.parallel) if place.role == "engine" else ()
                 output = 2 if pipe is None else pipe[1]
                 with guard.held():
-                    prespawned[place.name] = prespawn(place.module, place.name, place.role, also=also, output=output)
+                    prespawned[place.name] = prespawn(place.module, place.name, also=also, output=output)
             return _serve(invocation, prespawned, pipe, guard)
         finally:
             discard(prespawned)

@@ -32,8 +32,11 @@ class Restarts:
         self.limits = limits
         self._deaths: deque[float] = deque()
 
-    def note_death(self, now: float, ready_s: float = 0.0) -> float | None:
-        """Seconds to wait before the next start, or None when the part must stay down. `ready_s`: how long it had been ready."""
+    def note_death(self, now: float, ready_s: float = 0.0, *, counts: bool = True) -> float | None:
+        """Seconds to wait before the next start, or None when the part must stay down. `ready_s`: how long it had been ready.
+        A death that does not count had a cause outside of the part, which is tried again for as long as that lasts."""
+        if not counts:
+            return self.limits.longest_s
         if ready_s >= self.limits.steady_s:
             self._deaths.clear()
         while self._deaths and now - self._deaths[0] > self.limits.window_s:

@@ -18,13 +18,16 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
+from trireme.launch.beats import Beats
 from trireme.launch.interrupts import catch_signals, release_signals
+from trireme.launch.leftovers import Leftovers
 from trireme.launch.processes.lockstep_memory import LockstepMemory
 from trireme.launch.processes.parts import Modules, parts_of
 from trireme.launch.processes.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts
 from trireme.netloc import without_brackets
 from trireme.settings import without_keys
 from trireme.topology.lockstep import Mode
+from trireme.topology.zones import engines_of_front
 from trireme.transport.process.boot import Child, spawn
 from trireme.transport.process.prespawn import Prespawned, prespawn
 from trireme.transport.process.rundir import RunDir
@@ -48,6 +51,8 @@ class SupervisorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     cleanup_s: float = 10.0  # for a front end beyond its drain deadline
     after_engines_s: float = 1.0  # for a front end to be ready once the engines are
     leave_s: float = 5.0  # for engines and coordinator after the front ends have gone
+    undying_s: float = 10.0  # for a killed process to go before its next life begins all the same
+    close_s: float = 3.0  # for what still lives at the end to go before it is left behind
 
 
 class Died(msgspec.Struct, frozen=True):
@@ -99,7 +104,7 @@ Event: TypeAlias = Progress | Ready | Died | AllReady | Restarted | Stopping | S
 class ManagedProcess:
     """One child of the deployment over its several lives."""
 
-    def __init__(self, role: Role, index: int, name: str, module: str, limits: RestartLimits) -> None:
+    def __init__(self, role: Role, index: int, name: str, module: str, limits: RestartLimits, beats: Beats) -> None:
         self.role = role
         self.index = index
         self.name = name
@@ -112,9 +117,12 @@ class ManagedProcess:
         self.restarts = Restarts(limits)
         self.started_at = 0.0
         self.ready_at = 0.0
+        self.start_s = 0.0  # what its last start took
         self.restart_at = NEVER
         self.last_progress: Progress | None = None
         self.pause: Mode = ""  # of an engine, over its lives
+        self.beats = beats
+        self.is_hurried = False  # a front end that waits for nobody any more
 
 
 class Supervisor:
@@ -162,6 +170,8 @@ class Supervisor:
         self._turn_due = NEVER  # when the present wait, or what the owner does between two steps, should be over
         self._phase: Literal["running", "draining", "leaving"] = "running"
         self._phase_ends = NEVER
+        self._streams_end = NEVER  # the drain deadline
+        self._leftovers = Leftovers(self.timing.undying_s)
         self._stop_requests: list[tuple[str, float, int | None]] = []
 
     # ------------------------------------------------------------ for the owner
@@ -250,10 +260,12 @@ class Supervisor:
         return self.exit_code
 
     def close(self) -> None:
-        """Kills what still lives and removes every trace. May be called twice."""
+        """Kills what still lives and removes every trace; a process that the system keeps is named and left. May be called
+        twice."""
         self.is_finished = True
         for part in reversed(self._parts):
             self._discard(part, "stopped")
+        self._leftovers.close(self.timing.close_s)
         while self._spares:
             self._spares.popitem()[1].discard()
         for listener in self._listeners:
@@ -280,7 +292,7 @@ class Supervisor:
         places = parts_of(self.config.parallel.dp, num_fronts, modules)
         timing = self.timing
         limits = {"coordinator": timing.coordinator, "engine": timing.restarts, "front": timing.restarts}
-        return tuple(ManagedProcess(*place, limits[place.role]) for place in places)
+        return tuple(ManagedProcess(*place, limits[place.role], Beats(timing.stuck_s)) for place in places)
 
     def _launch(self, part: ManagedProcess) -> None:
         """Starts the next life of `part`, in place: same name, same addresses, next epoch."""
@@ -305,7 +317,7 @@ class Supervisor:
         for part in self._parts:
             if part.role in SPARE_ROLES and part.name not in self._spares and self._phase == "running":
                 with contextlib.suppress(OSError):
-                    self._spares[part.name] = prespawn(part.module, f"spare-{part.name}", part.role)
+                    self._spares[part.name] = prespawn(part.module, f"spare-{part.name}")
 
     def _on_reports(self, part: ManagedProcess) -> None:
         child = part.child
@@ -335,6 +347,7 @@ class Supervisor:
 
     def _on_ready(self, part: ManagedProcess, report: Ready) -> None:
         part.state, part.ready, part.ready_at = "ready", report, time.monotonic()
+        part.start_s = part.ready_at - part.started_at
         if self.is_ready:
             self._notify(Restarted(part.name, part.epoch))
             self._keep_spares()
@@ -350,18 +363,22 @@ class Supervisor:
             self._keep_spares()
 
     def _on_death(self, part: ManagedProcess, failed: Failed | None) -> None:
-        """Before the first readiness a death is fatal, later it is a restart, and in a drain it is what was asked for."""
+        """Before the first readiness a death is fatal and later it is a restart; in a drain too, if there is time for one. What has
+        been told to leave has done so."""
         was_ready = part.state == "ready"
         self._discard(part, "stopped")
         part.failed = failed
-        if self._phase != "running":
+        if self._phase == "leaving" or (self._phase == "draining" and part.role == "front"):
             return
         failed = failed or Failed(part.name, f"{part.name} ended although nobody asked it to")
         if not self.is_ready:
             self._abort(failed)
             return
         now = time.monotonic()
-        delay_s = part.restarts.note_death(now, now - part.ready_at if was_ready else 0.0)
+        counts = was_ready or not self._leftovers.holds(part.name)  # else it may be in want of what that holds
+        delay_s = part.restarts.note_death(now, now - part.ready_at if was_ready else 0.0, counts=counts)
+        if delay_s is not None and not self._has_time(part, now + delay_s):
+            delay_s = None
         if delay_s is None:
             part.state = "down"
         else:
@@ -369,6 +386,9 @@ class Supervisor:
         self._notify(Died(part.name, failed.error, delay_s, part.restarts.num_recent, failed))
         if part.role == "engine" and self._peers.is_shared:
             self._end_group(part)
+        if self._phase == "draining":
+            self._hurry_fronts()
+            return
         alike = [p for p in self._parts if p.role == part.role]
         if part.role != "coordinator" and all(p.state == "down" for p in alike):
             self._abort(failed)  # nothing is left that could ever serve again
@@ -385,6 +405,7 @@ class Supervisor:
         if part.child is not None:
             self._poller.remove(part.child)
             part.child.close()
+            self._leftovers.add(part.child)
             part.child = None
         part.state, part.restart_at = state, NEVER
 
@@ -402,29 +423,41 @@ class Supervisor:
     # ------------------------------------------------------------ time
 
     def _next_deadline(self) -> float:
-        deadlines = [self._phase_ends]
+        now = time.monotonic()
+        deadlines = [self._phase_ends, self._leftovers.next_due(now)]
         for part in self._parts:
-            deadlines.append(part.restart_at)
+            if part.restart_at > now or not self._leftovers.is_going(part.name, now):
+                deadlines.append(part.restart_at)
             if part.state == "starting":
                 deadlines.append(self._start_ends(part))
-            if part.child is not None and part.child.last_beat:
-                deadlines.append(part.child.last_beat + self.timing.stuck_s)
+            if part.child is not None:
+                deadlines.append(part.beats.next_due(part.child))
         return min(deadlines)
 
     def _check(self, now: float) -> None:
         """Everything that happens by time, and the stop requests."""
+        self._leftovers.look(now)
         for part in self._parts:
             if part.restart_at <= now:
-                self._launch(part)
+                if not self._leftovers.is_going(part.name, now):
+                    self._launch(part)
             elif part.state == "starting" and now >= self._start_ends(part):
                 self._kill(part, self._describe_slow_start(part))
-            elif part.child is not None and part.child.last_beat and now - part.child.last_beat >= self.timing.stuck_s:
-                self._on_reports(part)  # beats may be waiting unread when it was we who were stopped
-                if part.child is not None and now - part.child.last_beat >= self.timing.stuck_s:
-                    self._kill(part, f"{part.name} made no turn of its loop for {self.timing.stuck_s:g} s")
+            else:
+                self._check_beats(part, now)
         while self._stop_requests:
             self._on_stop_request(*self._stop_requests.pop(0))
         self._advance_stop(now)
+
+    def _check_beats(self, part: ManagedProcess, now: float) -> None:
+        """Ends what has not turned its loop for too long."""
+        if part.child is None:
+            return
+        part.beats.look(part.child, now)
+        if part.beats.is_stuck(part.child, now):
+            self._on_reports(part)  # beats may be waiting unread when it was we who were stopped
+            if part.child is not None and part.beats.is_stuck(part.child, now):
+                self._kill(part, f"{part.name} made no turn of its loop for {self.timing.stuck_s:g} s")
 
     def _start_ends(self, part: ManagedProcess) -> float:
         """When a part that starts is late. A front end waits for the engines, so it is late only after those that still start."""
@@ -450,12 +483,30 @@ class Supervisor:
             return
         serving = self.config.serving
         self._phase = "draining"
-        self._phase_ends = time.monotonic() + notice_s + serving.drain_timeout + self.timing.cleanup_s
+        self._streams_end = time.monotonic() + notice_s + serving.drain_timeout
+        self._phase_ends = self._streams_end + self.timing.cleanup_s
         for part in self._parts:
-            part.restart_at = NEVER
+            if part.state == "waiting" and not self._has_time(part, part.restart_at):
+                part.state, part.restart_at = "down", NEVER
             if part.role == "front" and part.child is not None:
                 part.child.drain(serving.drain_timeout, notice_s)
         self._notify(Stopping(reason, notice_s + serving.drain_timeout))
+        self._hurry_fronts()
+
+    def _has_time(self, part: ManagedProcess, restart_at: float) -> bool:
+        """Whether a next life that begins then will be of use: in a drain, to what is still to be finished."""
+        if self._phase == "running":
+            return True
+        return part.role != "front" and restart_at + part.start_s < self._streams_end
+
+    def _hurry_fronts(self) -> None:
+        """A front end in a drain, none of whose engines will come, has nothing to wait for: its requests end at once."""
+        lost = {part.index for part in self._parts if part.role == "engine" and part.state in ("down", "stopped")}
+        for part in self._parts:
+            if part.role == "front" and part.child is not None and not part.is_hurried:
+                part.is_hurried = lost.issuperset(engines_of_front(self.config, part.index))
+                if part.is_hurried:
+                    part.child.drain(0.0)
 
     def _advance_stop(self, now: float) -> None:
         """draining (front ends finish their streams) -> leaving (engines and coordinator go) -> finished."""
@@ -465,6 +516,7 @@ class Supervisor:
                 self._phase = "leaving"
                 self._phase_ends = now + self.timing.leave_s
                 for part in self._parts:
+                    part.restart_at = NEVER
                     if part.child is not None:
                         part.child.drain(self.timing.leave_s)
         if self._phase == "leaving" and (now >= self._phase_ends or all(part.child is None for part in self._parts)):

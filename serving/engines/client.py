@@ -145,7 +145,8 @@ class EngineClient:
             self._placement.coordinator.close()
 
     def end_all(self, reason: str) -> None:
-        """Ends every row with an explicit error, and tells the engines."""
+        """Ends every row with an explicit error, and tells the engines. What waits for an engine, or will, ends likewise."""
+        self._placement.give_up(reason)
         self._fail_moving(reason, OverloadedError.code)
         for engine in self._engines:
             rids = list(engine.rows)

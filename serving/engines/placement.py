@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from trireme.errors import EngineDeadError
+from trireme.errors import EngineDeadError, OverloadedError
 from trireme.serving.engines.engine import EngineLink, Link
 from trireme.serving.engines.fallback_router import FallbackRouter
 from trireme.transport.sockets.names import Disconnected
@@ -49,6 +49,12 @@ class Placement:
         self._clock = clock
         self.routes: dict[int, asyncio.Future[Routed]] = {}
         self._changed = asyncio.Event()
+        self._given_up = ""
+
+    def give_up(self, reason: str) -> None:
+        """No row will find an engine any more, neither those that wait for one nor those to come."""
+        self._given_up = reason
+        self.note_change()
 
     def on_message(self, message: Any) -> None:
         """What the coordinator has sent, or that it is gone."""
@@ -68,21 +74,28 @@ class Placement:
             log.warning("coordinator is away, choosing engines from the last view. reason=%s", message.reason)
 
     async def place(self, route: Route, until: float) -> tuple[EngineLink, int]:
-        """An engine that is up, and the ticket for it. Raises EngineDeadError when none comes up before `until`."""
+        """An engine that is up, and the ticket for it. Raises EngineDeadError when none comes up before `until`, and
+        OverloadedError after `give_up`."""
         candidates = [self.at(route.pin)] if route.pin >= 0 else self.engines
         while True:
+            self._check_given_up()
             if not any(engine.is_up for engine in candidates):
                 await self._wait_up(candidates, until)
+                self._check_given_up()
             try:
                 return await self.place_once(route)
             except EngineDeadError:
                 if self._clock() >= until:
                     raise
 
+    def _check_given_up(self) -> None:
+        if self._given_up:
+            raise OverloadedError(self._given_up)
+
     async def _wait_up(self, candidates: Sequence[EngineLink], until: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(until - self._clock()):
-                while not any(engine.is_up for engine in candidates):
+                while not (self._given_up or any(engine.is_up for engine in candidates)):
                     await self.wait_change()
 
     async def place_once(self, route: Route) -> tuple[EngineLink, int]:

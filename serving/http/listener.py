@@ -16,10 +16,12 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from trireme.errors import OverloadedError, RequestError
 from trireme.serving.api.openai.wire import error_body
+from trireme.serving.connections import ConnectionCounts
 from trireme.serving.http.accept import Acceptor
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._max_connections = max_connections
         self._head_bytes = 0
         self._in_head = False
+        self._in_body = False
+        self._previous = self.cycle  # the request before the last one
         self._is_refused = False
+        self._refusal: bytes | None = None  # that waits until what came before it has been answered
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -78,6 +83,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._expect_reading()
+        elif self._refusal is not None and self.cycle.response_complete:
+            refusal, self._refusal = self._refusal, None
+            self._say(refusal)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -85,7 +93,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
-            self._drop(len(data))
+            if self._refusal is None:
+                self._drop(len(data))
+            else:
+                self._dropped_bytes += len(data)
+                if self._dropped_bytes > LINGER_BYTES:
+                    self.transport.abort()
             return
         super().data_received(data)
         if self._in_head and not self._is_refused:
@@ -122,8 +135,18 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._disarm()
-        if not self._is_refused:
-            super().on_headers_complete()
+        if self._is_refused:
+            return
+        version = self.parser.get_http_version()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and version != "1.0"):
+            self._refuse(400, f"the request has {num_hosts} Host headers; it must have one")
+            return
+        self._in_body = True
+        self._previous = self.cycle
+        super().on_headers_complete()
+        if version == "1.0":
+            _end_by_closing(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         if self._is_refused:
@@ -133,6 +156,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._in_body = False
         if not self._is_refused:
             super().on_message_complete()
 
@@ -173,6 +197,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_reading()
 
     def _refuse(self, status: int, why: str) -> None:
+        """Answers what came last with an error and closes, once all that came before it has been answered."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -181,8 +206,31 @@ class LimitedProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: application/json\r\n"
         head += "retry-after: 1\r\n" if status == 503 else ""
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        refusal = head.encode() + body
+        if self._in_body:
+            refusal = self._give_up_last(refusal)
+        if self.cycle is None or self.cycle.response_complete or self.cycle.disconnected:
+            self._say(refusal)
+        else:
+            self._refusal = refusal
+
+    def _give_up_last(self, refusal: bytes) -> bytes:
+        """Takes back the request whose body is broken, and returns what is to be said of it."""
+        cycle = self.cycle
+        if cycle.response_started:
+            return b""  # it has its answer, or the beginning of one
+        if self.pipeline:
+            self.pipeline.popleft()  # it has not begun
+            self.cycle = self._previous
+        else:
+            cycle.disconnected = True  # so that the application reads no further, and what it says goes nowhere
+            cycle.message_event.set()
+        return refusal
+
+    def _say(self, refusal: bytes) -> None:
         if not self.transport.is_closing():
-            self.transport.write(head.encode() + body)
+            if refusal:
+                self.transport.write(refusal)
             if self.transport.can_write_eof():
                 self.transport.write_eof()
             self._drop(0)
@@ -196,6 +244,24 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: a body of unknown length ends where the connection does."""
+    send = cycle.send
+    has_length = True
+
+    async def send_plain(message: ASGISendEvent) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif message["type"] == "http.response.body" and not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
+
+
 _PHRASES = {
     400: "Bad Request",
     408: "Request Timeout",
@@ -207,9 +273,20 @@ _PHRASES = {
 class _Server(uvicorn.Server):
     """Leaves signals to the process that owns it, and takes connections in its own way."""
 
+    def __init__(self, config: uvicorn.Config, counts: ConnectionCounts | None) -> None:
+        super().__init__(config)
+        self._counts = counts
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        self.servers += [Acceptor(listening, self._make_protocol) for listening in sockets or []]  # type: ignore[misc]
+        for listening in sockets or []:
+            acceptor = Acceptor(
+                listening,
+                self._make_protocol,
+                counts=self._counts,
+                num_open=lambda: len(self.server_state.connections),
+            )
+            self.servers.append(acceptor)  # type: ignore[arg-type]
 
     def _make_protocol(self) -> asyncio.Protocol:
         make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class  # the partial of Listener
@@ -241,9 +318,17 @@ def allow_connections() -> int:
 
 
 class Listener:
-    """Serves `app` on a listening socket until `stop`, to at most `max_connections` at a time."""
+    """Serves `app` on a listening socket until `stop`, to at most `max_connections` at a time. Several that serve one socket share
+    its connections by their `counts`."""
 
-    def __init__(self, app: ASGIApp, listening: socket.socket, *, max_connections: int = WANTED_CONNECTIONS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listening: socket.socket,
+        *,
+        max_connections: int = WANTED_CONNECTIONS,
+        counts: ConnectionCounts | None = None,
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=functools.partial(LimitedProtocol, max_connections=max_connections),  # type: ignore[arg-type]
@@ -259,7 +344,7 @@ class Listener:
             timeout_keep_alive=IDLE_TIMEOUT_S,
             backlog=2048,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, counts)
         self._socket = listening
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # connections inherit it
         self._task: asyncio.Task[None] | None = None

@@ -21,6 +21,7 @@ from trireme.errors import AuthError, DeadlineError, RequestError, TriremeError
 from trireme.netloc import is_address, is_loopback, without_port
 from trireme.serving.api.openai.wire import error_body, error_status, retry_after
 from trireme.serving.cors import METHODS, AllowedOrigins
+from trireme.serving.origin import is_foreign
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,11 @@ class Middleware:
                 raise AuthError("no valid API key: send it as 'Authorization: Bearer KEY'")
         if self._checks_host:
             self._check_hosts(scope["headers"])
+        if not self._keys and is_foreign(scope["method"], scope["headers"], self._origins.is_allowed):
+            raise ForbiddenError(
+                "a web page of another origin sent this, and this server has no key that would tell who may use it",
+                hint="start it with --api-key, or with --cors-origins",
+            )
 
     def _check_hosts(self, headers: Headers) -> None:
         for host in (without_port(value.decode("latin-1")) for name, value in headers if name == b"host"):

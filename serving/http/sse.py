@@ -33,7 +33,8 @@ STALL_S = 30.0
 # than LAST_S.
 TAKE_S = 10.0
 LAST_S = 30.0
-BYTES_PER_EVENT = 192  # of a pending event once it is written, roughly
+BYTES_PER_EVENT = 192  # of a pending event once it is written, roughly, while a stream has none that would tell
+LOOK_S = 0.25
 
 Outcome = Literal["complete", "error", "cancelled"]
 Look = Literal["fine", "ended", "reset"]
@@ -74,6 +75,8 @@ class EventStream:
         self._ended_at: float | None = None  # for its slow reader
         self._unsent = 0  # bytes that the connection had not taken when last looked at, while a write waits
         self._taken_at = 0.0  # when it last took some
+        self._num_formed = 0  # bytes of all events so far
+        self._num_held = 0  # of those, what the connection was not given yet
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -166,10 +169,9 @@ class EventStream:
                     chunk = b"".join([form.event(delta, usage) for delta, usage in counted])
                 else:
                     chunk = b"".join([form.event(delta, None) for delta in deltas])
-                if len(chunk) > PIECE_BYTES:
+                self._num_formed += len(chunk)
+                if chunk:
                     await self._write_pieces(chunk)
-                elif chunk:
-                    await self._write(chunk)
             elif self.wants_ping:
                 self.wants_ping = False
                 await self._write(b": ping\n\n")
@@ -183,8 +185,10 @@ class EventStream:
         start = 0
         while start < len(chunk) and self.failure is None:
             end = _end_of_piece(chunk, start)
-            await self._write(chunk[start:end])
+            self._num_held = len(chunk) - start
+            await self._write(chunk[start:end] if end - start < len(chunk) else chunk)
             start = end
+        self._num_held = 0
 
     async def write_whole(self, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Outcome:
         """A whole answer, under the same eyes."""
@@ -212,6 +216,13 @@ class EventStream:
 
     # ------------------------------------------------------------ called by the ticker
 
+    def lag(self) -> int:
+        """Bytes that wait for the reader outside of its connection: what is written already, and events that will be, each as
+        long as those of this stream have been so far."""
+        taken = self.generation.num_taken
+        per_event = self._num_formed / taken if self._num_formed else BYTES_PER_EVENT
+        return self._num_held + int(self.generation.num_pending * per_event)
+
     def look(self, now: float, *, buffer_bytes: int) -> Look:
         """Asks for a ping on a silent stream; ends that of a reader that lags too far or too long, and resets its connection if
         not even the last event can be sent."""
@@ -227,7 +238,7 @@ class EventStream:
                 return "fine"
             self._reset()
             return "reset"
-        lag = self.generation.num_pending * BYTES_PER_EVENT
+        lag = self.lag()
         stalled_s = now - self.sending_since
         if lag <= buffer_bytes and stalled_s <= STALL_S:
             return "fine"
@@ -292,7 +303,7 @@ _HEADERS = (
 
 
 class Ticker:
-    """Looks after all streams of a process once a second, so that streams need no timers of their own. `on_look` is told what was
+    """Looks after all streams of a process, so that streams need no timers of their own. `on_look` is told what was
     done about a slow reader."""
 
     def __init__(self, *, buffer_bytes: int, on_look: Callable[[Look], None]) -> None:
@@ -306,7 +317,7 @@ class Ticker:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(LOOK_S)
             now = time.monotonic()
             found: Counter[Look] = Counter()
             for stream in list(self.streams):

@@ -18,6 +18,8 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
 from trireme.errors import ModelError
+from trireme.serving.text_bounds import TextBound
+from trireme.serving.tokenizer_bounds import library_bound, spm_bound
 
 META = "\u2581"  # the visible space of SentencePiece
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -49,6 +51,10 @@ class TextEncoder(Protocol):
     @property
     def added(self) -> dict[int, AddedText]: ...
 
+    @property
+    def bound(self) -> TextBound | None:
+        """The least tokens of a text; None where the vocabulary does not tell."""
+
     def encode(self, text: str, *, add_special: bool, allow_special: bool) -> np.ndarray:
         """int32 ids. `add_special` puts BOS/EOS around them; without `allow_special` names of special tokens are plain text."""
 
@@ -72,15 +78,16 @@ class LibraryEncoder:
         self._has_byte_pieces = "ByteFallback" in kinds
         self.adds_space = _strips_space(steps)
         self.adds_space_after_added = self.adds_space and _prepends_to_each_part(fast)
-        if vocab_size is None:
-            vocab_size = max(fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.vocab_size = vocab_size
+        vocab = fast.get_vocab(with_added_tokens=True)
+        self.vocab_size = vocab_size if vocab_size is not None else max(vocab.values(), default=-1) + 1
         added = fast.get_added_tokens_decoder()
         self.added = {token: AddedText(entry.content, entry.special) for token, entry in added.items()}
+        self.bound = library_bound(fast, vocab, _byte_of_char())
 
     def encode(self, text: str, *, add_special: bool, allow_special: bool) -> np.ndarray:
         fast = self._fast if allow_special else self._plain
-        return np.array(fast.encode(text, add_special_tokens=add_special).ids, dtype=np.int32)
+        (found,) = fast.encode_batch_fast([text], add_special_tokens=add_special)  # `encode` would hold the GIL
+        return np.array(found.ids, dtype=np.int32)
 
     def token_id(self, text: str) -> int | None:
         return self._fast.token_to_id(text)
@@ -126,8 +133,18 @@ class LibraryEncoder:
 
     @functools.cached_property
     def _plain(self) -> FastTokenizer:
-        """A second copy that does not look for special tokens (the library keeps that switch inside the tokenizer)."""
-        plain = FastTokenizer.from_str(self._fast.to_str())
+        """A second tokenizer that does not look for special tokens (the library keeps that switch inside the tokenizer). It shares
+        the parts of the first, as reading a large vocabulary again would hold the GIL for seconds."""
+        fast = self._fast
+        plain = FastTokenizer(fast.model)
+        for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            if (part := getattr(fast, name)) is not None:
+                setattr(plain, name, part)
+        added = fast.get_added_tokens_decoder()
+        for _, entry in sorted(added.items()):
+            (plain.add_special_tokens if entry.special else plain.add_tokens)([entry])
+        if plain.get_added_tokens_decoder().keys() != added.keys():  # ids that the library would not give again
+            plain = FastTokenizer.from_str(fast.to_str())
         plain.encode_special_tokens = True
         return plain
 
@@ -150,6 +167,7 @@ class SpmEncoder:
         self.begin: list[int] = []
         self.end: list[int] = []
         self._tokens = tokens
+        self.bound = spm_bound(tokens, kinds >= ADDED)
         try:
             native = importlib.import_module("trireme.serving._native")
             self._native: Any = native.Spm(tokens, scores, kinds, -1 if unknown is None else unknown, adds_space)

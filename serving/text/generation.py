@@ -85,6 +85,7 @@ class Generation:
         self.first: float | None = None
         self.last: float | None = None
         self.num_preemptions = 0
+        self.num_taken = 0  # events that `next` has handed out
         self._client = client
         self._stream: Stream | None = None
         self._error: Exception | None = None
@@ -122,6 +123,7 @@ class Generation:
         if self._error is not None:
             raise self._error
         events = await self._stream.next()
+        self.num_taken += len(events)
         if not events and self._stream.is_done:
             return None
         out: list[TextDelta] = []

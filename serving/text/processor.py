@@ -17,9 +17,10 @@ from trireme.errors import ContextLengthError, RequestError
 from trireme.hashing import cache_salt
 from trireme.params import RowParams, SamplingParams
 from trireme.serving.engines.replay import Replay, RequestLimits
+from trireme.serving.text_bounds import TextBound, context_limit
 
 MAX_ROWS = 512  # prompts x n
-MAX_PROMPT_CHARS_PER_TOKEN = 256  # a longer text cannot fit the context whatever the tokenizer
+MAX_CHARS_PER_TOKEN = 256  # where the vocabulary tells no bound: a longer text fits the context with no usual tokenizer
 MAX_BAD_WORD_TOKENS = 4096  # over all bad words
 
 
@@ -29,6 +30,9 @@ class TextTokenizer(Protocol):
     @property
     def special_ids(self) -> frozenset[int]: ...
 
+    @property
+    def bound(self) -> TextBound | None: ...
+
     def encode(self, text: str, *, add_special: bool = True, allow_special: bool = True) -> np.ndarray: ...
 
     def encode_inside(self, text: str) -> np.ndarray: ...
@@ -36,6 +40,30 @@ class TextTokenizer(Protocol):
     def encode_segments(self, segments: Sequence[tuple[str, bool]], *, add_special: bool = False) -> np.ndarray: ...
 
     def token_bytes(self, token: int) -> bytes: ...
+
+
+def check_text(text: str, param: str, bound: TextBound | None, max_len: int) -> None:
+    """Refuses a string that is no Unicode text (RequestError), and a text that is more than `max_len` tokens whatever they are
+    (ContextLengthError)."""
+    try:
+        least = bound.least_tokens(text) if bound is not None else -(-len(text) // MAX_CHARS_PER_TOKEN)
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{param} holds characters that are no Unicode text", param=param) from None
+    if least > max_len:
+        raise ContextLengthError(
+            f"{context_limit(max_len)}; {param} has {len(text)} characters, which are at least {least} tokens",
+            param=param,
+        )
+
+
+def check_size(num_chars: int, param: str, bound: TextBound | None, max_len: int) -> None:
+    """Refuses so many characters if even the longest tokens would be more than `max_len`. Raises ContextLengthError."""
+    most = max_len * (bound.chars_per_token if bound is not None else MAX_CHARS_PER_TOKEN)
+    if num_chars > most:
+        raise ContextLengthError(
+            f"{context_limit(max_len)}; {param} has {num_chars} characters, and at most {most} can fit", param=param
+        )
 
 
 class Processor:
@@ -97,24 +125,20 @@ class Processor:
         return ids
 
     def check_text(self, text: str, param: str) -> None:
-        """Refuses hopelessly long texts before any work is spent on them, and strings that are no Unicode text."""
-        most = self.max_len * MAX_PROMPT_CHARS_PER_TOKEN
-        if len(text) > most:
-            raise ContextLengthError(
-                f"{self._limit}; {param} has {len(text)} characters, and at most {most} can fit", param=param
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise RequestError(f"{param} holds characters that are no Unicode text", param=param) from None
+        """Refuses texts that cannot fit the context before any work is spent on them, and strings that are no Unicode text."""
+        check_text(text, param, self.tokenizer.bound, self.max_len)
 
-    def _too_long(self, num_tokens: int, param: str) -> RequestError:
+    def check_size(self, num_chars: int, param: str) -> None:
+        """Refuses so many characters if no text of them could fit the context."""
+        check_size(num_chars, param, self.tokenizer.bound, self.max_len)
+
+    def _too_long(self, num_tokens: int, param: str) -> ContextLengthError:
         return ContextLengthError(f"{self._limit}; {param} has {num_tokens} tokens", param=param)
 
     @property
     def _limit(self) -> str:
         """The beginning of errors about the context, in the words that clients look for."""
-        return f"this model's maximum context length is {self.max_len} tokens"
+        return context_limit(self.max_len)
 
     # ------------------------------------------------------------ rows
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from tokenizers import Tokenizer as FastTokenizer
 from trireme.errors import ModelError
 from trireme.model.files import ModelFiles, read_json
 from trireme.places import expanded
+from trireme.serving.special_names import names_pattern
 from trireme.serving.text.encoders import LibraryEncoder, TextEncoder
 from trireme.serving.text.tokens_gguf import tokenizer_from_gguf
 
-_HEAD = 3  # characters of a name that are looked for first
 _BEFORE = ("\n", "\x01", ".", "1")  # what text may stand behind: most vocabularies merge one of these with nothing
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -40,6 +39,7 @@ class Tokenizer:
         self.special_tokens = special
         self.chat_template = chat_template
         self.vocab_size = encoder.vocab_size
+        self.bound = encoder.bound
         added = encoder.added
         self._added: dict[int, bytes] = {token: entry.text.encode() for token, entry in added.items()}
         self.special_names = frozenset(entry.text for entry in added.values() if entry.special)
@@ -171,27 +171,15 @@ class Tokenizer:
 
 
 class _SpecialNames:
-    """Finds names of special tokens in text. A vocabulary may have thousands, so a pattern of their first characters finds
-    where one may begin, and a table tells whether one does."""
+    """Finds names of special tokens in text."""
 
     def __init__(self, ids: dict[str, int]) -> None:
-        self.ids = ids = {name: token for name, token in ids.items() if name}
-        self._lengths = sorted(set(map(len, ids)), reverse=True)
-        heads = sorted({name[:_HEAD] for name in ids}, key=len, reverse=True)
-        self._head = re.compile("|".join(map(re.escape, heads))) if heads else None
+        self.ids = ids
+        self._pattern = names_pattern(ids)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Begin and end of each name, the leftmost first and the longest there, none overlapping."""
-        if self._head is None:
-            return []
-        found, at = [], 0
-        while match := self._head.search(text, at):
-            begin = match.start()
-            name = next((text[begin : begin + n] for n in self._lengths if text[begin : begin + n] in self.ids), "")
-            at = begin + (len(name) or 1)
-            if name:
-                found.append((begin, at))
-        return found
+        return [match.span() for match in self._pattern.finditer(text)] if self._pattern is not None else []
 
 
 def load_tokenizer(

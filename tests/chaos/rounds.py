@@ -18,6 +18,7 @@ from random import Random
 from scripts.streams import Answer, ask, difference_of
 from tests.chaos.faults import Fault
 from tests.chaos.site import Injury, Site
+from trireme.launch.processes.supervisor import Died
 
 CANCEL_ONE_IN = 8
 WATCH_S = 15.0  # beyond the limit, to tell late from never
@@ -68,20 +69,25 @@ class Verdict:
 
 def run_round(site: Site, fault: Fault, rng: Random) -> Verdict:
     """Raises nothing for what the deployment does wrong."""
+    deaths = len(site.deployment.died)
     with Pulse() as pulse:
-        verdict = _injure(site, fault, rng)
+        verdict, injury, injured = _injure(site, fault, rng)
         for settle in (site.until_quiet, site.until_census):
             try:
                 settle()
             except TimeoutError as error:
                 verdict.breaches.append(str(error))
+    died = site.deployment.died[deaths:]
+    verdict.died = [f"{at - injured:.1f} s: {event.error}" for at, event in died]
+    verdict.breaches += judge_deaths(fault, injury, [event for _, event in died])
     verdict.away_s = pulse.longest_s
     if verdict.away_s > AWAY_S:
         verdict.num_running, verdict.late, verdict.noticed_s = 0, [], None
     return verdict
 
 
-def _injure(site: Site, fault: Fault, rng: Random) -> Verdict:
+def _injure(site: Site, fault: Fault, rng: Random) -> tuple[Verdict, Injury, float]:
+    """The verdict so far, what was done, and when."""
     assert fault.inject is not None
     verdict, began = Verdict(), time.monotonic()
     answers = [Answer() for _ in site.bodies]
@@ -108,11 +114,8 @@ def _injure(site: Site, fault: Fault, rng: Random) -> Verdict:
     verdict.what = injury.what
     if not injury.is_done:
         verdict.num_running = 0
-    verdict.died = [f"{at - injected:.1f} s: {event.error}" for at, event in site.deployment.died[deaths:]]
-    if fault.notice != "death" and not fault.may_die and len(site.deployment.died) > deaths:
-        verdict.breaches.append(f"needless death: {site.deployment.died[-1][1].error}")
     verdict.took_s = time.monotonic() - began
-    return verdict
+    return verdict, injury, injected
 
 
 def judge_streams(
@@ -128,6 +131,20 @@ def judge_streams(
             breaches.append(f"stream {i}: {difference_of(want, got)}")
         elif not got.is_beginning_of(want):
             breaches.append(f"stream {i}: what was heard before it was {got.end} is not how the answer begins")
+    return breaches
+
+
+def judge_deaths(fault: Fault, injury: Injury, died: Sequence[Died]) -> list[str]:
+    """What was injured dies once, or more often while a resource that its next life needs is not there; nobody else dies."""
+    if fault.may_die:
+        return []
+    left = list(injury.parts) if fault.notice == "death" else []
+    breaches = []
+    for event in died:
+        if event.name in left:
+            left.remove(event.name)
+        elif not (fault.family == "resource" and event.name in injury.parts):
+            breaches.append(f"needless death of {event.name}: {event.error}")
     return breaches
 
 

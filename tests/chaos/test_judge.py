@@ -9,8 +9,9 @@ import pytest
 
 from scripts.streams import Answer
 from tests.chaos.faults import FAULTS, Fault
-from tests.chaos.rounds import judge_notice, judge_streams
+from tests.chaos.rounds import judge_deaths, judge_notice, judge_streams
 from tests.chaos.site import Injury
+from trireme.launch.processes.supervisor import Died
 
 PORT = 4242
 
@@ -81,6 +82,26 @@ def test_notices_have_limits() -> None:
     assert judge_notice(fault, 0.9) == []
     assert len(judge_notice(fault, 1.1)) == 1
     assert judge_notice(Fault("f", "kill"), None) == []
+
+
+def died(*names: str) -> list[Died]:
+    return [Died(name, f"{name} was killed by SIGKILL", 0.05, 1) for name in names]
+
+
+def test_nobody_dies_but_who_was_injured_and_that_once() -> None:
+    kill, stall = Fault("f", "kill", notice="death"), Fault("f", "freeze", notice="stall")
+    hit = Injury(["front-0"])
+    assert judge_deaths(kill, hit, died("front-0")) == []
+    assert judge_deaths(kill, hit, []) == []  # that it was not noticed is judged elsewhere
+    (breach,) = judge_deaths(kill, hit, died("front-0", "engine-1"))
+    assert "engine-1" in breach
+    assert len(judge_deaths(kill, hit, died("engine-0", "front-0", "engine-1"))) == 2
+    assert len(judge_deaths(kill, hit, died("front-0", "front-0"))) == 1
+    assert len(judge_deaths(stall, Injury(), died("engine-0"))) == 1
+    full = Fault("f", "resource", notice="death")
+    assert judge_deaths(full, hit, died("front-0", "front-0")) == []
+    assert len(judge_deaths(full, hit, died("front-0", "engine-0"))) == 1
+    assert judge_deaths(Fault("f", "message", may_die=True), Injury(), died("engine-0")) == []
 
 
 def test_the_table_says_for_each_fault_what_is_done_or_why_not() -> None:

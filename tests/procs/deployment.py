@@ -12,7 +12,7 @@ from typing import Any, Self
 import msgspec
 
 from trireme.launch.processes.supervisor import ManagedProcess, Supervisor
-from trireme.transport.process.boot import Child, spawn
+from trireme.transport.process.boot import Child, reap, spawn
 from trireme.transport.process.rundir import RunDir
 from trireme.transport.wire.messages import Boot, Ready, Role
 
@@ -38,8 +38,7 @@ class Deployment:
         return child
 
     def close(self) -> None:
-        for child in self.children:
-            child.close()
+        reap(self.children, 5.0)
         self.run_dir.remove()
 
 

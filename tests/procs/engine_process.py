@@ -26,7 +26,7 @@ from trireme.config import (
     SchedulerConfig,
 )
 from trireme.params import RowParams
-from trireme.transport.process.boot import Child, spawn
+from trireme.transport.process.boot import Child, reap, spawn
 from trireme.transport.process.rundir import RunDir
 from trireme.transport.sockets.names import Connection, Disconnected, Poller
 from trireme.transport.wire.columns import unpack, unpack_ids
@@ -171,7 +171,7 @@ class Engine:
         """The next life, at the same addresses."""
         self.boot = msgspec.structs.replace(self.boot, epoch=self.boot.epoch + 1)
         self.reports.clear()
-        self.child.close()
+        reap([self.child], 5.0)
         self.child = spawn("trireme.engine_core.main", self.boot)
         self.poller.add(self.child, self._receive)
         self.wait_ready()
@@ -227,6 +227,6 @@ class Engine:
             front.close()
         if not self.child.is_dead:
             self.poller.remove(self.child)
-        self.child.close()
+        reap([self.child], 5.0)
         psutil.wait_procs(self.kin, timeout=5.0)
         assert not os.path.exists(self.run_dir.path) or self.run_dir.remove() is None

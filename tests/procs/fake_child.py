@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import socket
 import time
 from typing import Any
 
@@ -42,14 +44,23 @@ def main(channel: BootChannel) -> None:
             os.kill(os.getpid(), signal.SIGSEGV)
         case "exit":
             raise SystemExit(orders["code"])
+        case "close":  # is no longer heard of
+            channel.ready({"pid": os.getpid()})
+            time.sleep(1.0)
+            channel._channel.shutdown(socket.SHUT_WR)
+            time.sleep(1000)
         case "parent":  # has a child of its own
-            boot = Boot("worker", channel.boot.name + ".worker-0", 0, msgspec.json.encode({"do": "work"}), b"", "/none")
+            then = msgspec.json.encode({"do": orders.get("then", "work")})
+            boot = Boot(orders.get("kind", "worker"), channel.boot.name + ".worker-0", 0, then, b"", "/none")
             grandchild = spawn("tests.procs.fake_child", boot)
             while not grandchild.is_ready:
                 grandchild.receive()
                 time.sleep(0.01)
             channel.ready({"pid": os.getpid(), "grandchild": grandchild.pid})
             _until_drained(channel, orders)
+        case "hold":  # the interpreter, so that no other thread of this process runs
+            channel.ready({"pid": os.getpid()})
+            ctypes.PyDLL(None).sleep(1000)
         case "beat":
             channel.ready({"pid": os.getpid()})
             for i in range(10_000):

@@ -11,7 +11,12 @@ from trireme.launch.processes.supervisor import AllReady, Event, Modules, Stoppe
 
 MODULES = Modules(engine="tests.procs.fake_engine", front="tests.procs.fake_front")
 TIMING = SupervisorTimeouts(
-    restarts=RestartLimits(first_s=0.1, longest_s=0.4, most=3, window_s=60.0), stuck_s=2.5, cleanup_s=1.0, leave_s=2.0
+    restarts=RestartLimits(first_s=0.1, longest_s=0.4, most=3, window_s=60.0),
+    stuck_s=2.5,
+    cleanup_s=1.0,
+    leave_s=2.0,
+    undying_s=1.0,
+    close_s=3.0,
 )
 
 

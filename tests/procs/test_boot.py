@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +15,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.procs.deployment import Deployment, is_alive, ready_of, wait_for
-from trireme.transport.process.boot import Child, Report, spawn
+from tests.procs.deployment import Deployment, descendants, is_alive, ready_of, wait_for
+from tests.procs.undying import undying
+from trireme.transport.process.boot import Child, Report, reap, spawn
 from trireme.transport.process.prespawn import prespawn
 from trireme.transport.process.rundir import RunDir, sweep_run_dirs
 from trireme.transport.sockets.poller import Poller
-from trireme.transport.wire.messages import Failed, Progress, Ready
+from trireme.transport.wire.messages import Failed, Progress, Ready, Role
 
 
 @pytest.fixture
@@ -26,6 +29,11 @@ def deployment() -> Iterator[Deployment]:
     deployment = Deployment()
     yield deployment
     deployment.close()
+
+
+def ignores(pid: int, number: int) -> bool:
+    (mask,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn")]
+    return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
 
 
 def reports_until_death(child: Child) -> list[Report]:
@@ -76,7 +84,7 @@ def test_a_childs_own_error_reaches_the_parent_once_and_last(
 
 def test_a_hatched_child_becomes_what_its_boot_says(deployment: Deployment) -> None:
     """It waits with its imports done; a listening socket reaches it under a number of its own."""
-    prespawned = prespawn("tests.procs.fake_child", "front-0", "front")
+    prespawned = prespawn("tests.procs.fake_child", "front-0")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         orders = msgspec.json.encode({"do": "work"})
         boot = deployment.boot("front", "front-0", config=orders)
@@ -90,7 +98,7 @@ def test_a_hatched_child_becomes_what_its_boot_says(deployment: Deployment) -> N
 
 
 def test_an_egg_that_is_not_needed_ends(deployment: Deployment) -> None:
-    discarded, forgotten = (prespawn("tests.procs.fake_child", "front-0", "front") for _ in range(2))
+    discarded, forgotten = (prespawn("tests.procs.fake_child", "front-0") for _ in range(2))
     discarded.discard()
     assert discarded.process.returncode == -signal.SIGKILL
     forgotten.channel.close()
@@ -114,6 +122,36 @@ def test_sigkill_is_noticed_and_named(deployment: Deployment) -> None:
     assert isinstance(reports[-1], Failed)
     assert reports[-1].error == "engine-0 was killed by SIGKILL"
     assert child.exit_code == -signal.SIGKILL
+
+
+def test_ending_a_child_that_the_system_keeps_waits_for_nobody(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    child, other = (deployment.start("engine", f"engine-{i}", do="work") for i in range(2))
+    with undying(child.pid):
+        began = time.monotonic()
+        child.kill()
+        child.kill()
+        assert time.monotonic() - began < 0.2
+        assert not child.is_gone
+        began = time.monotonic()
+        assert reap([child, other], 0.5) == [child]
+        assert time.monotonic() - began < 1.5
+        assert other.is_gone
+        assert f"name=engine-0 pid={child.pid} state=t" in caplog.text
+    assert child.wait(5.0)
+    assert child.exit_code == -signal.SIGKILL
+
+
+def test_a_child_whose_channel_ends_is_told_dead_though_its_process_stays(deployment: Deployment) -> None:
+    child = deployment.start("engine", "engine-0", do="close")
+    began = time.monotonic()
+    with undying(child.pid):
+        reports = reports_until_death(child)
+        assert time.monotonic() - began < 3.0
+        assert isinstance(reports[-1], Failed)
+        assert f"the system keeps its process {child.pid} in state t" in reports[-1].error
+    assert child.wait(5.0)
 
 
 def test_children_ignore_the_terminals_signals(deployment: Deployment) -> None:
@@ -144,14 +182,33 @@ def test_closing_the_channel_ends_a_child_of_any_thread(deployment: Deployment) 
     assert child.wait(5.0)
 
 
-def test_a_light_child_removes_the_run_directory_when_its_parent_is_gone(deployment: Deployment) -> None:
-    child = deployment.start("front", "front-0", do="work")
-    os.kill(child.pid, signal.SIGSTOP)
-    child._epoll.unregister(child._channel.fileno())
-    child._channel.close()
-    os.kill(child.pid, signal.SIGCONT)  # the kernel does this when the parent process dies
-    assert child.wait(5.0)
-    assert not Path(deployment.run_dir.path).exists()
+@pytest.mark.parametrize("role", ["front", "coordinator", "worker"])
+def test_a_child_that_holds_the_interpreter_dies_with_its_parent(deployment: Deployment, role: Role) -> None:
+    """None of its threads can run, so the kernel must end it."""
+    child = deployment.start("engine", "engine-0", until_ready=False, do="parent", kind=role, then="hold")
+    grandchild = ready_of(child).facts["grandchild"]
+    wait_for(lambda: Path(f"/proc/{grandchild}/wchan").exists(), 5.0)
+    time.sleep(0.3)
+    os.kill(child.pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(grandchild), 5.0)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_run_directory_of_a_killed_maker_is_removed(is_stopped: bool) -> None:
+    """Also when all processes had been stopped before."""
+    code = "import time\nfrom trireme.transport.process.rundir import RunDir\nprint(RunDir().path, flush=True)\ntime.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        path = Path(maker.stdout.readline().strip())
+        (path / "engine-0.front").touch()
+        (caretaker,) = descendants(maker.pid)
+        if is_stopped:
+            wait_for(lambda: ignores(caretaker, signal.SIGHUP), 10.0)
+            os.kill(caretaker, signal.SIGSTOP)
+            wait_for(lambda: Path(f"/proc/{caretaker}/stat").read_text().rpartition(")")[2].split()[0] == "T", 10.0)
+        maker.kill()
+        wait_for(lambda: not path.exists(), 5.0)
+        wait_for(lambda: not is_alive(caretaker), 5.0)
 
 
 def test_beats_are_counted(deployment: Deployment) -> None:
@@ -169,8 +226,10 @@ def test_beats_are_counted(deployment: Deployment) -> None:
 
 def test_run_directories_left_behind_are_swept_and_used_ones_are_not() -> None:
     used, left = RunDir(), RunDir()
-    os.close(left._lock)  # as when its maker is killed
+    os.close(left._lock)  # as when its maker is killed, and its caretaker too
     left._lock = -1
+    left._caretaker.kill()
+    left._caretaker.communicate()
     sweep_run_dirs()
     assert Path(used.path).exists()
     assert not Path(left.path).exists()

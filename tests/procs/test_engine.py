@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.procs.engine_process import Engine, Row, make_config, write_fake_model
+from tests.procs.undying import undying
 from trireme.transport.wire.messages import Drain, Progress
 
 Start = Callable[..., Engine]
@@ -217,6 +218,22 @@ def test_o24_nothing_survives_a_killed_engine(start: Start) -> None:
     os.kill(engine.child.pid, signal.SIGKILL)
     engine.wait_dead(5.0)
     engine.until(lambda: bool(front.lefts), 2.0, "the front end to notice")
+
+
+def test_a_worker_that_the_system_keeps_does_not_keep_the_engine(start: Start) -> None:
+    """It is given up after the step time-out, and the engine goes without it."""
+    engine = start({"delay_ms": 10}, tp=2)
+    front = engine.front()
+    row = front.submit(prompt(9), 150)
+    engine.until(lambda: bool(row.tokens), what="a token")
+    victim = engine.worker_pids[1]
+    with undying(victim):
+        os.kill(victim, signal.SIGKILL)
+        began = time.monotonic()
+        engine.until(lambda: engine.child.is_dead, 15.0, "the end of the engine")
+        assert time.monotonic() - began < 5.0 + 3.0
+        assert "worker-1 is stopped" in engine.failed.error
+    engine.wait_dead(5.0)
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes(start: Start) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.procs.deployment import descendants, is_alive, wait_for
 from tests.procs.supervised import MODULES, TIMING, config_for
+from tests.procs.undying import undying
 from trireme.errors import ConfigError
 from trireme.launch.processes.supervisor import AllReady, Died, Event, Restarted, Supervisor
 from trireme.transport.wire.messages import Failed, Progress, Ready
@@ -107,7 +108,7 @@ def test_everything_starts_serves_and_leaves_no_trace(start: Callable[..., Run],
     run_dir = run.supervisor.boot_for("front", "x").run_dir
     assert os.stat(run_dir).st_mode & 0o777 == 0o700
     pids = descendants(os.getpid())
-    assert len(pids) == 8  # two of them workers, and a coordinator's next life
+    assert len(pids) == 9  # two of them workers, a coordinator's next life, and who looks after the run directory
     run.supervisor.request_stop("test")
     run.until_finished()
     run.supervisor.close()
@@ -236,6 +237,49 @@ def test_a_frozen_engine_is_killed_and_restarted(start: Callable[..., Run]) -> N
     run.until(lambda: run.ask()["engines"] == [1])
 
 
+def test_an_engine_that_the_system_keeps_holds_up_nobody(
+    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot be ended. Its next life begins all the same, others are watched meanwhile, and the end does not wait."""
+    run = start(dp=2)
+    run.until_ready()
+    run.until(lambda: all(part.child and part.child.last_beat for part in run.supervisor.parts[:3]))
+    pid = run.pid("engine-0")
+    with undying(pid):
+        os.kill(pid, signal.SIGKILL)  # it holds its sockets and beats no more
+        run.until(lambda: run.has(Died, name="engine-0"), 6.0)
+        os.kill(run.pid("engine-1"), signal.SIGKILL)
+        assert run.until(lambda: run.has(Died, name="engine-1")) < 1.0
+        run.until(lambda: run.has(Restarted, name="engine-1", epoch=1))
+        run.until(lambda: run.has(Restarted, name="engine-0", epoch=1))
+        run.until(lambda: run.ask()["engines"] == [1, 1])
+        assert f"name=engine-0 pid={pid} state=t" in caplog.text
+        began = time.monotonic()
+        run.supervisor.request_stop("one")
+        run.supervisor.request_stop("two")
+        run.until_finished(1.0)
+        run.supervisor.close()
+        assert time.monotonic() - began < 1.0 + TIMING.close_s
+        assert f"left behind, as the system does not end it. name=engine-0 pid={pid}" in caplog.text
+
+
+def test_a_part_in_want_of_what_its_former_life_holds_is_tried_for_as_long_as_that_lasts(
+    start: Callable[..., Run],
+) -> None:
+    run = start(dp=2)
+    run.until_ready()
+    run.until(lambda: all(part.child and part.child.last_beat for part in run.supervisor.parts[:3]))
+    pid = run.pid("engine-0")
+    with undying(pid):
+        (run.directory / "engine-0.order").write_text("fail again")
+        os.kill(pid, signal.SIGKILL)
+        most = TIMING.restarts.most or 0
+        run.until(lambda: sum(isinstance(e, Died) and e.name == "engine-0" for e in run.events) > most + 2)
+        assert not run.has(Died, restart_s=None)
+        (run.directory / "engine-0.order").unlink()
+        run.until(lambda: run.has(Restarted, name="engine-0"))
+
+
 def test_a_pause_of_the_whole_deployment_kills_nobody(start: Callable[..., Run]) -> None:
     run = start(dp=2)
     run.until_ready()
@@ -358,7 +402,7 @@ def test_o24_nothing_survives_a_sigkill_of_the_supervisor(launch: Callable[..., 
     assert len(pids) >= 5
     assert list(run.tmp.iterdir())
     if moment == "serving":
-        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(int((run.directory / "engine-0.0.pid").read_text()), signal.SIGSTOP)
     run.process.kill()
     run.process.wait()
     gone_s = wait_for(lambda: not any(is_alive(pid) for pid in pids), 5.0)

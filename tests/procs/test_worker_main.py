@@ -18,7 +18,7 @@ from trireme.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfi
 from trireme.engine_core.executor.procs import _error_of
 from trireme.errors import ModelError
 from trireme.params import RowParams
-from trireme.transport.process.boot import Child, spawn
+from trireme.transport.process.boot import Child, reap, spawn
 from trireme.transport.process.rundir import RunDir
 from trireme.transport.sockets.names import Disconnected, Peer, Poller, Server
 from trireme.transport.wire.codec import decode, encode
@@ -97,8 +97,7 @@ class Core:
         return loaded
 
     def close(self) -> None:
-        self.child.close()
-        self.child.wait(5.0)
+        reap([self.child], 5.0)
         self.server.close(0.0)
         self.run_dir.remove()
 

@@ -1,6 +1,7 @@
 """An engine process without scheduler or model, for tests of real front ends: every row gains one token per step.
 
-Speaks the wire over real sockets. The model directory's `config.json` may hold "step_s".
+Speaks the wire over real sockets. The model directory's `config.json` may hold "step_s"; while there is a file `engine-0.hang`
+in it, that engine does not become ready.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Engine:
     def read(self) -> None:
         for peer, message in self.server.receive():
             if isinstance(message, Submit):
-                self.rows[peer, message.rid] = (message, 0)
+                self.rows[peer, message.rid] = (message, message.num_replayed)
                 self.admitted[peer.name] = max(self.admitted.get(peer.name, 0), message.ticket)
             elif isinstance(message, Abort):
                 for rid in message.rids:
@@ -67,7 +68,7 @@ class _Engine:
                 if owner is not peer:
                     continue
                 out.add(rid, 97 + done % 26)
-                if done == 0:
+                if done == submit.num_replayed:
                     out.firsts.append(First(rid, 0, 0.0, 0.0))
                 self.rows[owner, rid] = (submit, done + 1)
                 if done + 1 >= submit.params.max_tokens:
@@ -89,6 +90,9 @@ def main(channel: BootChannel) -> None:
     for done in range(1, 5):
         channel.progress("weights", done, 4)
         time.sleep(0.1)
+    model = Path(msgspec.msgpack.decode(channel.boot.config, type=EngineConfig).model.model)
+    while (model / f"{channel.boot.name}.hang").exists():
+        time.sleep(0.02)
     engine = _Engine(channel)
     poller = Poller()
     poller.add(engine.server, engine.read)

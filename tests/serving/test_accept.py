@@ -1,4 +1,5 @@
-"""Connections that a process has no handles for wait, under both event loops, and are served once it has."""
+"""Connections that a process has no handles for wait, under both event loops, and are served once it has. Front ends that listen on
+one socket share what comes evenly."""
 
 from __future__ import annotations
 
@@ -6,12 +7,15 @@ import asyncio
 import os
 import resource
 import socket
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
+from trireme.serving.connections import FRESH_S, ConnectionCounts
 from trireme.serving.http.accept import RESERVE, RETRY_S, Acceptor
 
 
@@ -95,6 +99,101 @@ def test_the_last_handles_are_kept(runner: asyncio.Runner, allow: Callable[[int]
             acceptor.close()
             for client in clients:
                 client.close()
+            await asyncio.sleep(0.05)
+
+    runner.run(scenario())
+
+
+# ---------------------------------------------------------------- several front ends
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_counts_are_known_to_all_while_they_are_renewed(tmp_path: Path) -> None:
+    clock = Clock()
+    first, second, third = (ConnectionCounts(tmp_path / "counts", i, 3, clock=clock) for i in range(3))
+    assert first.least_of_others() is None
+    second.tell(7)
+    third.tell(2**30)
+    assert first.least_of_others() == 7
+    assert second.least_of_others() == 2**24 - 1
+    second.leave()
+    assert first.least_of_others() == 2**24 - 1
+    clock.now += FRESH_S + 0.1
+    assert first.least_of_others() is None
+    first.tell(0)
+    assert second.least_of_others() == 0
+    again = ConnectionCounts(tmp_path / "counts", 1, 3, clock=clock)  # a restarted front end
+    assert again.least_of_others() == 0
+
+
+class Front:
+    """One of several that accept from the same socket, in one loop.."""
+
+    def __init__(self, listening: socket.socket, path: Path, index: int, total: int, others: int = 0) -> None:
+        self.num_open = others
+        self._socket = listening.dup()
+        counts = ConnectionCounts(path, index, total, clock=time.monotonic)
+        self._acceptor = Acceptor(self._socket, self._opened, counts=counts, num_open=lambda: self.num_open)
+
+    def _opened(self) -> Echo:
+        self.num_open += 1
+        return Echo()
+
+    def close(self) -> None:
+        self._acceptor.close()
+        self._socket.close()
+
+
+async def taken(listening: socket.socket, fronts: list[Front], count: int) -> list[int]:
+    """How many each has once `count` connections have come."""
+    clients = connected(listening, count)
+    before = sum(front.num_open for front in fronts)
+    async with asyncio.timeout(10):
+        while sum(front.num_open for front in fronts) < before + count:
+            await asyncio.sleep(0.005)
+    for client in clients:
+        client.close()
+    return [front.num_open for front in fronts]
+
+
+def test_front_ends_share_what_comes(runner: asyncio.Runner, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            fronts = [Front(listening, tmp_path / "even", i, 3) for i in range(3)]
+            assert max(await taken(listening, fronts, 60)) <= 22
+            for front in fronts:
+                front.close()
+            uneven = [Front(listening, tmp_path / "uneven", i, 2, others=i * 20) for i in range(2)]
+            first, second = await taken(listening, uneven, 20)
+            assert first >= 18  # it had 20 fewer
+            assert second <= 22
+            for front in uneven:
+                front.close()
+            await asyncio.sleep(0.05)
+
+    runner.run(scenario())
+
+
+def test_nobody_waits_for_a_front_end_that_takes_nothing(runner: asyncio.Runner, tmp_path: Path) -> None:
+    """One that says it has none and yet does not accept delays each connection by a moment, and only while it is believed."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            stuck = ConnectionCounts(tmp_path / "counts", 1, 2, clock=time.monotonic)
+            stuck.tell(0)
+            fronts = [Front(listening, tmp_path / "counts", 0, 2, others=5)]
+            assert await taken(listening, fronts, 10) == [15]
+            await asyncio.sleep(FRESH_S)
+            start = time.monotonic()
+            assert await taken(listening, fronts, 50) == [65]
+            assert time.monotonic() - start < 0.5  # with yielding it would take 50 x 10 ms
+            fronts[0].close()
             await asyncio.sleep(0.05)
 
     runner.run(scenario())

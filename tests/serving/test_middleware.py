@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import json
 import socket
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
+from trireme.serving.bodies import Bodies
 from trireme.serving.http.middleware import PUBLIC, ApiKeys
 from trireme.serving.main import drain
 
@@ -54,6 +57,15 @@ def test_keys_are_not_kept_in_the_clear() -> None:
     assert not ApiKeys([])
     assert not ApiKeys([""])
     assert ApiKeys(["", "known"]).find([]) is None
+
+
+@pytest.mark.parametrize("part", [slice(0, 2), slice(-2, None), slice(15, 17)])
+def test_a_key_whose_digest_is_alike_in_parts_is_none(part: slice) -> None:
+    """All of the digest counts: keys that share two bytes of it are found in a moment."""
+    keys, wanted = ApiKeys(["top-secret"]), hashlib.sha256(b"top-secret").digest()[part]
+    tried = (f"guess-{i}".encode() for i in range(1 << 22))
+    alike = next(key for key in tried if hashlib.sha256(key).digest()[part] == wanted)
+    assert keys.find([(b"authorization", b"Bearer " + alike)]) is None
 
 
 async def test_hostnames_of_strangers_are_refused_on_loopback(tmp_path: Path) -> None:
@@ -122,6 +134,7 @@ async def test_bodies_are_limited_while_they_are_read(tmp_path: Path) -> None:
 
 async def test_all_bodies_together_have_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trireme.serving.front.MIN_BODY_BUDGET", 0)
+    monkeypatch.setattr("trireme.serving.front.Bodies", functools.partial(Bodies, small=0))
     async with serve(tmp_path, FakeEngine(), body_limit=4096) as served:
         head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000\r\n\r\n"
         slow = []
@@ -129,12 +142,12 @@ async def test_all_bodies_together_have_a_budget(tmp_path: Path, monkeypatch: py
             _, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(head + b" " * 3999)
             slow.append(writer)
-        while served.front.body_bytes < 4 * 3999:
+        while served.front.bodies.num_bytes < 4 * 3999:
             await asyncio.sleep(0.005)
         assert (await served.request("POST", "/tokenize", raw=b" " * 1000))[0] == 503
         for writer in slow:
             writer.close()
-        while served.front.body_bytes:
+        while served.front.bodies.num_bytes:
             await asyncio.sleep(0.005)
         assert (await served.request("POST", "/tokenize", {"prompt": "x" * 1000}))[0] == 200
 
@@ -202,7 +215,7 @@ async def test_answers_that_nobody_reads_hold_no_connection(
 ) -> None:
     """Of any route: here of one that has no stream to watch."""
     monkeypatch.setattr("trireme.serving.http.listener.UNREAD_S", 0.2)
-    async with serve(tmp_path, FakeEngine()) as served:
+    async with serve(tmp_path, FakeEngine(max_len=1_000_000)) as served:
         body = json.dumps({"prompt": "x" * 1_000_000}).encode()
         head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: %s\r\ncontent-length: %d\r\n\r\n"
         one = socket.socket()

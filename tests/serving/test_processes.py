@@ -30,12 +30,21 @@ class Running(Supervised):
 
     up_s = 30.0
 
-    def __init__(self, directory: Path, *, dp: int = 1, fronts: int = 1, delay_ms: float = 2.0) -> None:
-        model = make_stub(directory / "model", delay_ms=delay_ms)
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dp: int = 1,
+        fronts: int = 1,
+        delay_ms: float = 2.0,
+        notice_s: float = 0.3,
+        drain_s: float = 10.0,
+    ) -> None:
+        self.model = model = make_stub(directory / "model", delay_ms=delay_ms)
         config = EngineConfig(
             model=ModelConfig(model=str(model)),
             parallel=ParallelConfig(dp=dp),
-            serving=ServingConfig(port=0, api_servers=fronts, drain_timeout=10.0, drain_notice=0.3),
+            serving=ServingConfig(port=0, api_servers=fronts, drain_timeout=drain_s, drain_notice=notice_s),
         )
         self.events: list[Event] = []
         super().__init__(Supervisor(config, self.events.append, modules=Modules(engine="tests.serving.engine_process")))
@@ -56,7 +65,7 @@ class Running(Supervised):
 class OpenStream(threading.Thread):
     """One stream; `events` grows, `end` is "done", an error object, or what broke it."""
 
-    def __init__(self, running: Running, max_tokens: int, rank: int | None = None) -> None:
+    def __init__(self, running: Running, max_tokens: int, rank: int | None = None, *, wait: bool = True) -> None:
         super().__init__(daemon=True)
         self.events: list[Any] = []
         self.end: Any = None
@@ -66,7 +75,8 @@ class OpenStream(threading.Thread):
         )
         self._request = urllib.request.Request(f"http://127.0.0.1:{running.port}/v1/completions", body, headers)
         self.start()
-        wait_for(lambda: len(self.events) > 2 or self.end, 10, "a stream under way")
+        if wait:
+            wait_for(lambda: len(self.events) > 2 or self.end, 10, "a stream under way")
 
     def run(self) -> None:
         try:
@@ -80,6 +90,8 @@ class OpenStream(threading.Thread):
                             self.end = event["error"]
                         else:
                             self.events.append(event)
+        except urllib.error.HTTPError as error:
+            self.end = json.loads(error.read())["error"]
         except Exception as error:
             self.end = error
         self.end = self.end or "closed"
@@ -164,6 +176,24 @@ def test_an_engine_killed_touches_only_its_own(tmp_path: Path) -> None:
         )
 
 
+def test_a_front_end_that_comes_back_while_an_engine_is_down_is_ready(tmp_path: Path) -> None:
+    """The deployment is not loading: the other engine answers, and probes must say so."""
+    with Running(tmp_path, dp=2) as running:
+        engine, front = running.part("engine-0"), running.part("front-0")
+        (running.model / "engine-0.hang").touch()  # its next life does not become ready
+        os.kill(engine.child.pid, signal.SIGKILL)
+        wait_for(lambda: (engine.epoch, engine.state) == (1, "starting"), 15, "the engine starts again")
+        os.kill(front.child.pid, signal.SIGKILL)
+        wait_for(lambda: (front.epoch, front.state) == (1, "ready"), 15, "the front end is back")
+        assert OpenStream(running, 3).text == "abc"
+        status, body = running.get("/ready")
+        assert (status, json.loads(body)["status"]) == (200, "degraded")
+        assert running.get("/startup") == (200, '{"status":"degraded"}')
+        os.kill(running.part("engine-1").child.pid, signal.SIGKILL)
+        wait_for(lambda: json.loads(running.get("/ready")[1])["status"] == "down", 5, "nothing is up")
+        assert running.get("/startup")[0] == 200
+
+
 def test_routing_survives_the_coordinator(tmp_path: Path) -> None:
     with Running(tmp_path, dp=2) as running:
         stream = OpenStream(running, 400)
@@ -189,3 +219,54 @@ def test_draining_loses_nothing(tmp_path: Path) -> None:
         wait_for(lambda: running.supervisor.is_finished, 10, "the end of the supervisor")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             pytest.fail("somebody still listens")
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_engine_that_dies_around_the_stop_finishes_its_streams_in_its_next_life(tmp_path: Path, moment: str) -> None:
+    """Also what comes in the notice, while no engine is up."""
+    with Running(tmp_path, delay_ms=5, notice_s=3.0) as running:
+        streams = [OpenStream(running, 300) for _ in range(2)]
+        engine = running.part("engine-0")
+        if moment == "after":
+            running.supervisor.request_stop("test", 3.0)
+            wait_for(lambda: '"draining"' in running.get("/ready")[1], 5, "the drain")
+        os.kill(engine.child.pid, signal.SIGKILL)
+        wait_for(lambda: engine.state == "waiting", 5, "the death")
+        if moment == "before":
+            running.supervisor.request_stop("test", 3.0)
+            wait_for(lambda: '"draining"' in running.get("/ready")[1], 5, "the drain")
+        late = OpenStream(running, 5, wait=False)
+        wait_for(lambda: all(stream.end for stream in (*streams, late)), 20, "the ends")
+        assert [stream.end for stream in (*streams, late)] == ["done"] * 3
+        assert [len(stream.text) for stream in (*streams, late)] == [300, 300, 5]
+        wait_for(lambda: running.supervisor.is_finished, 10, "the end")
+        assert (engine.epoch, running.supervisor.exit_code) == (1, 0)
+
+
+def test_what_no_engine_can_finish_before_the_drain_deadline_ends_at_once(tmp_path: Path) -> None:
+    with Running(tmp_path, delay_ms=5, notice_s=3.0) as running:
+        engine = running.part("engine-0")
+        engine.start_s = 60.0  # its starts take longer than the drain
+        stream = OpenStream(running, 2000)
+        running.supervisor.request_stop("test", 3.0)
+        wait_for(lambda: '"draining"' in running.get("/ready")[1], 5, "the drain")
+        os.kill(engine.child.pid, signal.SIGKILL)
+        took_s = wait_for(lambda: stream.end, 10, "an end")
+        assert stream.end["code"] == "overloaded"
+        assert took_s < 2.0
+        wait_for(lambda: running.supervisor.is_finished, 5, "the end, which nothing is waited for")
+        assert engine.epoch == 0
+
+
+def test_what_waits_for_an_engine_ends_with_the_drain(tmp_path: Path) -> None:
+    """Its engine starts, but not in time. The request has no engine yet, and hears of the end all the same."""
+    with Running(tmp_path, notice_s=1.0, drain_s=2.0) as running:
+        engine = running.part("engine-0")
+        (running.model / "engine-0.hang").touch()
+        os.kill(engine.child.pid, signal.SIGKILL)
+        wait_for(lambda: engine.state == "starting", 10, "its next life")
+        waiting = OpenStream(running, 5, wait=False)
+        time.sleep(0.3)
+        running.supervisor.request_stop("test", 1.0)
+        wait_for(lambda: waiting.end, 3.0 + 2.0, "its end")
+        assert waiting.end["code"] == "overloaded", waiting.end

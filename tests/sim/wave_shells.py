@@ -111,6 +111,9 @@ class HeldWorker:
     def halted(self) -> str:
         return ""
 
+    def starved_s(self) -> float:
+        return 0.0
+
 
 class EngineShell:
     """One life of an engine: its loop with all that is pure inside."""

@@ -101,6 +101,31 @@ def test_a_stuck_step_is_aborted_once() -> None:
     assert "does not come" in fixture.watch.reason
 
 
+def test_time_without_a_processor_counts_against_nobody() -> None:
+    """Ranks that share a busy machine come later, and they come."""
+    fixture = Fixture()
+    fixture.watch._starved = lambda now: 0.9
+    fixture.watch.begin()
+    for fixture.now in range(1, 100):
+        assert not fixture.watch.look(), fixture.now
+    fixture.watch.begin()  # has not had that time
+    fixture.watch._starved = lambda now: 0.0
+    fixture.now = 99.0 + 11.5
+    late = fixture.watch.look()
+    assert late  # the first one, which had its 12 s by then
+    fixture = Fixture()
+    fixture.watch._starved = lambda now: 30.0 if now < 5.0 else 0.0
+    fixture.now = 2.0
+    fixture.watch.begin()
+    fixture.now = 3.5
+    assert not fixture.watch.look()
+    number = fixture.watch.begin()
+    fixture.now = 15.4
+    assert not fixture.watch.look()
+    fixture.now = 15.6
+    assert fixture.watch.look(), number
+
+
 def test_what_a_communicator_reports_ends_it_too() -> None:
     fixture = Fixture()
     assert not fixture.watch.look()

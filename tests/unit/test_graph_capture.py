@@ -172,6 +172,9 @@ class Site:
     def halted(self) -> str:
         return ""
 
+    def starved_s(self) -> float:
+        return 0.0
+
     def call(self, method: str, args: dict[str, Any], on_reply: Callable[..., None]) -> None:
         self.calls.append((method, on_reply))
 

@@ -117,6 +117,27 @@ def test_preemption_takes_the_row_with_least_work_and_keeps_its_turn() -> None:
     assert old.end.num_preemptions >= 1
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "deadline"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_preempted_row_goes_before_what_came_after_it(policy: str, ahead: bool) -> None:
+    driver = Driver(make_limits(num_blocks=8, max_len=32, max_num_seqs=2), policy=policy, ahead=ahead)
+    first = [driver.submit(9, max_tokens=20), driver.submit(13, max_tokens=12)]
+    driver.step()
+    driver.now += 1.0
+    late = [driver.submit(3, max_tokens=2) for _ in range(3)]
+    while driver.core.scheduler.num_preemptions == 0:
+        assert driver.step()
+        driver.plan()
+    (victim,) = [row for row in driver.core.requests.values() if row.state is State.PREEMPTED]
+    assert driver.core.scheduler.waiting.peek() is victim
+    others = [row for row in driver.core.scheduler.waiting if row is not victim]
+    assert len(others) == len(late)
+    assert victim.arrival < min(row.arrival for row in others)
+    driver.run()
+    for row in (*first, *late):
+        driver.check_tokens(row)
+
+
 def test_a_preempted_row_does_not_come_back_into_the_same_shortage() -> None:
     driver = Driver(make_limits(num_blocks=12, max_len=44))
     rows = [driver.submit(4 + i, max_tokens=30) for i in range(3)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine_core.stall import FIRST_STEP_S, StallWatch, StepTimes
+from trireme.engine_core.stall import FIRST_STEP_S, LostTime, StallWatch, StepTimes
 
 TIMEOUT_S = 15.0
 
@@ -131,3 +131,52 @@ def test_being_stopped_as_a_whole_counts_against_nobody(step: tuple[int, float, 
     look(watch, 160.8, 161.2, step)
     assert watch.stalled
     assert not watch.stuck
+
+
+def test_time_in_which_a_step_could_not_go_on_is_no_usual_step_time() -> None:
+    """Frozen as a whole, a worker stopped, workers without a processor: the next step of the size is judged as ever."""
+    times = StepTimes()
+    watch = StallWatch(times, TIMEOUT_S)
+    times.note(1, 0.1)
+    look(watch, 99.0, 100.0, None, has_work=False)
+    watch.turn(120.1)  # 20 s away
+    times.note(1, times.own_s(100.0, 120.1))
+    look(watch, 120.1, 121.1, (2, 120.1, 1))
+    look(watch, 121.1, 131.1, (2, 120.1, 1), halted="worker-1 is stopped")
+    times.note(1, times.own_s(120.1, 131.2))
+    for i in range(20):
+        watch.look(131.7 + 0.5 * i, (3, 131.2, 1), has_work=True, halted="", starved_s=0.45)
+    times.note(1, times.own_s(131.2, 141.2))
+    usual_s = times.usual_s(1)
+    assert usual_s is not None
+    assert usual_s < 1.6
+    look(watch, 141.2, 141.2 + TIMEOUT_S + 0.1, (4, 141.2, 1))
+    assert "a worker is stuck" in watch.stuck
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8])
+def test_a_step_without_a_processor_is_not_stuck_but_one_that_had_it_is(share: float) -> None:
+    """A machine that gives workers a twentieth of a processor takes so much longer, and nobody is ended for that."""
+    watch = watch_of((1, 0.4))
+    now = 100.0
+    while now - 100.0 < 0.4 / (1.0 - share):
+        watch.look(now, (2, 100.0, 1), has_work=True, halted="", starved_s=0.5 * share if now > 100.0 else 0.0)
+        assert (watch.stalled, watch.stuck) == ("", "")
+        now += 0.5
+    while now - 100.0 < TIMEOUT_S / (1.0 - share) + 1.0:
+        watch.look(now, (2, 100.0, 1), has_work=True, halted="", starved_s=0.5 * share)
+        now += 0.5
+    assert watch.stuck
+
+
+def test_lost_time_is_counted_once_and_by_what_it_overlaps_with() -> None:
+    lost = LostTime()
+    assert lost.since(0.0) == 0.0
+    lost.add(10.0, 20.0, 10.0)
+    lost.add(18.0, 22.0, 4.0)  # of which two seconds are told already
+    assert lost.since(0.0) == pytest.approx(12.0)
+    assert lost.since(15.0) == pytest.approx(7.0)
+    lost.add(30.0, 40.0, 5.0)
+    assert lost.since(25.0) == pytest.approx(5.0)
+    assert lost.since(35.0) == pytest.approx(2.5)
+    assert lost.since(40.0) == 0.0

@@ -3,7 +3,8 @@
 A child module defines `main(channel: BootChannel) -> None` and nothing more; `spawn("engine_core.main", boot)` runs it in
 a new process through transport/process/child.py. Neither side can outlive its duty: a child is killed when its parent ends.
 
-The channel is a SOCK_SEQPACKET pair whose one end is the child's stdin: one packet is one message, its end is death.
+The channel is a SOCK_SEQPACKET pair whose one end is the child's stdin: one packet is one message, its end is death. Nothing here
+waits for a process to end but `reap`, and that with a limit: the system may keep one for as long as it likes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -34,7 +35,6 @@ from trireme.errors import ProtocolError, TransportError, TriremeError
 from trireme.phases import Phases
 from trireme.topology.lockstep import Mode
 from trireme.transport.process.prespawn import Prespawned, prespawn
-from trireme.transport.process.rundir import remove_run_dir
 from trireme.transport.sockets.poller import NEVER, Waker
 from trireme.transport.wire.codec import MessageDecoder, encode
 from trireme.transport.wire.messages import Beat, Boot, Drain, Failed, FromChild, Paused, Progress, Ready, ToChild, Wire
@@ -46,6 +46,8 @@ MAX_TEXT = 32 << 10
 BEAT_S = 1.0
 PROGRESS_S = 0.05
 EXIT_GRACE_S = 2.0
+ENDING_S = 0.5  # from the end of a channel until death is told although the process has not gone yet
+LOOK_S = 0.01  # between looks at whether it has
 
 Report: TypeAlias = Progress | Ready | Failed | Paused
 
@@ -58,7 +60,8 @@ class Child:
         self.boot = boot
         self.pid = process.pid
         self.is_ready = False  # a Ready was received
-        self.is_dead = False
+        self.is_dead = False  # told by receive(), or closed; about its process ask is_gone
+        self.killed_at = NEVER  # time.monotonic() of the first kill
         self.last_beat = 0.0  # time.monotonic() of the last Beat; 0 while there was none
         self.progress = 0  # of the last Beat
         self.born = born  # time.monotonic() when its process was ordered
@@ -66,6 +69,7 @@ class Child:
         self._channel = channel
         self._decoder = MessageDecoder(FromChild)
         self._failed: Failed | None = None  # its own, held back until it is dead
+        self._told_by = NEVER  # the channel has ended: when that is told at the latest
         self._epoll = select.epoll()
         self._epoll.register(channel.fileno(), select.EPOLLIN)
 
@@ -74,19 +78,31 @@ class Child:
         """Exit code, negative signal number, or None while alive."""
         return self._process.poll()
 
-    def is_halted(self) -> bool:
-        """True while the system does not let the process run: stopped by a signal or a debugger, or dead."""
+    @property
+    def is_gone(self) -> bool:
+        """True when the system has ended its process, and all that it held is free."""
+        return self._process.poll() is not None
+
+    @property
+    def process_state(self) -> str:
+        """What the system says of its process, in one letter: R runs, S sleeps, D waits and cannot be killed, T is stopped, Z is
+        dead but not let go; "" when there is none."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
-                return file.read(512).rpartition(b")")[2].split()[0] in (b"T", b"t", b"Z", b"X")
+                return file.read(512).rpartition(b")")[2].split()[0].decode()
         except (OSError, IndexError):
-            return self.is_dead
+            return ""
+
+    def is_halted(self) -> bool:
+        """True while the system does not let the process run: stopped by a signal or a debugger, or dead."""
+        state = self.process_state
+        return state in "TtZX" if state else self.is_dead
 
     def receive(self) -> list[Report]:
         """Reports since the last call, never blocking. When the child is dead the list ends with a Failed: its own, or
         one that says how it died (signal, exit code). `is_dead` is then True. A clean exit (code 0) gives no Failed."""
         reports: list[Report] = []
-        while not self.is_dead:
+        while not self.is_dead and self._told_by == NEVER:
             try:
                 packet = self._channel.recv(PACKET_BYTES)
             except BlockingIOError:
@@ -94,12 +110,16 @@ class Child:
             except ConnectionResetError:
                 packet = b""
             if not packet:
-                self._bury(reports)
+                self._epoll.unregister(self._channel.fileno())
+                self.kill()
+                self._told_by = time.monotonic() + ENDING_S
                 break
             try:
                 self._take(self._decoder.decode([packet]), reports)
             except ProtocolError as error:
                 log.warning("dropped a malformed report from=%s: %s", self.name, error)
+        if not self.is_dead and self._told_by != NEVER and (self.is_gone or time.monotonic() >= self._told_by):
+            self._bury(reports)
         return reports
 
     def tell_boot(self) -> None:
@@ -119,12 +139,12 @@ class Child:
         self._send(report)
 
     def kill(self) -> None:
-        """SIGKILL, and reaps. Its own children die with it."""
+        """SIGKILL; does not wait for what comes of it (is_gone). Its own children die with it."""
+        self.killed_at = min(self.killed_at, time.monotonic())
         self._process.kill()
-        self._process.wait()
 
     def wait(self, timeout_s: float) -> bool:
-        """True when the child has ended within `timeout_s`."""
+        """True when the process has gone within `timeout_s`."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -135,14 +155,15 @@ class Child:
         return (self._epoll.fileno(),)
 
     def acknowledge(self) -> bool:
-        return False
+        return True  # that may have been the end of the channel
 
     def tick(self, now: float) -> float:
-        return NEVER
+        return NEVER if self.is_dead or self._told_by == NEVER else now + LOOK_S
 
     def close(self) -> None:
-        """Closes the channel, kills a child that still lives, and reaps it."""
+        """Kills a child that still lives, and closes the channel. Does not wait: see reap."""
         self.kill()
+        self.is_dead = True
         self._epoll.close()
         self._channel.close()
 
@@ -161,12 +182,13 @@ class Child:
 
     def _bury(self, reports: list[Report]) -> None:
         """The channel has ended: so must the process (one that is exiting anyway keeps its exit code)."""
-        self._epoll.unregister(self._channel.fileno())
-        self.kill()
         self.is_dead = True
-        code = self._process.returncode
+        code = self.exit_code
         if self._failed is not None:
             reports.append(self._failed)
+        elif code is None:
+            error = f"{self.name} has ended, but the system keeps its process {self.pid} in state {self.process_state}"
+            reports.append(Failed(self.name, error))
         elif code:
             error = f"{self.name} {describe_exit(code)}"
             hint = "the system may have run out of memory: see dmesg" if code == -signal.SIGKILL else ""
@@ -177,6 +199,24 @@ class Child:
             self._channel.send(encode(message)[0])
         except OSError as error:
             log.debug("could not send to=%s: %s", self.name, error)
+
+
+def reap(children: Iterable[Child], within_s: float) -> list[Child]:
+    """Closes all of them, waits until their processes have gone, for `within_s` in all, and returns those that have not. Each of
+    these is named in the log: what it holds is free only when the system lets it go."""
+    closed = list(children)
+    for child in closed:
+        child.close()
+    until = time.monotonic() + within_s
+    left = [child for child in closed if not child.wait(max(0.0, until - time.monotonic()))]
+    for child in left:
+        log.error("left behind, as the system does not end it. name=%s %s", child.name, told_process(child))
+    return left
+
+
+def told_process(child: Child) -> str:
+    """`pid=17 state=D`, for the log."""
+    return f"pid={child.pid} state={child.process_state}"
 
 
 def describe_exit(code: int) -> str:
@@ -194,7 +234,7 @@ def spawn(module: str, boot: Boot, *, prespawned: Prespawned | None = None) -> C
     has it under a number of its own. About threads see prespawn.
     """
     try:
-        prespawned = prespawned or prespawn(module, boot.name, boot.role)
+        prespawned = prespawned or prespawn(module, boot.name)
     except OSError as error:
         raise TransportError(f"cannot start {boot.name}: {error}") from error
     prespawned.channel.setblocking(False)
@@ -331,8 +371,6 @@ class BootChannel:
             elif isinstance(message, Progress):
                 self._news.append(message)
                 self._waker.set()
-        if self.boot.role != "worker":  # a worker's parent may die and be started again
-            remove_run_dir(self.boot.run_dir)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -5,6 +5,7 @@ Imports nothing but the standard library, so that a launcher can call it first o
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 CHILD_SCRIPT = str(Path(__file__).with_name("child.py"))
-HARD_ROLES = ("engine", "worker")
+DISCARD_S = 3.0  # the system may keep a process for longer
 
 
 class Prespawned(NamedTuple):
@@ -29,11 +30,12 @@ class Prespawned(NamedTuple):
     def discard(self) -> None:
         """Ends a child that is not needed after all."""
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(DISCARD_S)
         self.channel.close()
 
 
-def prespawn(module: str, name: str, role: str, *, also: tuple[str, ...] = (), output: int = 2) -> Prespawned:
+def prespawn(module: str, name: str, *, also: tuple[str, ...] = (), output: int = 2) -> Prespawned:
     """Starts `python transport/process/child.py module name`, which imports `also` too while it waits. What the child prints
     goes to the descriptor `output`, by default our stderr. Raises OSError.
 
@@ -47,7 +49,7 @@ def prespawn(module: str, name: str, role: str, *, also: tuple[str, ...] = (), o
         former = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # a child inherits this
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", CHILD_SCRIPT, module, name, str(int(_death_signal(role))), *also],
+                [sys.executable, "-P", CHILD_SCRIPT, module, name, str(int(_death_signal())), *also],
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
@@ -61,9 +63,7 @@ def prespawn(module: str, name: str, role: str, *, also: tuple[str, ...] = (), o
     return Prespawned(name, process, ours, born)
 
 
-def _death_signal(role: str) -> int:
-    """Engines and workers are killed by the kernel. A light child is only woken (should it be stopped): its watcher
-    removes the run directory before it kills itself."""
-    if threading.current_thread() is not threading.main_thread():
-        return 0
-    return signal.SIGKILL if role in HARD_ROLES else signal.SIGCONT
+def _death_signal() -> int:
+    """Children are killed by the kernel itself: their own watcher is a thread, which cannot run while another one has the
+    interpreter."""
+    return signal.SIGKILL if threading.current_thread() is threading.main_thread() else 0

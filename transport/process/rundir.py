@@ -1,18 +1,24 @@
-"""The private directory where one deployment keeps its sockets, removed by whoever is left when the deployment ends.
+"""The private directory where one deployment keeps its sockets, removed when the deployment ends, however that is.
 
-Made by the supervisor (or LLM). Its lock file, held open by the maker, tells a directory in use from one left behind.
+Made by the supervisor (or LLM), which removes it; should that be killed, its caretaker does, and should that be killed too, whoever
+makes the next one. Its lock file, held open by the maker, tells a directory in use from one left behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 LOCK_NAME = "owner.lock"
 PREFIX = "trireme-"
+CARETAKER = str(Path(__file__).with_name("caretaker.py"))
+CARETAKER_ENDS_S = 3.0
 
 
 class RunDir:
@@ -25,6 +31,12 @@ class RunDir:
         self._lock = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unlocked.rename(Path(self.path, LOCK_NAME))  # a sweep must never see the lock file before it is locked
+        self._caretaker = subprocess.Popen(
+            [sys.executable, "-I", "-S", CARETAKER, self.path, LOCK_NAME],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            process_group=0,  # the terminal's Ctrl-C reaches the supervisor only
+        )
 
     def remove(self) -> None:
         """Deletes the directory; once is enough."""
@@ -32,6 +44,11 @@ class RunDir:
             remove_run_dir(self.path)
             os.close(self._lock)
             self._lock = -1
+            self._caretaker.kill()
+            assert self._caretaker.stdin is not None
+            self._caretaker.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._caretaker.wait(CARETAKER_ENDS_S)
 
 
 def remove_run_dir(path: str) -> None:

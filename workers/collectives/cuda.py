@@ -10,6 +10,7 @@ engine's arena (workers.collectives.rendezvous). All ranks get the same bits. A 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trireme.errors import CollectiveError
+from trireme.starvation import Starvation, children_of
 from trireme.topology.mesh import Mesh
 from trireme.workers.collectives.allreduce_algos import (
     PUSHED_BYTES,
@@ -63,7 +65,10 @@ class CudaGroup:
         self._mesh, self._host = mesh, host
         self._staged = min(max(STAGED_BYTES, _rounded(gathered_bytes)), 8 * STAGED_BYTES)
         self._met: Rendezvous | None = None
-        self.watch = CollectiveWatchdog(self._failure, self.abort)
+        starvation = Starvation()
+        self.watch = CollectiveWatchdog(
+            self._failure, self.abort, starved=lambda now: starvation.look(now, children_of(os.getppid()))
+        )
         self.watch.start()
         with self.watch.guard(timeout_s):
             met = self._met = Rendezvous(

@@ -1,7 +1,8 @@
 """A thread that sees to it that no step of a GPU waits for another rank for ever.
 
 Owned by workers.collectives.cuda.CudaGroup. It looks at how long the oldest step under way has run and at what the communicators
-report; then it aborts them once, so that whoever waits for the device goes on and finds `reason`.
+report; then it aborts them once, so that whoever waits for the device goes on and finds `reason`. Time in which a rank of the
+engine wanted a processor and had none counts against nobody.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 
 STUCK_S = 12.0  # a step that has not ended by now waits for somebody who will not come
 LOOK_S = 0.25
+YOUNG_S = 1.0  # what is younger is not looked into
 
 
 class CollectiveWatchdog:
@@ -29,11 +31,17 @@ class CollectiveWatchdog:
         *,
         stuck_s: float = STUCK_S,
         clock: Callable[[], float] = time.monotonic,
+        starved: Callable[[float], float] = lambda now: 0.0,
     ) -> None:
+        """`starved` says for how long since the last call, which may be long ago, a rank had no processor."""
         self.reason = ""
+        self._starved = starved
         self._failure, self._abort, self._clock = failure, abort, clock
         self._stuck_s = stuck_s
-        self._ends: dict[int, float] = {}  # when what is under way counts as stuck
+        self._lost_s = 0.0  # in which a rank had no processor, in all
+        self._ends: dict[
+            int, tuple[float, float]
+        ] = {}  # what is under way: when it began, and when it is stuck if no time is lost
         self._numbers = itertools.count()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -44,7 +52,8 @@ class CollectiveWatchdog:
     def begin(self, stuck_s: float | None = None) -> int:
         """Something is under way that other ranks have a part in; any thread may call it."""
         number = next(self._numbers)
-        self._ends[number] = self._clock() + (stuck_s or self._stuck_s)
+        now = self._clock()
+        self._ends[number] = now, now + (stuck_s or self._stuck_s) - self._lost_s
         return number
 
     def end(self, number: int) -> None:
@@ -64,8 +73,11 @@ class CollectiveWatchdog:
         """One look; True once it is over."""
         if self.reason:
             return True
-        reason = self._failure()
-        late = [end for end in list(self._ends.values()) if end <= self._clock()]
+        reason, now = self._failure(), self._clock()
+        under_way = list(self._ends.values())
+        if any(now - began > YOUNG_S for began, _ in under_way):
+            self._lost_s += self._starved(now)
+        late = [end for _, end in under_way if end + self._lost_s <= now]
         if not reason and late:
             reason = "a step waits for another rank that does not come"
         if reason:

@@ -68,7 +68,8 @@ class CpuWorker:
         files = files_of(self.config.model)
         arch = read_arch(files)
         runtime = choose_runtime(arch, self.mesh)
-        group = make_group(self.mesh, self._arena, step_timeout_s=max(60.0, self.config.launch.step_timeout))
+        limit_s = self.config.collective_timeout
+        group = make_group(self.mesh, self._arena, timeout_s=limit_s, step_timeout_s=limit_s)
         self._group = group
         self._abort_group = getattr(group, "abort", None)
         asked = self.config.model
@@ -77,7 +78,6 @@ class CpuWorker:
         if self._peers_arena:
             from trireme.workers.collectives.expert_parallel import ExpertParallelPeers
 
-            limit_s = self.config.launch.step_timeout
             self._lockstep_peers = ExpertParallelPeers(self._peers_arena, self.mesh, timeout_s=limit_s)
             experts, self._abort_group = self._lockstep_peers.experts, self._lockstep_peers.abort
         model = load_model(

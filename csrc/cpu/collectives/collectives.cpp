@@ -1,6 +1,7 @@
 // See collectives.h. A rank copies its piece into its slot, raises its flag and waits for all flags of the stage; then it
 // reads. Two slots per rank alternate: whoever writes a slot again has seen all ranks arrive at the operation in between, so
-// all have read it. Waiting is spinning, then yielding, then a futex in slices, in which aborts and deaths are noticed.
+// all have read it. Waiting is spinning, then yielding while nobody else wants the processor, then a futex in slices, in which
+// aborts and deaths are noticed.
 #include "cpu/collectives/collectives.h"
 
 #include <fcntl.h>
@@ -28,6 +29,7 @@ constexpr size_t kPage = 4096, kPidsOffset = 256;
 constexpr uint32_t kAbortedByOwner = 1, kAbortedByWorker = 16;
 constexpr int kSpins = 400;            // about 10 us
 constexpr int kYields = 200;
+constexpr double kLongYieldS = 50e-6;  // others want this processor: the rank we wait for may be one of them
 constexpr long kSliceNs = 20'000'000;  // between looks at the abort word and at the peers
 constexpr size_t kShareBytes = 64 << 10;  // longer sums are shared out between the ranks
 constexpr size_t kRingPiece = 256 << 10;  // so that the reader starts before the writer ends
@@ -180,9 +182,13 @@ void Comm::wait(Flag& flag, uint32_t target, int peer, double timeout_s, const c
       relax();
     }
   }
+  double before = now_s();
   for (int i = 0; i < kYields; ++i) {
     if (reached(flag, target)) return;
     sched_yield();
+    const double now = now_s();
+    if (now - before > kLongYieldS) break;
+    before = now;
   }
   check_abort(what);
   const double deadline = now_s() + timeout_s;

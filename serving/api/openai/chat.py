@@ -15,7 +15,6 @@ import msgspec
 
 from trireme.errors import RequestError
 from trireme.serving.api.openai.wire import (
-    MAX_JSON_DEPTH,
     MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
@@ -23,9 +22,10 @@ from trireme.serving.api.openai.wire import (
     Message,
     TokenizeRequest,
     ToolCall,
-    check_depth,
 )
 from trireme.serving.http.sse import usage_object
+from trireme.serving.json_bounds import MAX_DEPTH, check_depth
+from trireme.serving.special_names import names_pattern
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
 from trireme.serving.text.templates import RENDER_LIMIT_S, Template
@@ -52,8 +52,7 @@ class ChatRenderer:
 
     def __init__(self, template: Template, special_texts: frozenset[str]) -> None:
         self.template = template
-        names = sorted(special_texts, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, names))) if names else None
+        self._special = names_pattern(special_texts)
         self.end_of_turn = self._find_end_of_turn(special_texts)
 
     def _find_end_of_turn(self, special_texts: frozenset[str]) -> str:
@@ -214,7 +213,7 @@ def _arguments(text: str, param: str) -> dict[str, Any]:
         check_depth(body)
         return msgspec.json.decode(body, type=dict[str, Any])
     except RequestError:
-        raise RequestError(f"{param} is nested deeper than {MAX_JSON_DEPTH} levels", param=param) from None
+        raise RequestError(f"{param} is nested deeper than {MAX_DEPTH} levels", param=param) from None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise RequestError(f"{param} must be the text of a JSON object: {error}", param=param) from None
 
@@ -239,9 +238,12 @@ def _content_text(content: str | list[dict[str, Any]] | None, at: str) -> str | 
 
 
 def content_chars(message: Message) -> int:
-    """About how much text a message holds."""
+    """How much text of a message's content the template is given."""
     content = message.content
-    return len(content) if isinstance(content, str) else sum(len(str(part.get("text", ""))) for part in content or ())
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    texts = [part.get("text") for part in content]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

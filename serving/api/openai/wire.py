@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from trireme.errors import EngineDeadError, OverloadedError, RequestError, TriremeError
-from trireme.params import SamplingParams
+from trireme.params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOPS, SamplingParams
 from trireme.serving import unsupported
+from trireme.serving.json_bounds import MAX_DEPTH, SMALL_BYTES, FieldBounds, check_depth, check_entries
 from trireme.serving.json_faults import lone_surrogate, with_whole_numbers
 
-MAX_JSON_DEPTH = 64
 MAX_PROMPTS = 256
 COMPLETION_TOKENS = 16  # length of a text completion whose request names none
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority")
@@ -178,11 +177,26 @@ _whole: dict[type, frozenset[str]] = {
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def parse(body: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
+# The most entries of a field, where decoding it unbounded would hold up everybody else.
+_LIMITS = {
+    "logit_bias": MAX_LOGIT_BIAS,
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOP_IDS,
+    "bad_words": MAX_BAD_WORDS,
+    "allowed_token_ids": 1 << 20,  # a large vocabulary has 2^18
+}
+_IDS: dict[type, tuple[str, int]] = {CompletionRequest: ("prompt", MAX_PROMPTS), DetokenizeRequest: ("tokens", 1)}
+
+
+def parse(body: bytes, kind: type[Body], *, max_len: int | None = None) -> tuple[Body, list[str]]:
     """The request and the names of top-level fields that were ignored. Raises RequestError naming the field; what cannot be
-    honoured is refused before anything of it is built."""
-    check_depth(body)
+    honoured, and token ids beyond the context, `max_len`, are refused before anything of them is built."""
     try:
+        if len(body) <= SMALL_BYTES:
+            check_depth(body)
+        else:
+            ids, max_lists = _IDS.get(kind, ("", 1))
+            check_entries(body, FieldBounds(_LIMITS, ids, max_lists, max_len))
         raws = _keys.decode(body)
         unsupported.refuse(raws, _refused[kind])
         if kind is not DetokenizeRequest:
@@ -193,7 +207,7 @@ def parse(body: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(body, error) from None
     except RecursionError:
-        raise RequestError(f"the body is nested deeper than {MAX_JSON_DEPTH} levels") from None
+        raise RequestError(f"the body is nested deeper than {MAX_DEPTH} levels") from None
     return request, [name for name in raws if name not in _known[kind]]
 
 
@@ -220,19 +234,6 @@ def _malformed(body: bytes, error: Exception) -> RequestError:
     )
 
 
-def check_depth(body: bytes) -> None:
-    """Refuses JSON nested deeper than the limit, in linear time and without building it."""
-    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
-        return
-    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    outside = b"".join(bare.split(b'"')[::2])  # between strings
-    brackets = np.frombuffer(outside.translate(None, _NOT_BRACKETS), dtype=np.uint8)
-    depth = np.cumsum(np.where((brackets == 0x5B) | (brackets == 0x7B), 1, -1), dtype=np.int64)
-    if depth.size and int(depth.max()) > MAX_JSON_DEPTH:
-        raise RequestError(f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
-
-
-_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
@@ -269,6 +270,8 @@ def sampling_params(
     if request.stop is not None:
         given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     if request.logit_bias is not None:
+        if (have := len(request.logit_bias)) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias has {have} entries; the limit is {MAX_LOGIT_BIAS}", param="logit_bias")
         given["logit_bias"] = {_token_key(key): bias for key, bias in request.logit_bias.items()} or None
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
 

@@ -1,0 +1,111 @@
+"""Bodies of requests while they arrive: how many there are, how much they hold, and which makes room when there is too much.
+
+Used by serving/front.py. Pure but for the clock. A body holds no place among the requests before it is whole, so clients that
+send half of one keep nobody out; and the memory of one that has stopped goes to those that come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from trireme.errors import OverloadedError, TriremeError
+
+MAX_BODIES = 2048  # being read at one time
+SMALL_BYTES = 64 << 10  # a body with no more needs no room in the budget, so that a few large ones keep nobody else out
+STALLED_S = 1.0  # without a byte, after which a body may have to make room for others
+
+
+class Body:
+    """One body: `stop` is told once why it ends early, while it arrives."""
+
+    __slots__ = ("caller", "is_whole", "moved_at", "num_bytes", "refusal", "stop")
+
+    def __init__(self, caller: bytes, now: float) -> None:
+        self.caller = caller
+        self.moved_at = now
+        self.num_bytes = 0
+        self.is_whole = False
+        self.refusal: TriremeError | None = None
+        self.stop: Callable[[], None] | None = None
+
+    def refuse(self, error: TriremeError) -> None:
+        if self.refusal is None:
+            self.refusal = error
+            if self.stop is not None:
+                self.stop()
+
+
+class Bodies:
+    """All bodies of a process that arrive or wait to become tokens: at most `most`, and those of more than `small` bytes in at most
+    `budget` bytes together with the others."""
+
+    def __init__(
+        self,
+        budget: int,
+        *,
+        most: int = MAX_BODIES,
+        small: int = SMALL_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._budget = budget
+        self._most = most
+        self._small = small
+        self._clock = clock
+        self._bodies: dict[Body, None] = {}  # a set in order
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._bodies)
+
+    def begin(self, caller: bytes) -> Body:
+        """Raises OverloadedError when there are too many, and all of them go on arriving."""
+        now = self._clock()
+        if len(self._bodies) >= self._most and not self._make_room(now, by_bytes=False):
+            raise OverloadedError(f"{len(self._bodies)} bodies of requests are being read, the limit")
+        body = Body(caller, now)
+        self._bodies[body] = None
+        return body
+
+    def take(self, body: Body, num_bytes: int) -> None:
+        """Counts bytes that came. Raises OverloadedError when they are over the budget, and all others go on arriving."""
+        now = body.moved_at = self._clock()
+        while self.num_bytes + num_bytes > self._budget and body.num_bytes + num_bytes > self._small:
+            if not self._make_room(now, by_bytes=True):
+                raise OverloadedError(f"more than {self._budget} bytes of requests are being read")
+        body.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+    def end(self, body: Body) -> None:
+        """It is tokens by now, or given up. Twice is fine."""
+        if self._bodies.pop(body, body) is None:
+            self.num_bytes -= body.num_bytes
+
+    def refuse_all(self, error: TriremeError) -> None:
+        """Ends those that still arrive."""
+        for body in [body for body in self._bodies if not body.is_whole]:
+            self._drop(body, error)
+
+    def _make_room(self, now: float, *, by_bytes: bool) -> bool:
+        """Ends the body that has stood still longest, of the caller that has most. False when none stands still."""
+        stalled = [body for body in self._bodies if not body.is_whole and now - body.moved_at >= STALLED_S]
+        stalled = [body for body in stalled if body.num_bytes or not by_bytes]
+        if not stalled:
+            return False
+        share: Counter[bytes] = Counter()
+        for body in self._bodies:
+            share[body.caller] += body.num_bytes if by_bytes else 1
+        longest = min(stalled, key=lambda body: (-share[body.caller], body.moved_at))
+        self._drop(
+            longest,
+            OverloadedError(
+                f"the body has not moved for {now - longest.moved_at:.0f} s, and others needed the room",
+                hint="send the body at once",
+            ),
+        )
+        return True
+
+    def _drop(self, body: Body, error: TriremeError) -> None:
+        self.end(body)
+        body.refuse(error)
