@@ -130,8 +130,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"chat_template_kwargs": {"thinking": True}}),
 ]
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
-    *((path, {name: None}) for path in (CHAT, TEXT) for name in unsupported.GENERATION),
-    *((path, {name: None}) for path in (CHAT, TEXT) for name in unsupported.CALL_FIELDS),
+    *((path, {name: None}) for path in (CHAT, TEXT) for name in sorted(unsupported.GENERATION)),
+    *((path, {name: None}) for path in (CHAT, TEXT) for name in sorted(unsupported.CALL_FIELDS)),
     *((path, {name: "none"}) for path in (CHAT, TEXT) for name in ("tool_choice", "function_call")),
     *((path, {"tools": [{}], "tool_choice": "none"}) for path in (CHAT, TEXT)),
     *((path, {"functions": [{}], "function_call": "none"}) for path in (CHAT, TEXT)),
@@ -189,8 +189,6 @@ async def test_refusals_reach_the_client_as_400(tmp_path: Path) -> None:
             await served.openai.chat.completions.create(model="stub", messages=TALK, tool_choice="required")  # type: ignore[call-overload]
         assert caught.value.param == "tool_choice"
         assert served.engine.log == []
-        status, answer = await served.post("/tokenize", {"messages": TALK, "tools": [{}]})
-        assert (status, answer["error"]["param"]) == (400, "tools")
 
 
 async def test_choices_have_one_bound_for_all(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ async def test_long_texts_and_odd_names_leave_the_loop_alone(tmp_path: Path) -> 
             served, "/v1/chat/completions", {"messages": [{"role": "user", "content": many}], "max_tokens": 1}
         )
         assert status == 200
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": many}}
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": many})}}
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         for path in ("/v1/chat/completions", "/tokenize"):
             status, _ = await heavy(served, path, {"messages": turns})

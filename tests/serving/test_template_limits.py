@@ -255,5 +255,5 @@ async def test_a_template_that_writes_much_keeps_nobody_waiting(tmp_path: Path) 
         watch = LoopWatch()
         status, answer = await served.post("/v1/chat/completions", {"model": "stub", "messages": TALK})
         assert (status, answer["error"]["param"]) == (400, "messages")
-        assert "900000 tokens" in answer["error"]["message"]
+        assert "messages has 900000 characters" in answer["error"]["message"]
         assert watch.stop() < 0.1

@@ -49,7 +49,7 @@ class _Columns:
 
     def add_prompt(self, token: int, piece: bytes, entry: TextLogprob | None) -> None:
         """A token of an echoed prompt, `piece` of its text; `entry` is None for the first, which nothing predicted."""
-        self._append(token, _shown(piece), entry)
+        self._append(token, name_by_id(token) if self._by_id else _shown(piece), entry)
         self._offset += len(self._decoder.decode(piece))
 
     def _append(self, token: int, name: str, entry: TextLogprob | None) -> None:

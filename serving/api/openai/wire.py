@@ -199,7 +199,7 @@ def parse(body: bytes, kind: type[Body], *, max_len: int | None = None) -> tuple
             check_entries(body, FieldBounds(_LIMITS, ids, max_lists, max_len))
         raws = _keys.decode(body)
         unsupported.refuse(raws, _refused[kind])
-        if kind is not DetokenizeRequest:
+        if kind in (CompletionRequest, ChatRequest):  # (those that answer)
             unsupported.refuse_calls(raws)
         request = _decode(body, kind)
     except msgspec.ValidationError as error:
