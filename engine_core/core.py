@@ -13,10 +13,10 @@ from itertools import chain
 import msgspec
 import numpy as np
 
-from trireme.engine_core.admission import Admission
 from trireme.engine_core.integrity import Audit, IntegrityError, audit, check_idle
 from trireme.engine_core.kv.events import BlockLog
 from trireme.engine_core.outputs import Outbox, end_reason
+from trireme.engine_core.scheduling.admission import QueueAdmission
 from trireme.engine_core.scheduling.decode_batch import DecodeBatch, Ints
 from trireme.engine_core.scheduling.pending_step import PendingStep, PlannedTokens
 from trireme.engine_core.scheduling.policies.base import POLICIES, PolicySettings
@@ -84,7 +84,7 @@ class EngineCore:
         self.outbox = Outbox(engine)
         self.counters = Counters()
         self.step_times = StepTimes()
-        self.admission = Admission(self.scheduler, limits.max_wait)
+        self.admission = QueueAdmission(self.scheduler, limits.max_wait)
         self.draining = False
         self._arrivals = 0
         self._admitted: dict[str, int] = {}

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from trireme.launch.interrupts import catch_signals, leave, release_signals
+from trireme.launch.processes.interrupts import catch_signals, leave, release_signals
 from trireme.launch.stdio import WRITE_ERRORS, give_up, prepare_streams
 
 _HELP = ("-h", "--help", "help")
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         prepare_streams()
         if any("-key" in word for word in words):
-            import_module("trireme.launch.hide").hide_keys()
+            import_module("trireme.launch.processes.hide").hide_keys()
     is_server = words[:1] == ["serve"]  # it deals with signals by itself
     try:
         return _outcome(words, lambda: None if is_server else release_signals(former))

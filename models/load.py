@@ -11,7 +11,7 @@ from trireme.errors import ModelError
 from trireme.machine.runtime import TORCH, choose_runtime
 from trireme.model.files import ModelFiles
 from trireme.model.reader import ArchSpec
-from trireme.models.agreement import check_frequencies
+from trireme.models.arch.agreement import check_frequencies
 from trireme.models.cpu import native_stage as native
 from trireme.models.forward import ExpertGroup, Group, Model
 from trireme.models.registry import family_named

@@ -22,8 +22,10 @@ from trireme.errors import NotFoundError, RequestError, TooLargeError, TriremeEr
 from trireme.params import SamplingParams
 from trireme.serving.admission.admission import Caller
 from trireme.serving.api import control
+from trireme.serving.api.json_bounds import SMALL_BYTES
 from trireme.serving.api.openai.chat import ChatFormat, content_chars
 from trireme.serving.api.openai.completions import CompletionFormat
+from trireme.serving.api.openai.echo import Echo, echo_of_ids, echo_of_text
 from trireme.serving.api.openai.wire import (
     COMPLETION_TOKENS,
     ChatRequest,
@@ -36,17 +38,15 @@ from trireme.serving.api.openai.wire import (
     sampling_params,
     split_prompts,
 )
-from trireme.serving.cors import AllowedOrigins
-from trireme.serving.echo import Echo, echo_of_ids, echo_of_text
+from trireme.serving.api.tokenize import check_messages_size, detokenized, tokenized
 from trireme.serving.engines.replay import Replay
 from trireme.serving.front import Front, Visit
+from trireme.serving.http.cors import AllowedOrigins
 from trireme.serving.http.middleware import Admin, ApiKeys, Middleware, send_body, send_options
 from trireme.serving.http.sse import FIRST_EVENT_S, EventStream, Format, Outcome
-from trireme.serving.json_bounds import SMALL_BYTES
 from trireme.serving.metrics.telemetry import CONTENT_TYPE, merged, page
 from trireme.serving.text.generation import Generation
 from trireme.serving.text.processor import Processor
-from trireme.serving.tokenize import check_messages_size, detokenized, tokenized
 from trireme.topology.zones import MAX_LABEL
 
 BODY_TIMEOUT_S = 30.0

@@ -15,19 +15,19 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, ModelNotFoundError, OverloadedError, RequestError
 from trireme.serving.admission.admission import Admission, Caller
+from trireme.serving.admission.shared_state import SharedState, alone
 from trireme.serving.api.openai.chat import ChatRenderer, Segments
 from trireme.serving.api.openai.wire import ChatRequest, TokenizeRequest
-from trireme.serving.bodies import Bodies, Body
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.engine import EngineState
+from trireme.serving.http.bodies import Bodies, IncomingBody
 from trireme.serving.http.sse import Look, Ticker
 from trireme.serving.metrics.telemetry import Snapshot, Telemetry
-from trireme.serving.template_meter import TemplateSlow
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.processor import Processor
+from trireme.serving.text.template_meter import TemplateSlow
 from trireme.serving.text.templates import find_template
 from trireme.serving.text.tokens import Tokenizer
-from trireme.serving.together import Together, alone
 from trireme.topology.lockstep import is_pause
 
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
@@ -52,7 +52,7 @@ class Readiness(NamedTuple):
 class Visit:
     """One request from its head to the last byte of its answer. Its place among the requests is taken when its body is whole."""
 
-    def __init__(self, front: Front, body: Body, *, generates: bool) -> None:
+    def __init__(self, front: Front, body: IncomingBody, *, generates: bool) -> None:
         self._front = front
         self.body = body
         self._generates = generates
@@ -90,7 +90,7 @@ class Front:
         model_name: str,
         eos_token_ids: Iterable[int],
         snapshots: Callable[[], Awaitable[list[Snapshot]]] | None = None,
-        shared: Together | None = None,
+        shared: SharedState | None = None,
         has_been_up: bool = False,
     ) -> None:
         self.config = config

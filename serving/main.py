@@ -21,14 +21,14 @@ from trireme.config import EngineConfig
 from trireme.log import configure, facts
 from trireme.model.files import files_of
 from trireme.model.reader import read_arch
+from trireme.serving.admission.shared_state import open_shared_state
 from trireme.serving.app import make_app
-from trireme.serving.connections import ConnectionCounts
 from trireme.serving.engines.connect import client_over_sockets
 from trireme.serving.front import Front
+from trireme.serving.http.connections import ConnectionCounts
 from trireme.serving.http.listener import Listener, allow_connections
 from trireme.serving.metrics.aggregation import Aggregation
 from trireme.serving.text.tokens import load_tokenizer
-from trireme.serving.together import together
 from trireme.transport.process.boot import BootChannel
 from trireme.transport.wire.messages import Drain
 
@@ -64,7 +64,7 @@ def main(channel: BootChannel) -> None:
             model_name=config.model.served_name or files.name,
             eos_token_ids=eos,
             snapshots=siblings.snapshots,
-            shared=together(run_dir, index, num_fronts, has_own_engines=is_alone),
+            shared=open_shared_state(run_dir, index, num_fronts, has_own_engines=is_alone),
             has_been_up=channel.boot.epoch > 0,  # parts are started again only when all have been ready once
         )
         counted = (0, 1) if is_alone else (index, num_fronts)  # a port of its own has connections of its own

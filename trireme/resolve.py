@@ -12,8 +12,8 @@ import msgspec
 
 from trireme.config import CPU_ROWS, CPU_TOKENS, GPU_ROWS, GPU_TOKENS, Decision, EngineConfig
 from trireme.errors import ConfigError
-from trireme.fits import check_memory, check_slots, check_threads, room_for_kv
 from trireme.machine.device import DeviceFacts, read_device
+from trireme.machine.fits import check_memory, check_slots, check_threads, room_for_kv
 from trireme.machine.gpu_formats import Stored, expansion_of
 from trireme.machine.gpu_support import choose_device, compute_dtype, refuse_on_cpu
 from trireme.machine.graph_sizes import graph_sizes

@@ -59,10 +59,10 @@ def parse_yaml(text: str) -> Value:
         raise ConfigError(f"is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError("is not YAML for settings: it is nested too deeply") from None
-    return None if node is None else _Reader().value(node, "", 0)
+    return None if node is None else _YamlReader().value(node, "", 0)
 
 
-class _Reader:
+class _YamlReader:
     """Nodes to plain values, within bounds."""
 
     def __init__(self) -> None:

@@ -22,8 +22,8 @@ import msgspec
 from trireme.config import EngineConfig
 from trireme.engine_core.executor.base import MODULES, OnReply, WorkerPlace, depth_of
 from trireme.errors import ConfigError, TriremeError
+from trireme.machine.starvation import Starvation
 from trireme.phases import Phases
-from trireme.starvation import Starvation
 from trireme.transport.sockets.poller import Poller, Waker
 from trireme.transport.step_futures import StepFuture, Waiter
 from trireme.transport.wire.messages import LoadProgress, StepPlan, StepResult, WorkerInit, WorkerLoaded

@@ -17,10 +17,10 @@ import msgspec
 from trireme.config import EngineConfig
 from trireme.engine_core.executor.base import OnReply, WorkerLost, WorkerPlace, depth_of
 from trireme.errors import ConfigError, ModelError, TriremeError
+from trireme.machine.starvation import Starvation, children_of
 from trireme.model.files import files_of
 from trireme.model.reader import read_arch
 from trireme.phases import slowest
-from trireme.starvation import Starvation, children_of
 from trireme.topology.arena import Arena, create_arena
 from trireme.topology.mesh import Mesh
 from trireme.transport.process.boot import Child, reap, spawn

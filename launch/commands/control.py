@@ -50,7 +50,7 @@ async def _by_http(to: Endpoint, action: str, level: int, mode: str) -> list[dic
         await post_json(to, ROUTES[action].format(level=level, mode=mode))
     found = await get_json(to, "/is_sleeping")
     try:
-        return msgspec.to_builtins(msgspec.convert(found, _Rest).engines)  # type: ignore[no-any-return]
+        return msgspec.to_builtins(msgspec.convert(found, _SleepReport).engines)  # type: ignore[no-any-return]
     except msgspec.ValidationError as error:
         raise ServerError(f"what answers at {to.url} does not say how its engines rest: {error}") from error
 
@@ -62,7 +62,7 @@ class _Engine(msgspec.Struct):
     pause: str
 
 
-class _Rest(msgspec.Struct):
+class _SleepReport(msgspec.Struct):
     engines: list[_Engine]
 
 

@@ -19,8 +19,8 @@ from trireme.launch.options import Invocation
 from trireme.model.files import ModelFiles, find_model, read_json
 from trireme.model.gguf_header import GgufFile, read_gguf
 from trireme.model.reader import read_arch
+from trireme.model.stored import read_header
 from trireme.sizes import format_bytes
-from trireme.stored import read_header
 
 MAX_SHOWN = 24  # largest tensors, and metadata entries
 MAX_TEXT = 200

@@ -14,9 +14,9 @@ import msgspec
 
 from trireme.config import Decision, EngineConfig
 from trireme.errors import ConfigError
-from trireme.fits import check_slots, free_for, kv_tokens_of, shares_on_host, shortage
 from trireme.launch.options import Invocation, off_flag
 from trireme.machine.device import DeviceFacts, GpuFacts, read_device, read_gpu
+from trireme.machine.fits import check_slots, free_for, kv_tokens_of, shares_on_host, shortage
 from trireme.machine.gpu_formats import gpu_weight_bytes
 from trireme.machine.memory_budget import MemoryLine, gpu_shares, kv_token_bytes, too_little_kv
 from trireme.machine.weight_bytes import loaded_bytes

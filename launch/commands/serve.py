@@ -18,9 +18,9 @@ from trireme import __version__, log
 from trireme.config import Decision, EngineConfig
 from trireme.launch.api.startup import breakdown, line_of, lives_of, process_began
 from trireme.launch.cli import print_error
-from trireme.launch.interrupts import StartGuard
 from trireme.launch.options import Invocation
 from trireme.launch.processes.connection_file import write_pass
+from trireme.launch.processes.interrupts import StartGuard
 from trireme.launch.processes.supervisor import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
 from trireme.netloc import is_loopback, netloc
 from trireme.phases import PART

@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from trireme.launch.interrupts import StartGuard
+from trireme.launch.processes.interrupts import StartGuard
 from trireme.transport.process.prespawn import Prespawned, prespawn
 
 MOST_PRESPAWNED = 16  # parts that are started before it is known whether they fit into this machine

@@ -18,9 +18,9 @@ import msgspec
 
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError
-from trireme.launch.beats import Beats
-from trireme.launch.interrupts import catch_signals, release_signals
-from trireme.launch.leftovers import Leftovers
+from trireme.launch.processes.beats import Beats
+from trireme.launch.processes.interrupts import catch_signals, release_signals
+from trireme.launch.processes.leftovers import Leftovers
 from trireme.launch.processes.lockstep_memory import LockstepMemory
 from trireme.launch.processes.parts import Modules, parts_of
 from trireme.launch.processes.restarts import COORDINATOR_LIMITS, RestartLimits, Restarts

@@ -44,8 +44,8 @@ def weight_names(arch: ArchSpec) -> Iterator[str]:
 
 
 def ignorable_names(arch: ArchSpec) -> list[str]:
-    """Names that need not be in a file: frequencies that can be derived (models/agreement.py compares them), those that further
-    divide them, and the embedding once more as a head."""
+    """Names that need not be in a file: frequencies that can be derived (models/arch/agreement.py compares them), those that
+    further divide them, and the embedding once more as a head."""
     names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(arch.num_layers)]
     names += ["model.rotary_emb.inv_freq", "rope_freqs.weight"]
     names += _LONGROPE if arch.rope.kind == "longrope" and not arch.rope.short_factors else ()

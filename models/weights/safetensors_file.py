@@ -1,6 +1,6 @@
 """Reads safetensors files: tensors as views of the mapped file. No torch.
 
-Used by models/weights/sources. A file is untrusted input: trireme/stored.py checks its header before a byte of data is
+Used by models/weights/sources. A file is untrusted input: trireme/model/stored.py checks its header before a byte of data is
 touched, and every defect is a ModelError.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trireme.errors import ModelError
-from trireme.stored import DTYPES as DTYPES
-from trireme.stored import read_header
+from trireme.model.stored import DTYPES as DTYPES
+from trireme.model.stored import read_header
 
 
 class StoredTensor(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 from trireme.errors import ModelError
 from trireme.model.gguf_header import LOADED_AS, GgufFile, read_gguf
 from trireme.model.quantized import FP8_BLOCK
+from trireme.model.stored import safetensors_files
 from trireme.models.weights.gguf_expand import dequantize
 from trireme.models.weights.grouped import cpu_rows
 from trireme.models.weights.packed import (
@@ -32,7 +33,6 @@ from trireme.models.weights.packed import (
     scaled_rows,
 )
 from trireme.models.weights.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
-from trireme.stored import safetensors_files
 from trireme.topology.mesh import Span
 
 DENSE_KINDS = ("F32", "F16", "BF16")

@@ -14,7 +14,7 @@ import resource
 import socket
 from collections.abc import Callable
 
-from trireme.serving.connections import RENEW_S, ConnectionCounts
+from trireme.serving.http.connections import RENEW_S, ConnectionCounts
 
 log = logging.getLogger(__name__)
 

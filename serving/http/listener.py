@@ -21,8 +21,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from trireme.errors import OverloadedError, RequestError
 from trireme.serving.api.openai.wire import error_body
-from trireme.serving.connections import ConnectionCounts
 from trireme.serving.http.accept import Acceptor
+from trireme.serving.http.connections import ConnectionCounts
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trireme.errors import AuthError, DeadlineError, RequestError, TriremeError
 from trireme.netloc import is_address, is_loopback, without_port
 from trireme.serving.api.openai.wire import error_body, error_status, retry_after
-from trireme.serving.cors import METHODS, AllowedOrigins
-from trireme.serving.origin import is_foreign
+from trireme.serving.http.cors import METHODS, AllowedOrigins
+from trireme.serving.http.origin import is_foreign
 
 log = logging.getLogger(__name__)
 

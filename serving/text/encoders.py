@@ -18,8 +18,8 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
 from trireme.errors import ModelError
-from trireme.serving.text_bounds import TextBound
-from trireme.serving.tokenizer_bounds import library_bound, spm_bound
+from trireme.serving.text.text_bounds import TextBound
+from trireme.serving.text.tokenizer_bounds import library_bound, spm_bound
 
 META = "\u2581"  # the visible space of SentencePiece
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -17,7 +17,7 @@ from trireme.errors import ContextLengthError, RequestError
 from trireme.hashing import cache_salt
 from trireme.params import RowParams, SamplingParams
 from trireme.serving.engines.replay import Replay, RequestLimits
-from trireme.serving.text_bounds import TextBound, context_limit
+from trireme.serving.text.text_bounds import TextBound, context_limit
 
 MAX_ROWS = 512  # prompts x n
 MAX_CHARS_PER_TOKEN = 256  # where the vocabulary tells no bound: a longer text fits the context with no usual tokenizer

@@ -15,8 +15,8 @@ from typing import Any
 import jinja2
 
 from trireme.errors import ModelError, RequestError
-from trireme.serving.template_meter import TemplateLimit, TemplateSlow
-from trireme.serving.template_sandbox import Sandbox
+from trireme.serving.text.template_meter import TemplateLimit, TemplateSlow
+from trireme.serving.text.template_sandbox import Sandbox
 
 RENDER_LIMIT_S = 0.25  # of processor time
 COMPILE_LIMIT_S = 5.0

@@ -16,10 +16,10 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
 from trireme.errors import ModelError
+from trireme.machine.places import expanded
 from trireme.model.files import ModelFiles, read_json
-from trireme.places import expanded
-from trireme.serving.special_names import names_pattern
 from trireme.serving.text.encoders import LibraryEncoder, TextEncoder
+from trireme.serving.text.special_names import names_pattern
 from trireme.serving.text.tokens_gguf import tokenizer_from_gguf
 
 _BEFORE = ("\n", "\x01", ".", "1")  # what text may stand behind: most vocabularies merge one of these with nothing

@@ -19,11 +19,11 @@ from trireme.errors import ModelError, TriremeError
 from trireme.launch.commands.inspect_model import inspect_files
 from trireme.model.files import find_model, read_json
 from trireme.model.reader import read_arch
+from trireme.model.stored import read_header
 from trireme.models.forward import SoloGroup
 from trireme.models.load import load_model
 from trireme.resolve import prepare
 from trireme.serving.text.tokens import load_tokenizer
-from trireme.stored import read_header
 from trireme.topology.mesh import Mesh
 
 

@@ -14,10 +14,10 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from tests.models.tiny import write_byte_tokenizer, write_spm_tokenizer
 from trireme.model.files import ModelFiles, find_model
-from trireme.serving.special_names import names_pattern
 from trireme.serving.text.encoders import LibraryEncoder
+from trireme.serving.text.special_names import names_pattern
+from trireme.serving.text.text_bounds import bound_of
 from trireme.serving.text.tokens import Tokenizer, load_tokenizer
-from trireme.serving.text_bounds import bound_of
 
 TEXTS = st.one_of(st.text(), st.text(alphabet="aA1 \n#<|im_start>\u00e9\u0301\u4f60\U0001f600\x00", max_size=200))
 

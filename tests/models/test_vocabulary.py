@@ -15,8 +15,8 @@ from tests.serving.deployment import serve_model
 from trireme.config import ModelConfig
 from trireme.launch.api.llm import LLM
 from trireme.model.files import find_model
+from trireme.model.vocabulary import num_known_tokens
 from trireme.params import SamplingParams
-from trireme.vocabulary import num_known_tokens
 
 UNUSED = 5  # tokenizer.ggml.token_type
 

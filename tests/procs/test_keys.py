@@ -16,7 +16,7 @@ from tests.e2e.deployment import Deployment
 from tests.models.tiny import make_stub
 from tests.procs.supervised import MODULES, config_for
 from trireme import Client, SamplingParams
-from trireme.launch.hide import key_places
+from trireme.launch.processes.hide import key_places
 from trireme.launch.processes.supervisor import Supervisor
 
 KEYS = ("sesame-of-the-flag", "sesame-of-the-same-word", "sesame,of the file", "sesame-of-the-admin")

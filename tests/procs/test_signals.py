@@ -18,7 +18,7 @@ import pytest
 
 from tests.e2e.deployment import ROOT, free_port, wait_for
 from tests.models.tiny import make_stub
-from trireme.launch.interrupts import StartGuard
+from trireme.launch.processes.interrupts import StartGuard
 from trireme.transport.process.prespawn import prespawn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -20,12 +20,12 @@ from trireme.launch.processes.supervisor import listen
 from trireme.model.files import find_model
 from trireme.model.reader import read_arch
 from trireme.resolve import prepare
+from trireme.serving.admission.shared_state import SharedState
 from trireme.serving.app import make_app
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.front import Front
 from trireme.serving.http.listener import WANTED_CONNECTIONS, Listener
 from trireme.serving.text.tokens import load_tokenizer
-from trireme.serving.together import Together
 from trireme.settings import load
 
 
@@ -119,7 +119,7 @@ async def serve(
     *engines: FakeEngine,
     extra: Sequence[str] = (),
     max_connections: int = WANTED_CONNECTIONS,
-    shared: Together | None = None,
+    shared: SharedState | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
     """A front end over scripted engines, for a T-byte model with these extra tokens; `settings` go to ServingConfig. `shared` is
@@ -160,7 +160,7 @@ async def _front_end(
     client: EngineClient,
     engines: Sequence[FakeEngine] = (),
     max_connections: int = WANTED_CONNECTIONS,
-    shared: Together | None = None,
+    shared: SharedState | None = None,
 ) -> AsyncIterator[Served]:
     files = find_model(config.model.model)
     arch = read_arch(files)

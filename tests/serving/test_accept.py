@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from trireme.serving.connections import FRESH_S, ConnectionCounts
 from trireme.serving.http.accept import RESERVE, RETRY_S, Acceptor
+from trireme.serving.http.connections import FRESH_S, ConnectionCounts
 
 
 class Echo(asyncio.Protocol):

@@ -18,8 +18,8 @@ from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
 from trireme.errors import OverloadedError
-from trireme.serving.bodies import STALLED_S, Bodies
 from trireme.serving.front import SPARE_REQUESTS
+from trireme.serving.http.bodies import STALLED_S, Bodies
 from trireme.serving.main import drain
 
 TEXT = {"model": "stub", "prompt": "hello"}
@@ -139,7 +139,7 @@ async def test_half_sent_bodies_close_the_door_to_nobody(tmp_path: Path) -> None
 
 async def test_bodies_that_stopped_give_their_memory_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trireme.serving.front.MIN_BODY_BUDGET", 0)
-    monkeypatch.setattr("trireme.serving.bodies.STALLED_S", 0.05)
+    monkeypatch.setattr("trireme.serving.http.bodies.STALLED_S", 0.05)
     monkeypatch.setattr("trireme.serving.front.Bodies", functools.partial(Bodies, small=0))
     async with (
         serve(tmp_path, FakeEngine(words("x", EOS)), body_limit=5000) as served,

@@ -16,8 +16,7 @@ from tests.serving.deployment import serve
 from tests.serving.engines import FakeEngine, words
 from trireme.errors import RequestError
 from trireme.params import MAX_CHOICES
-from trireme.serving import unsupported
-from trireme.serving.api.openai import wire
+from trireme.serving.api.openai import unsupported, wire
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TALK = [{"role": "user", "content": "hi"}]
@@ -167,7 +166,7 @@ def test_what_asks_for_nothing_is_accepted_in_silence(path: str, fields: dict[st
 
 @pytest.mark.parametrize(("path", "table"), [(CHAT, unsupported.CHAT), (TEXT, unsupported.COMPLETIONS)])
 def test_every_field_of_the_tables_is_refused_unless_neutral(
-    path: str, table: Mapping[str, unsupported.Refused]
+    path: str, table: Mapping[str, unsupported.RefusedField]
 ) -> None:
     for name, known in table.items():
         for value in (None, *known.neutral):

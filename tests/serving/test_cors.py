@@ -10,7 +10,7 @@ from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
 from trireme.errors import ConfigError
-from trireme.serving.cors import EXPOSED, AllowedOrigins
+from trireme.serving.http.cors import EXPOSED, AllowedOrigins
 
 APP, OTHER = "https://app.example", "https://evil.example"
 TEXT = "/v1/completions"

@@ -16,7 +16,7 @@ from tests.models.tiny import make_stub, spm_pieces, write_spm_tokenizer
 from tests.models.tiny_gguf import TOKEN_CONTROL, TOKEN_NORMAL, TOKEN_UNKNOWN, write_tokenizer_gguf
 from tests.serving.deployment import Served, serve_model
 from trireme.model.files import ModelFiles
-from trireme.serving.echo import echo_of_ids, echo_of_text
+from trireme.serving.api.openai.echo import echo_of_ids, echo_of_text
 from trireme.serving.text.tokens import Tokenizer, load_tokenizer
 
 BOS = 256  # of T-byte

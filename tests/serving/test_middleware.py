@@ -15,7 +15,7 @@ import pytest
 from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
-from trireme.serving.bodies import Bodies
+from trireme.serving.http.bodies import Bodies
 from trireme.serving.http.middleware import PUBLIC, ApiKeys
 from trireme.serving.main import drain
 

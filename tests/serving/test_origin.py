@@ -10,7 +10,7 @@ import pytest
 from tests.models.tiny import EOS
 from tests.serving.deployment import serve
 from tests.serving.engines import FakeEngine, words
-from trireme.serving.origin import is_foreign
+from trireme.serving.http.origin import is_foreign
 from trireme.transport.wire.messages import Submit
 
 TEXT = {"model": "stub", "prompt": "hello"}

@@ -13,7 +13,7 @@ import pytest
 from tests.models.tiny import EOS, make_stub
 from tests.serving.deployment import serve_model
 from trireme.errors import ModelError, RequestError
-from trireme.serving.template_meter import TemplateSlow
+from trireme.serving.text.template_meter import TemplateSlow
 from trireme.serving.text.templates import Template
 
 TALK = [{"role": "user", "content": "hi"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.engine_driver import Driver, Row, make_limits
-from trireme.engine_core.admission import SLACK, ServiceRate
+from trireme.engine_core.scheduling.admission import SLACK, ServiceRate
 
 STEP_S = 0.01  # of the driver
 ROWS, TOKENS = 4, 20

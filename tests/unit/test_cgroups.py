@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.cgroups import GroupLimits, below, read_limits, usable_cores
+from trireme.machine.cgroups import GroupLimits, below, read_limits, usable_cores
 from trireme.machine.device import read_device
 from trireme.sizes import GIB, MIB
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from trireme.launch.beats import Beats
-from trireme.starvation import LONGEST_GAP_S, Starvation, children_of
+from trireme.launch.processes.beats import Beats
+from trireme.machine.starvation import LONGEST_GAP_S, Starvation, children_of
 
 IN_CIRCLES = "while True: pass"
 WAITING = "import time\ntime.sleep(1000)"

@@ -1,6 +1,7 @@
 """What this machine offers: cores, memory, instruction sets, GPUs. Read once by the launcher, before anything starts.
 
-Looks only at /proc, /sys and /dev, so that it is quick and torch-free. Respects the limits of a container (trireme/cgroups.py).
+Looks only at /proc, /sys and /dev, so that it is quick and torch-free. Respects the limits of a container
+(trireme/machine/cgroups.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from trireme.cgroups import GroupLimits, read_limits, usable_cores
+from trireme.machine.cgroups import GroupLimits, read_limits, usable_cores
 
 _ISA_FLAGS = (
     "avx2",

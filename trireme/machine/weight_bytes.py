@@ -13,8 +13,8 @@ from trireme.model.files import ModelFiles
 from trireme.model.gguf_header import LOADED_AS, read_gguf
 from trireme.model.packed_ints import Packing
 from trireme.model.reader import ArchSpec
+from trireme.model.stored import safetensors_files, size_of
 from trireme.sizes import format_bytes
-from trireme.stored import safetensors_files, size_of
 
 SCHEME_BYTES = {"q8_0": 34 / 32, "int8": 1, "q4_0": 18 / 32}  # per parameter
 SCHEME_ROW_BYTES = {"q8_0": 0, "int8": 8, "q4_0": 0}  # and per row

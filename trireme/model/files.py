@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from trireme.config import ModelConfig
 from trireme.errors import ModelError
-from trireme.places import cache_directories, expanded, usable
+from trireme.machine.places import cache_directories, expanded, usable
 
 
 class Packaged(NamedTuple):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trireme.arch_stored import followed
 from trireme.errors import ModelError
 from trireme.model import gguf_config as arch_gguf
 from trireme.model import hf_config as arch_hf
@@ -18,6 +17,7 @@ from trireme.model import hf_families as arch_more
 from trireme.model.files import ModelFiles, find_model, read_json
 from trireme.model.gguf_header import GgufFile, read_gguf
 from trireme.model.spec import MAX_DIM, ArchSpec, RopeKind, RopeSpec, yarn_scale
+from trireme.model.stored_facts import followed
 
 __all__ = ["ArchSpec", "RopeKind", "RopeSpec", "arch_from_config", "arch_from_gguf", "read_arch", "yarn_scale"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trireme.errors import CollectiveError
-from trireme.starvation import Starvation, children_of
+from trireme.machine.starvation import Starvation, children_of
 from trireme.topology.mesh import Mesh
 from trireme.workers.collectives.allreduce_algos import (
     PUSHED_BYTES,

@@ -9,8 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.cgroups import read_limits
-from trireme.cgroups import usable_cores as cores_within
+from trireme.machine.cgroups import read_limits
+from trireme.machine.cgroups import usable_cores as cores_within
 from trireme.machine.memory_budget import LOGITS_BYTES as LOGITS_BYTES
 from trireme.machine.memory_budget import activation_bytes as activation_bytes
 

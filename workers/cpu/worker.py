@@ -20,6 +20,7 @@ from trireme.errors import ConfigError, EngineError
 from trireme.machine.runtime import TORCH, choose_runtime
 from trireme.model.files import files_of
 from trireme.model.reader import ArchSpec, read_arch
+from trireme.model.vocabulary import begin_to_count
 from trireme.models.forward import Group, HostKV, Model
 from trireme.models.load import load_model
 from trireme.models.native import load_native
@@ -27,7 +28,6 @@ from trireme.phases import Phases
 from trireme.sleep import NO_SLEEP
 from trireme.topology.mesh import Mesh
 from trireme.transport.wire.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
-from trireme.vocabulary import begin_to_count
 from trireme.workers.batch import Batch
 from trireme.workers.collectives import make_group
 from trireme.workers.cpu.kv_pages import ResidentKv

@@ -26,6 +26,7 @@ from trireme.machine.graph_sizes import graph_sizes
 from trireme.machine.weight_bytes import stored_of
 from trireme.model.files import files_of
 from trireme.model.reader import ArchSpec, read_arch
+from trireme.model.vocabulary import begin_to_count
 from trireme.models.cuda import ops as cuda_ops
 from trireme.models.cuda.decoder import DTYPES, CudaModel
 from trireme.models.cuda.host_adapter import HostModel
@@ -40,7 +41,6 @@ from trireme.phases import Phases
 from trireme.sizes import format_bytes
 from trireme.topology.mesh import Mesh
 from trireme.transport.wire.messages import StepPlan, StepResult, WorkerInit, WorkerLoaded
-from trireme.vocabulary import begin_to_count
 from trireme.workers.batch import Batch
 from trireme.workers.collectives import make_cuda_group
 from trireme.workers.collectives.cuda import CudaGroup

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from trireme.errors import RequestError
+from trireme.serving.api.json_bounds import MAX_DEPTH, check_depth
 from trireme.serving.api.openai.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -24,10 +25,9 @@ from trireme.serving.api.openai.wire import (
     ToolCall,
 )
 from trireme.serving.http.sse import usage_object
-from trireme.serving.json_bounds import MAX_DEPTH, check_depth
-from trireme.serving.special_names import names_pattern
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
+from trireme.serving.text.special_names import names_pattern
 from trireme.serving.text.templates import RENDER_LIMIT_S, Template
 
 ROLES: Mapping[str, str] = {

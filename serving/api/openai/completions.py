@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from trireme.serving.api.openai.echo import Echo
 from trireme.serving.api.openai.wire import CompletionRequest
-from trireme.serving.echo import Echo
 from trireme.serving.http.sse import usage_object
 from trireme.serving.text.detokenizer import LOOK_BACK, TokenText
 from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id

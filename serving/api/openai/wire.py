@@ -15,9 +15,9 @@ import msgspec
 
 from trireme.errors import EngineDeadError, OverloadedError, RequestError, TriremeError
 from trireme.params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOPS, SamplingParams
-from trireme.serving import unsupported
-from trireme.serving.json_bounds import MAX_DEPTH, SMALL_BYTES, FieldBounds, check_depth, check_entries
-from trireme.serving.json_faults import lone_surrogate, with_whole_numbers
+from trireme.serving.api.json_bounds import MAX_DEPTH, SMALL_BYTES, FieldBounds, check_depth, check_entries
+from trireme.serving.api.json_faults import lone_surrogate, with_whole_numbers
+from trireme.serving.api.openai import unsupported
 
 MAX_PROMPTS = 256
 COMPLETION_TOKENS = 16  # length of a text completion whose request names none
@@ -46,7 +46,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that completions and chat share; null always means "not given". Those refused by name: serving/unsupported.py."""
+    """Fields that completions and chat share; null always means "not given". Those refused by name:
+    serving/api/openai/unsupported.py."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -157,7 +158,7 @@ Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, Detokeni
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 }
-_refused: dict[type, Mapping[str, unsupported.Refused]] = {
+_refused: dict[type, Mapping[str, unsupported.RefusedField]] = {
     CompletionRequest: unsupported.COMPLETIONS,
     ChatRequest: unsupported.CHAT,
     TokenizeRequest: unsupported.TOKENIZE,

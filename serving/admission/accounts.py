@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trireme.serving.admission.quota import NUM_SLOTS, Quota, Rates
-from trireme.serving.shared import SharedFile
+from trireme.serving.admission.shared_file import SharedFile
 
 NUM_SETS, NUM_WAYS = 2048, 8
 _RECORD = struct.Struct(

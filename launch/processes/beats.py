@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trireme.starvation import Starvation
+from trireme.machine.starvation import Starvation
 from trireme.transport.process.boot import Child
 from trireme.transport.sockets.poller import NEVER
 

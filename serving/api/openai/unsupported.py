@@ -18,17 +18,17 @@ MAX_NEUTRAL_BYTES = 64  # a longer value is none of the neutral ones below
 Raws = Mapping[str, msgspec.Raw]
 
 
-class Refused(NamedTuple):
+class RefusedField(NamedTuple):
     """A field that is refused, unless its value is null or one of `neutral`, which ask for nothing. `hint` names what to use."""
 
     neutral: tuple[Any, ...] = ()
     hint: str = ""
 
 
-_NO = Refused((False,))
-_NONE = Refused(([],))
-_ONE = Refused((1,))
-_ZERO = Refused((0,))
+_NO = RefusedField((False,))
+_NONE = RefusedField(([],))
+_ONE = RefusedField((1,))
+_ZERO = RefusedField((0,))
 
 # Structured output: a constraint that is not kept is worse than a refusal, so an empty one is refused as well.
 _CONSTRAINTS = (
@@ -43,32 +43,32 @@ _CONSTRAINTS = (
     "ebnf",
     "structural_tag",
 )
-GENERATION: Mapping[str, Refused] = {
-    **dict.fromkeys(_CONSTRAINTS, Refused()),
-    "stop_regex": Refused(hint="use stop"),
-    "no_stop_trim": Refused((False,), "use include_stop_str_in_output"),
+GENERATION: Mapping[str, RefusedField] = {
+    **dict.fromkeys(_CONSTRAINTS, RefusedField()),
+    "stop_regex": RefusedField(hint="use stop"),
+    "no_stop_trim": RefusedField((False,), "use include_stop_str_in_output"),
     # other names of the length
-    "max_new_tokens": Refused(hint="use max_tokens"),
-    "n_predict": Refused(hint="use max_tokens"),
-    "num_predict": Refused(hint="use max_tokens"),
-    "thinking_token_budget": Refused(),
-    "truncate_prompt_tokens": Refused(),
+    "max_new_tokens": RefusedField(hint="use max_tokens"),
+    "n_predict": RefusedField(hint="use max_tokens"),
+    "num_predict": RefusedField(hint="use max_tokens"),
+    "thinking_token_budget": RefusedField(),
+    "truncate_prompt_tokens": RefusedField(),
     # other prompts and weights
-    "prompt_embeds": Refused(),
-    "input_embeds": Refused(),
-    "kv_transfer_params": Refused(),
+    "prompt_embeds": RefusedField(),
+    "input_embeds": RefusedField(),
+    "kv_transfer_params": RefusedField(),
     "lora": _NONE,
-    "lora_path": Refused(),
-    "lora_request": Refused(),
-    "session_params": Refused(),
+    "lora_path": RefusedField(),
+    "lora_request": RefusedField(),
+    "session_params": RefusedField(),
     # other samplers
     "logits_processors": _NONE,
-    "custom_logit_processor": Refused(),
-    "repeat_penalty": Refused((1,), "use repetition_penalty"),
+    "custom_logit_processor": RefusedField(),
+    "repeat_penalty": RefusedField((1,), "use repetition_penalty"),
     "typical_p": _ONE,
     "top_a": _ZERO,
     "tfs_z": _ONE,
-    "top_n_sigma": Refused((0, -1)),
+    "top_n_sigma": RefusedField((0, -1)),
     "xtc_probability": _ZERO,
     "dry_multiplier": _ZERO,
     "mirostat": _ZERO,
@@ -78,56 +78,56 @@ GENERATION: Mapping[str, Refused] = {
     "eta_cutoff": _ZERO,
     "no_repeat_ngram_size": _ZERO,
     "penalty_alpha": _ZERO,
-    "repetition_detection": Refused(),
+    "repetition_detection": RefusedField(),
     "num_beams": _ONE,
     "speculative": _NO,
-    "samplers": Refused(),
-    "do_sample": Refused((True,), "use temperature=0"),
+    "samplers": RefusedField(),
+    "do_sample": RefusedField((True,), "use temperature=0"),
     "mirostat_mode": _ZERO,
     "dynamic_temperature": _NO,
     "guidance_scale": _ONE,
-    "negative_prompt": Refused(("",)),
+    "negative_prompt": RefusedField(("",)),
     "repetition_penalty_range": _ZERO,
-    "ban_eos_token": Refused((False,), "use ignore_eos"),
-    "banned_strings": Refused(([],), "use bad_words"),
-    "custom_token_bans": Refused(("",), "use logit_bias"),
-    "grammar_string": Refused(("",)),
+    "ban_eos_token": RefusedField((False,), "use ignore_eos"),
+    "banned_strings": RefusedField(([],), "use bad_words"),
+    "custom_token_bans": RefusedField(("",), "use logit_bias"),
+    "grammar_string": RefusedField(("",)),
     # other answers
     "return_hidden_states": _NO,
 }
-_TEMPLATE: Mapping[str, Refused] = {"chat_template": Refused(), "documents": _NONE}
-CHAT: Mapping[str, Refused] = {
+_TEMPLATE: Mapping[str, RefusedField] = {"chat_template": RefusedField(), "documents": _NONE}
+CHAT: Mapping[str, RefusedField] = {
     **GENERATION,
     **_TEMPLATE,
-    "audio": Refused(),
-    "web_search_options": Refused(),
-    "prompt": Refused(hint="use messages"),
-    "suffix": Refused(("",)),
+    "audio": RefusedField(),
+    "web_search_options": RefusedField(),
+    "prompt": RefusedField(hint="use messages"),
+    "suffix": RefusedField(("",)),
     "echo": _NO,
     "add_special_tokens": _NO,  # what a conversation begins with is the template's business
 }
-COMPLETIONS: Mapping[str, Refused] = {
+COMPLETIONS: Mapping[str, RefusedField] = {
     **GENERATION,
     **_TEMPLATE,
-    "suffix": Refused(("",)),
-    "messages": Refused(hint="use /v1/chat/completions"),
-    "chat_template_kwargs": Refused(({},), "use /v1/chat/completions"),
-    "reasoning_effort": Refused(hint="use /v1/chat/completions"),
-    "add_generation_prompt": Refused((False,), "use /v1/chat/completions"),
-    "continue_final_message": Refused((False,), "use /v1/chat/completions"),
-    "modalities": Refused((["text"],)),
-    "audio": Refused(),
-    "top_logprobs": Refused((0,), "use logprobs"),
+    "suffix": RefusedField(("",)),
+    "messages": RefusedField(hint="use /v1/chat/completions"),
+    "chat_template_kwargs": RefusedField(({},), "use /v1/chat/completions"),
+    "reasoning_effort": RefusedField(hint="use /v1/chat/completions"),
+    "add_generation_prompt": RefusedField((False,), "use /v1/chat/completions"),
+    "continue_final_message": RefusedField((False,), "use /v1/chat/completions"),
+    "modalities": RefusedField((["text"],)),
+    "audio": RefusedField(),
+    "top_logprobs": RefusedField((0,), "use logprobs"),
 }
-TOKENIZE: Mapping[str, Refused] = {**_TEMPLATE, "reasoning_effort": Refused(hint="use chat_template_kwargs")}
-NO_FIELDS: Mapping[str, Refused] = {}
+TOKENIZE: Mapping[str, RefusedField] = {**_TEMPLATE, "reasoning_effort": RefusedField(hint="use chat_template_kwargs")}
+NO_FIELDS: Mapping[str, RefusedField] = {}
 
 # What may be called, what has to be, and the value of the second that asks for nothing.
 _CALLS = (("tools", "tool_choice"), ("functions", "function_call"))
 CALL_FIELDS = frozenset(name for pair in _CALLS for name in pair)
 
 
-def refuse(raws: Raws, table: Mapping[str, Refused]) -> None:
+def refuse(raws: Raws, table: Mapping[str, RefusedField]) -> None:
     """Raises RequestError that names the first field of `table` with a value that asks for something."""
     for name, raw in raws.items():
         if (known := table.get(name)) is not None and _asks(raw, known.neutral):

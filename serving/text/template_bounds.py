@@ -1,7 +1,7 @@
 """The operators, filters, tests and methods that chat templates may use, each with a bound on what it makes and how long it takes.
 
-Used by serving/template_sandbox.py. What is not listed here does not exist for a template. A bound looks at the operands before
-the operation runs, since one call of a builtin cannot be interrupted.
+Used by serving/text/template_sandbox.py. What is not listed here does not exist for a template. A bound looks at the operands
+before the operation runs, since one call of a builtin cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2.sandbox import SandboxedFormatter, safe_range
 from jinja2.tests import TESTS
 from jinja2.utils import Cycler, Joiner, Namespace
 
-from trireme.serving.template_meter import INT_BITS_LIMIT, ITEM_LIMIT, Meter, TemplateLimit
+from trireme.serving.text.template_meter import INT_BITS_LIMIT, ITEM_LIMIT, Meter, TemplateLimit
 
 Bound = Callable[..., None]
 MAX_PAD = 64  # characters of an indentation or a separator in JSON

@@ -1,4 +1,4 @@
-"""The bounds of serving/text_bounds.py for the tokenizers that there are. Called by serving/text/encoders.py.
+"""The bounds of serving/text/text_bounds.py for the tokenizers that there are. Called by serving/text/encoders.py.
 
 A bound must hold for every text, so there is none where parts of a text may vanish before they become tokens, or become one unknown
 token together.
@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models
 
-from trireme.serving.text_bounds import SPACES, TextBound, bound_of
+from trireme.serving.text.text_bounds import SPACES, TextBound, bound_of
 
 _META = "\u2581"  # the visible space of SentencePiece
 _BYTE_NAMES = frozenset(f"<0x{byte:02X}>" for byte in range(256))

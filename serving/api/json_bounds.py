@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from trireme.errors import ContextLengthError, RequestError
-from trireme.serving.text_bounds import context_limit
+from trireme.serving.text.text_bounds import context_limit
 
 MAX_DEPTH = 64
 MAX_FIELDS = 512  # at the top

@@ -13,7 +13,7 @@ import msgspec
 
 from trireme.errors import ModelError
 from trireme.model.spec import ArchSpec
-from trireme.stored import DTYPES, Placed, have_same_bytes, stored_tensors
+from trireme.model.stored import DTYPES, Placed, have_same_bytes, stored_tensors
 
 _FLOATS = ("F32", "F16", "BF16")
 _PREFIXES = ("", "model.", "transformer.", "gpt_neox.", "language_model.", "language_model.model.")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trireme.serving.shared import SharedFile
+from trireme.serving.admission.shared_file import SharedFile
 
 STALE_S = 15.0  # after which a silent front end counts as gone; the supervisor ends it then
 _CELL = struct.Struct("<dd")

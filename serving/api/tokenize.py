@@ -11,7 +11,7 @@ from trireme.serving.api.openai.chat import Segments, content_chars
 from trireme.serving.api.openai.wire import DetokenizeRequest, TokenizeRequest
 from trireme.serving.front import Front
 from trireme.serving.text.processor import check_size, check_text
-from trireme.serving.text_bounds import context_limit
+from trireme.serving.text.text_bounds import context_limit
 
 _encode = msgspec.json.encode
 

@@ -17,7 +17,7 @@ SMALL_BYTES = 64 << 10  # a body with no more needs no room in the budget, so th
 STALLED_S = 1.0  # without a byte, after which a body may have to make room for others
 
 
-class Body:
+class IncomingBody:
     """One body: `stop` is told once why it ends early, while it arrives."""
 
     __slots__ = ("caller", "is_whole", "moved_at", "num_bytes", "refusal", "stop")
@@ -53,22 +53,22 @@ class Bodies:
         self._most = most
         self._small = small
         self._clock = clock
-        self._bodies: dict[Body, None] = {}  # a set in order
+        self._bodies: dict[IncomingBody, None] = {}  # a set in order
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._bodies)
 
-    def begin(self, caller: bytes) -> Body:
+    def begin(self, caller: bytes) -> IncomingBody:
         """Raises OverloadedError when there are too many, and all of them go on arriving."""
         now = self._clock()
         if len(self._bodies) >= self._most and not self._make_room(now, by_bytes=False):
             raise OverloadedError(f"{len(self._bodies)} bodies of requests are being read, the limit")
-        body = Body(caller, now)
+        body = IncomingBody(caller, now)
         self._bodies[body] = None
         return body
 
-    def take(self, body: Body, num_bytes: int) -> None:
+    def take(self, body: IncomingBody, num_bytes: int) -> None:
         """Counts bytes that came. Raises OverloadedError when they are over the budget, and all others go on arriving."""
         now = body.moved_at = self._clock()
         while self.num_bytes + num_bytes > self._budget and body.num_bytes + num_bytes > self._small:
@@ -77,7 +77,7 @@ class Bodies:
         body.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def end(self, body: Body) -> None:
+    def end(self, body: IncomingBody) -> None:
         """It is tokens by now, or given up. Twice is fine."""
         if self._bodies.pop(body, body) is None:
             self.num_bytes -= body.num_bytes
@@ -106,6 +106,6 @@ class Bodies:
         )
         return True
 
-    def _drop(self, body: Body, error: TriremeError) -> None:
+    def _drop(self, body: IncomingBody, error: TriremeError) -> None:
         self.end(body)
         body.refuse(error)

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from trireme.serving.shared import SharedFile
+from trireme.serving.admission.shared_file import SharedFile
 
 RECORD_BYTES = 4096
 Numbers = Mapping[str, Any]
 
 
-class Life(msgspec.Struct):
+class EngineLife(msgspec.Struct):
     """Counters of one engine: of its present life, and the sums of those before."""
 
     epoch: int
@@ -45,7 +45,7 @@ class EngineTotals:
         """Raises OSError."""
         self._counters = counters
         self._file = SharedFile(path) if path is not None else None
-        self._lives: dict[int, Life] = {}
+        self._lives: dict[int, EngineLife] = {}
 
     def over_lives(self, engine: int, answer: Numbers) -> dict[str, Any]:
         """An engine's statistics with its counters summed over its lives; of one that did not answer (empty), these alone."""
@@ -67,7 +67,7 @@ class EngineTotals:
     def _noted(self, engine: int, answer: Numbers) -> dict[str, Any]:
         if answer:
             counts = {key: float(value) for key, value in answer.items() if key in self._counters}
-            life = self._lives.setdefault(engine, Life(-1, {}, {}))
+            life = self._lives.setdefault(engine, EngineLife(-1, {}, {}))
             life.note(int(answer.get("epoch", 0)), counts)
         known = self._lives.get(engine)
         return {**answer, **(known.sums() if known is not None else {})}
@@ -79,7 +79,7 @@ class EngineTotals:
         if not size:
             return
         try:
-            life = msgspec.msgpack.decode(record[2 : 2 + size], type=Life)
+            life = msgspec.msgpack.decode(record[2 : 2 + size], type=EngineLife)
         except msgspec.MsgspecError:
             return
         mine = self._lives.get(engine)

@@ -53,7 +53,7 @@ class ServiceRate:
         return num_ahead * (self.busy_s - self._since) / len(self._starts)
 
 
-class Admission:
+class QueueAdmission:
     """Of one scheduler. `max_wait_s` is the bound; 0: nobody is refused for it."""
 
     def __init__(self, scheduler: Scheduler, max_wait_s: float) -> None:

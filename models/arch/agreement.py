@@ -1,7 +1,7 @@
 """Tensors of a checkpoint that nothing reads, since they follow from its settings: whether they do. Called by models/load.
 
 What is left of a file's say over its config.json: names and shapes are compared by models/weights/sources, the head and the
-type of numbers by trireme/arch_stored.
+type of numbers by trireme/model/stored_facts.
 """
 
 from __future__ import annotations

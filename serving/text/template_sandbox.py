@@ -2,7 +2,7 @@
 
 Used by serving/text/templates.py. A template may come with a model from anywhere, so compiled code counts each step on a
 meter: each body of a loop, a macro or a condition, each text put out, each operator, filter, test and call. Nothing is
-computed while compiling. What jinja2 would allow and serving/template_bounds.py does not list is refused.
+computed while compiling. What jinja2 would allow and serving/text/template_bounds.py does not list is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefine
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace, concat
 
-from trireme.serving.template_bounds import (
+from trireme.serving.text.template_bounds import (
     BoundedFormatter,
     binary,
     call_method,
@@ -31,7 +31,7 @@ from trireme.serving.template_bounds import (
     methods_of,
     tests,
 )
-from trireme.serving.template_meter import Meter, TemplateLimit
+from trireme.serving.text.template_meter import Meter, TemplateLimit
 
 SOURCE_LIMIT = 1 << 17  # characters of a template
 MAX_LOOPS = 16  # inside each other; Python itself ends at 20

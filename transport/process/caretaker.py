@@ -1,7 +1,8 @@
 """Removes a deployment's private directory once its maker has died without doing so.
 
-`python -I -S transport/caretaker.py DIRECTORY LOCK_NAME`: stdin is a pipe whose other end only the maker holds. Started by RunDir,
-so that the kernel can kill the children of a dead maker at once, whatever they are doing, with nothing left for them to do.
+`python -I -S transport/process/caretaker.py DIRECTORY LOCK_NAME`: stdin is a pipe whose other end only the maker holds.
+Started by RunDir, so that the kernel can kill the children of a dead maker at once, whatever they are doing, with nothing left
+for them to do.
 """
 
 from __future__ import annotations

@@ -21,15 +21,15 @@ from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
 from trireme.config import ServingConfig
 from trireme.errors import OverloadedError
-from trireme.serving.accounts import NUM_WAYS, SharedQuotas
+from trireme.serving.admission.accounts import NUM_WAYS, SharedQuotas
 from trireme.serving.admission.admission import Admission, Caller
 from trireme.serving.admission.concurrency import AdaptiveLimit
+from trireme.serving.admission.occupancy import STALE_S, Occupancy
 from trireme.serving.admission.quota import Quota, Rates
+from trireme.serving.admission.shared_state import open_shared_state
 from trireme.serving.metrics.aggregation import Aggregation
 from trireme.serving.metrics.telemetry import ENGINE_COUNTERS, Telemetry, merged
-from trireme.serving.occupancy import STALE_S, Occupancy
-from trireme.serving.together import together
-from trireme.serving.totals import EngineTotals
+from trireme.serving.metrics.totals import EngineTotals
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = {"model": "stub", "prompt": "hello", "max_tokens": 4}
@@ -73,7 +73,7 @@ def test_processes_at_the_same_moment_let_in_no_more_and_no_less(tmp_path: Path)
     """Four processes that ask as fast as they can: the limit is met exactly."""
     script = (
         "import sys, time\n"
-        "from trireme.serving.accounts import SharedQuotas\n"
+        "from trireme.serving.admission.accounts import SharedQuotas\n"
         "from trireme.serving.admission.quota import Rates\n"
         "account = SharedQuotas(sys.argv[1]).of(b'ann', Rates(400, 0))\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
@@ -92,7 +92,7 @@ def test_nobody_waits_for_a_front_end_that_was_stopped(tmp_path: Path) -> None:
     """It holds the lock of the account: the others count without, and the door stays open."""
     script = (
         "import sys, os, signal\n"
-        "from trireme.serving.shared import SharedFile\n"
+        "from trireme.serving.admission.shared_file import SharedFile\n"
         "with SharedFile(sys.argv[1]).locked(1 << 30) as has_lock:\n"
         "    print(has_lock, flush=True); os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
@@ -115,7 +115,7 @@ def test_nobody_waits_for_a_front_end_that_was_stopped(tmp_path: Path) -> None:
 def test_of_the_callers_that_share_a_set_the_one_used_longest_ago_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trireme.serving.accounts.NUM_SETS", 1)
+    monkeypatch.setattr("trireme.serving.admission.accounts.NUM_SETS", 1)
     quotas, rates = SharedQuotas(tmp_path / "callers"), Rates(1, 0)
 
     def may(caller: int, now: float) -> bool:
@@ -131,7 +131,7 @@ def test_of_the_callers_that_share_a_set_the_one_used_longest_ago_makes_room(
 
 
 async def test_without_a_file_each_front_end_counts_for_itself(tmp_path: Path) -> None:
-    shared = together(str(tmp_path / "nowhere"), 0, 2)
+    shared = open_shared_state(str(tmp_path / "nowhere"), 0, 2)
     assert shared.num_fronts == 1
     account = shared.accounts.of(b"ann", Rates(1, 0))
     assert account is not None
@@ -179,7 +179,9 @@ async def pair(directory: Path, *engines: FakeEngine, **config: Any) -> AsyncIte
     async with contextlib.AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
-                serve(directory / str(i), engine, extra=["word"], shared=together(str(directory), i, 2), **config)
+                serve(
+                    directory / str(i), engine, extra=["word"], shared=open_shared_state(str(directory), i, 2), **config
+                )
             )
             for i, engine in enumerate(engines)
         ]
@@ -230,7 +232,7 @@ async def test_room_is_that_of_all_together(tmp_path: Path) -> None:
 def test_the_account_of_a_caller_outlives_its_front_end(tmp_path: Path) -> None:
     config = ServingConfig(requests_per_minute=2, api_servers=2)
     for life in range(3):
-        shared = together(str(tmp_path), life % 2, 2)
+        shared = open_shared_state(str(tmp_path), life % 2, 2)
         admission = Admission(config, queue_s=0.0, accounts=shared.accounts, cell=shared.occupancy)
         caller: Caller = admission.caller({"client": ("10.0.0.1", 1)})
         if life < 2:

@@ -1,6 +1,6 @@
 """Counts what one rendering of a chat template spends, and refuses before more is spent than a rendering may.
 
-Used by serving/template_bounds.py and serving/template_sandbox.py. One meter per environment and thread. Pure but for the
+Used by serving/text/template_bounds.py and serving/text/template_sandbox.py. One meter per environment and thread. Pure but for the
 clock, which is the thread's own processor time: a busy machine makes no template slow.
 """
 

@@ -20,7 +20,7 @@ from trireme.model.gguf_header import read_gguf
 _UNUSED = 5  # tokenizer.ggml.token_type
 
 
-class _Model(msgspec.Struct):
+class _TokenizerModel(msgspec.Struct):
     vocab: dict[str, int] | list[Any] = {}
 
 
@@ -29,7 +29,7 @@ class _Added(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
-    model: _Model = msgspec.field(default_factory=_Model)
+    model: _TokenizerModel = msgspec.field(default_factory=_TokenizerModel)
     added_tokens: list[_Added] = []
 
 
