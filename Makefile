@@ -11,7 +11,7 @@ PROCESSES ?= $(shell nproc)
 BIN := .venv/bin
 export PYTHONUNBUFFERED := 1
 
-.PHONY: serve chat test kills chaos fmt lint types arch unit gpu gpu-check cuda-compile bench simulate nightly count docs native setup setup-dev check-python clean
+.PHONY: serve chat test quick kills chaos fmt lint types arch unit gpu gpu-check cuda-compile bench simulate nightly count docs native setup setup-dev check-python clean
 
 serve: setup
 	@exec $(BIN)/trireme serve $(MODEL) $(FLAGS)
@@ -21,6 +21,10 @@ chat: setup
 
 test: setup-dev lint types arch cuda-compile
 	@$(BIN)/python scripts/run_tests.py $(FLAGS)
+
+# for daily work, in three minutes: style, types, contracts, unit tests, and a server started for real
+quick: setup-dev lint types arch
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/arch tests/unit tests/e2e/test_start.py $(FLAGS)
 
 # kill -9 of engines, workers and coordinators at random moments under mixed streams, against the undisturbed answers
 kills: setup
