@@ -111,6 +111,7 @@ def streamed_ids(events: Iterable[dict[str, Any]]) -> tuple[int, ...]:
 def test_a_stream_survives_the_loss_of_a_rank(model: Path, blow: int, shape: str) -> None:
     """The other rank ends, the engine comes back, and the stream goes on with the tokens of an undisturbed one."""
     flags = ("--served-name", "m", "--device", "cuda", shape, "2", "--max-len", "1024", "--kv-memory", "256MiB")
+    flags += ("--step-timeout", "10")  # a stage that waits for nobody is ended by the engine, after that long
     length = 600
     body = {"model": "m", "prompt": PROMPTS[1], "max_tokens": length, "temperature": 0, "ignore_eos": True}
     body["return_token_ids"] = True
