@@ -267,7 +267,7 @@ def models() -> str:
     choices = next(setting.choices for setting in table() if setting.name == "quantize")
     cpu_schemes = [scheme for scheme in choices if scheme not in FOR_GPUS_ALONE]
     lines += [
-        "\nGPT-2, GPT-NeoX, Falcon and the mixtures of experts take dense checkpoints only; the experts of GPT-OSS may be MXFP4,",
+        "\nGPT-2, GPT-NeoX, Falcon and the MoE families take dense checkpoints only; the experts of GPT-OSS may be MXFP4,",
         "which a GPU expands to 16 bits.\n",
         f"`--quantize` rounds dense weights at load: {', '.join(cpu_schemes)} on a CPU; {', '.join(SCHEMES)} on a GPU.",
     ]
