@@ -1,7 +1,7 @@
-"""Writes docs/roofline.md: bytes and operations of the steps of two models against what the machine can do at most.
+"""Writes docs/benchmarks/roofline.md: bytes and operations of two models' steps against what the machine can do at most.
 
-`python -m scripts.roofline > docs/roofline.md` measures the ceilings, the linear kernels and whole steps (some minutes, on a
-quiet machine); `--dry` leaves the measurements out. Bytes and operations come from the GGUF headers alone.
+`python -m scripts.roofline > docs/benchmarks/roofline.md` measures the ceilings, the linear kernels and whole steps (some
+minutes, on a quiet machine); `--dry` leaves the measurements out. Bytes and operations come from the GGUF headers alone.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ def step_rows(
 INTRO = """# Roofline
 
 What a step must at least read and compute, what this machine can do at most, and how near a step comes. Written by
-`python -m scripts.roofline > docs/roofline.md`: bytes and operations come from the header of the model's file, everything else is
-measured in that run. Times and ceilings are the best of several rounds.
+`python -m scripts.roofline > docs/benchmarks/roofline.md`: bytes and operations come from the header of the model's file,
+everything else is measured in that run. Times and ceilings are the best of several rounds.
 """
 
 NOTES = """

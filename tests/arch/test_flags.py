@@ -125,7 +125,7 @@ def cpu_seconds(command: list[str]) -> float:
 
 
 def test_docs_are_those_the_tables_give():
-    """`make docs` writes docs/cli.md and docs/metrics.md; this fails when a table changed and they were not written."""
+    """`make docs` writes four pages in docs/; this fails when a table changed and they were not written."""
     from scripts.make_docs import DOCS
 
     for name, write in DOCS.items():

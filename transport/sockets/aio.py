@@ -23,7 +23,8 @@ class AsyncConnection:
     same stream as Connection.receive (Welcome, messages, Disconnected). It must be quick.
 
     One reader on ZMQ's file descriptor serves all messages: no task and no future per message (measured against
-    zmq.asyncio in docs/log.md). That descriptor is edge-triggered, hence the look at EVENTS after every send and drain.
+    zmq.asyncio in docs/benchmarks/ipc-and-engine-core.md). That descriptor is edge-triggered, hence the look at EVENTS after
+    every send and drain.
     """
 
     def __init__(self, link: Connection, on_message: Callable[[Any], None]) -> None:
