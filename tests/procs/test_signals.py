@@ -148,9 +148,8 @@ def test_a_second_signal_while_it_drains_ends_it_with_its_own_status(stub: Path,
 def test_a_child_ignores_the_signals_of_its_parent_from_its_first_instruction_on(role: str) -> None:
     """A terminal, or a service manager that means everybody, may send them to all processes of a server."""
     with tempfile.TemporaryFile() as log:
-        prespawned = prespawn(
-            f"trireme.{role if role == 'coordinator' else 'engine_core'}.main", "spare", role, output=log.fileno()
-        )
+        module = f"trireme.{role if role == 'coordinator' else 'engine_core'}.main"
+        prespawned = prespawn(module, "spare", output=log.fileno())
         try:
             end = time.monotonic() + 1.0
             while time.monotonic() < end:
