@@ -1,7 +1,7 @@
 """The coordinator without its sockets: events in, answers out. Joins members, ledger and router.
 
 Pure (time and randomness are passed in), so that the same code runs in production, in unit tests and under virtual time.
-Called by main.py. Payloads of requests never come here.
+Called by main.py. Request payloads never pass through here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trireme.transport.wire.messages import GiveBack, KVEvents, Load, Member, Re
 
 
 class Coordinator:
-    """Soft state: everything is rebuilt from the engines' next reports after a restart (with a higher `epoch`)."""
+    """Soft state: after a restart (with a higher `epoch`) everything is rebuilt from the engines' next reports."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Coordinator:
         steals_for: int = 0,
         in_lockstep: bool = False,
     ) -> None:
-        """`steals_for` is the number of rows that an engine runs at once; 0: waiting rows stay where they are."""
+        """`steals_for` is the number of sequences that an engine runs at once; 0: no work stealing."""
         self.fleet = fleet or Topology()
         self.block_size = block_size
         self.members = Members(num_engines)
@@ -42,7 +42,7 @@ class Coordinator:
         self.prefixes = PrefixIndex(num_engines, self.fleet.far(num_engines))
         self._lease_time = WatchedTime()
         self.waves = Waves(num_engines, epoch) if in_lockstep else None
-        self.changed = True  # something a View shows; the publisher clears it
+        self.changed = True  # the View is out of date; the publisher clears it
         self._stealing = Stealing(steals_for)
         self._choose = POLICIES[balance](rng)
         self._view_seq = epoch << 40
@@ -58,7 +58,7 @@ class Coordinator:
                 self.waves.connected(engine, epoch)
 
     def engine_cached(self, events: KVEvents) -> bool:
-        """False when the engine must tell everything again."""
+        """Updates the prefix index. False when the engine must report all its blocks again."""
         if events.engine not in self.members or self.members[events.engine].epoch != events.epoch:
             return True
         return self.prefixes.apply(events)
@@ -69,6 +69,7 @@ class Coordinator:
             self.changed = True
 
     def engine_lost(self, engine: int, epoch: int, reason: str) -> None:
+        """The connection of that life ended: forgets its outstanding tickets and its prefixes. Ignored for an old epoch."""
         if engine in self.members and self.members.lost(engine, epoch, reason):
             self.ledger.forget_engine(engine)
             self.prefixes.forget(engine)
@@ -110,7 +111,7 @@ class Coordinator:
             self.changed = True
 
     def orders(self, now: float) -> list[GiveBack]:
-        """Which engines are to give waiting rows back, for others that have room. Called at most every few milliseconds."""
+        """Which engines must return waiting sequences, for others that have room. Called at most every few milliseconds."""
         groups: dict[int, list[Load]] = {}
         for engine in self.members:
             if engine.state == "ready" and engine.load is not None:
@@ -120,18 +121,18 @@ class Coordinator:
         ]
 
     def expire(self, now: float) -> None:
-        """Called about once a second."""
+        """Drops expired tickets. Called about once a second."""
         expired = self.ledger.expire(self._lease_time.at(now))
         if expired:
             self.num_expired += expired
             self.changed = True
 
     def cost(self, engine: int) -> float:
-        """Work in tokens that a new request would find at `engine`, for its size."""
+        """Work in tokens ahead of a new request at `engine`, relative to its size."""
         return cost_of(self.members[engine].load, self.ledger.outstanding(engine)) / self.fleet.weight(engine)
 
     def view(self) -> View:
-        """Membership and load for the front ends."""
+        """Membership and load for the frontends."""
         self._view_seq += 1
         return View(
             self._view_seq,
@@ -142,7 +143,7 @@ class Coordinator:
         )
 
     def _reachable(self, front: str, ready: list[int]) -> list[int]:
-        """Those that this front end has links to."""
+        """The engines of `ready` that this frontend is connected to."""
         group = self.fleet.group_of_front(front)
         return ready if group < 0 else [engine for engine in ready if self.fleet.group(engine) == group]
 

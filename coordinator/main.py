@@ -1,7 +1,7 @@
 """The coordinator's process: one socket, one loop; shell.CoordinatorShell does the rest.
 
-Started by launch/processes/supervisor.py when there are several engines. Engines send Load, front ends Route and Released; every
-front end gets a View when something has changed. May be killed at any moment: nothing depends on its memory.
+Started by launch/processes/supervisor.py when there are several engines. Engines send Load, frontends Route and Released; every
+frontend gets a View when something has changed. May be killed at any moment: no other process depends on its memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which engines there are and in what state, by their own word: connections, reports, and their absence.
+"""The engines and their states, from their own reports: connections, loads, losses.
 
 Pure. Used by core.py. Soft state: a new coordinator starts with every engine "starting" and learns the rest by reports.
 """
@@ -13,7 +13,7 @@ from trireme.transport.wire.messages import Load
 
 State = Literal["starting", "ready", "draining", "down"]
 
-# What may follow what. An engine that reconnects after a lost link is ready again without having been started anew.
+# Legal transitions. An engine that reconnects after a lost link is ready again without a restart.
 LEGAL: dict[State, frozenset[State]] = {
     "starting": frozenset({"starting", "ready", "draining", "down"}),
     "ready": frozenset({"starting", "draining", "down"}),
@@ -24,7 +24,7 @@ LEGAL: dict[State, frozenset[State]] = {
 
 @dataclass(slots=True)
 class EngineMember:
-    """One engine as the coordinator knows it. `load` is None until its present life has reported."""
+    """One engine as the coordinator knows it. `load` is None until its current life has reported."""
 
     index: int
     epoch: int = -1
@@ -33,13 +33,13 @@ class EngineMember:
     reason: str = "it has not connected yet"
 
     def enter(self, state: State) -> None:
-        """Raises AssertionError for a change that LEGAL does not allow."""
+        """Changes the state. Raises AssertionError for a transition that LEGAL does not allow."""
         assert state in LEGAL[self.state], f"engine {self.index} cannot go from {self.state} to {state}"
         self.state = state
 
 
 class Members:
-    """All engines of the deployment. Every method says whether anything changed."""
+    """All engines of the deployment. Every method returns whether anything changed."""
 
     def __init__(self, num_engines: int) -> None:
         self._engines = [EngineMember(index) for index in range(num_engines)]
@@ -69,7 +69,7 @@ class Members:
         return True
 
     def reported(self, load: Load) -> bool:
-        """Takes a report over. False when it is late (an older one of this life) or of another life."""
+        """Stores a report. False when it is late (an older one of this life) or of another life."""
         engine = self._engines[load.engine]
         if load.epoch != engine.epoch or engine.state == "down":
             return False

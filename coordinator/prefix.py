@@ -1,10 +1,10 @@
-"""Who has cached which prefix: block keys of all engines, exact for near ones, counting Bloom filters for far ones.
+"""Prefix index: which engine has cached which blocks, exactly for near engines, in counting Bloom filters for far ones.
 
-Pure. Fed by core.py with the engines' reports (KVEvents), asked for each request. A key is 8 bytes of a block's hash
-(trireme/hashing.py), so that one key stands for the whole prefix up to that block. Wrong answers are harmless: an engine looks
-for itself what it has. Costs: 16 bytes and a half-full table for a block however many near engines have it (26 to 52 bytes in
-all), 8 to 16 bytes for a block of a far one. Who has how much of a prompt is found by halving, so that a lookup takes about as
-long for 1024 blocks as for 64; a far engine adds 11 microseconds.
+Pure. Fed by core.py with the engines' reports (KVEvents), queried for each request. A key is 8 bytes of a block's hash
+(trireme/hashing.py), so one key stands for the whole prefix up to that block. Wrong answers are harmless: an engine checks its own
+cache. Memory: 16 bytes and a half-full table per block however many near engines have it (26 to 52 bytes in all), 8 to 16 bytes
+per block of a far one. The cached length of a prompt is found by bisection, so that a lookup takes about as long for 1024 blocks
+as for 64; a far engine adds 11 microseconds.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from trireme.transport.wire.messages import KVEvents
 
 MAX_FILL = 0.6  # of the table
 LEAST_SLOTS = 1024
-MAX_SLOTS = 1 << 25  # 512 MiB with up to 64 engines; what does not fit is not known
+MAX_SLOTS = 1 << 25  # 512 MiB with up to 64 engines; blocks beyond it are not indexed
 MAX_ENGINE_BLOCKS = 1 << 24
 NUM_HASHES = 4  # of a Bloom filter
-COUNTERS_PER_BLOCK = 8  # at least: a block that is not there seems to be in about 2.4 % of cases
-STUCK = 255  # a counter that got here never falls again
+COUNTERS_PER_BLOCK = 8  # at least: the false-positive rate is about 2.4 %
+STUCK = 255  # a saturated counter is never decremented
 WORD = 64
 
 Keys = NDArray[np.uint64]
 
 
 class Table:
-    """Keys and the engines that have each, as bits: open addressing. Many keys are changed at once, single ones looked up.
+    """Open-addressing table from keys to bit masks of engines. Updates are batched, lookups single.
 
-    A key that nobody has any more stays as an empty shell until the table is written anew.
+    A key that no engine has any more stays as a tombstone until the table is rebuilt.
     """
 
     def __init__(self, num_engines: int) -> None:
         self.num_words = -(-num_engines // WORD)
-        self.num_used = 0  # slots taken, shells among them
+        self.num_used = 0  # slots taken, tombstones included
         self._resize(LEAST_SLOTS)
 
     @property
@@ -46,12 +46,13 @@ class Table:
         return int(self._keys.nbytes + self._owners.nbytes)
 
     def __len__(self) -> int:
-        """Keys that somebody has."""
+        """Keys that some engine has."""
         return int(self._owners.any(axis=1).sum())
 
     def add(self, engine: int, keys: Keys) -> None:
+        """Adds the keys of `engine`, rebuilding when MAX_FILL is exceeded. Keys that do not fit into MAX_SLOTS are dropped."""
         while len(keys):
-            part, keys = np.split(keys, [len(self._keys) // 4])  # fits after a rebuild, whatever that finds
+            part, keys = np.split(keys, [len(self._keys) // 4])  # fits after a rebuild, however few entries that frees
             if self.num_used + len(part) > MAX_FILL * len(self._keys):
                 self._rebuild()
             slots = self._place(part)
@@ -65,7 +66,7 @@ class Table:
         self._owners[:, engine // WORD] &= ~_bit(engine)
 
     def owners(self, key: int) -> int:
-        """The engines that have it, as bits."""
+        """The engines that have it, as a bit mask."""
         keys, last = self._key_at, self._last
         at = key & last
         while (there := keys[at]) != key:
@@ -91,7 +92,7 @@ class Table:
         return found
 
     def _place(self, keys: Keys) -> NDArray[np.int64]:
-        """The slot of each key, taken if it has none yet; -1 when the table cannot grow any more."""
+        """The slot of each key, allocated if it has none yet; -1 when the table cannot grow any more."""
         found = self._find(keys)
         fresh = np.unique(keys[found < 0])
         if self.num_used + fresh.size > MAX_FILL * len(self._keys):
@@ -101,12 +102,12 @@ class Table:
         while fresh.size:
             free = self._keys[at] == 0
             self._keys[at[free]] = fresh[free]
-            is_left = self._keys[at] != fresh  # taken before, or by another one of the batch just now
+            is_left = self._keys[at] != fresh  # taken before, or by another key of this batch
             fresh, at = fresh[is_left], at[is_left] + 1 & int(self._mask)
         return self._find(keys)
 
     def _rebuild(self) -> None:
-        """Drops the shells; doubles the table if it is still more than half as full as it may be."""
+        """Drops the tombstones; doubles the table if it is still more than half of its maximum fill."""
         is_live = self._owners.any(axis=1)
         keys, owners = self._keys[is_live], self._owners[is_live]
         num_slots = len(self._keys)
@@ -120,12 +121,12 @@ class Table:
         self._keys: Keys = np.zeros(num_slots, np.uint64)
         self._owners: Keys = np.zeros((num_slots, self.num_words), np.uint64)
         self._mask = np.uint64(num_slots - 1)
-        # the same memory as plain numbers: a single element of an array costs several times as much
+        # the same memory as a flat view: reading one element of an array costs several times as much
         self._key_at, self._word_at, self._last = self._keys.data, self._owners.reshape(-1).data, num_slots - 1
 
 
 class CountingBloom:
-    """The keys of one engine with `num_blocks` blocks, roughly: says yes for all that are there and for few others."""
+    """Approximate set of the keys of one engine with `num_blocks` blocks: no false negatives, few false positives."""
 
     def __init__(self, num_blocks: int) -> None:
         num_counters = 1 << (COUNTERS_PER_BLOCK * max(1, num_blocks) - 1).bit_length()
@@ -140,13 +141,13 @@ class CountingBloom:
         self._counters[places] = np.minimum(self._counters[places] + times, STUCK)
 
     def discard(self, keys: Keys) -> None:
-        """The keys must have been added before."""
+        """Removes keys, which must have been added before."""
         places, times = np.unique(self._places(keys), return_counts=True)
         counts = self._counters[places].astype(np.int64)
         self._counters[places] = np.where(counts == STUCK, STUCK, np.maximum(counts - times, 0))
 
     def depth(self, keys: Keys) -> int:
-        """How many of the first keys are there without a gap."""
+        """How many leading keys are present without a gap."""
         missing = (self._counters[self._places(keys)] == 0).any(axis=1).nonzero()[0]
         return int(missing[0]) if missing.size else len(keys)
 
@@ -158,8 +159,8 @@ class CountingBloom:
 
 
 class Match:
-    """How much of one prompt each engine has, in blocks. Who has a block has those before it: engines tell when they have all of
-    them, and give up the last ones first. Where one is missing all the same, an engine may seem to have more than it has."""
+    """How much of one prompt each engine has cached, in blocks. An engine that has a block has those before it: engines report
+    complete prefixes and evict from the end. Where one is missing all the same, an engine may seem to have more than it has."""
 
     __slots__ = ("_bits", "_far", "_keys", "_seen", "_table")
 
@@ -168,7 +169,7 @@ class Match:
         self._table = table
         self._far = far
         self._bits = bits
-        self._seen: dict[int, int] = {}  # position -> who has that block
+        self._seen: dict[int, int] = {}  # position -> engines that have that block
 
     def depth(self, engine: int) -> int:
         if (bit := self._bits.get(engine)) is None:
@@ -176,7 +177,7 @@ class Match:
         return self._depth(1 << bit)
 
     def owners(self, engines: Sequence[int]) -> list[int]:
-        """Those of `engines` that have most of it; none when nobody has any."""
+        """The engines of `engines` with the longest match; empty when none has any."""
         bits, far = self._bits, self._far
         near = self._depth(sum([1 << bits[engine] for engine in engines if engine in bits]))
         most = max(near, max([far.get(engine, 0) for engine in engines], default=0)) if far else near
@@ -186,7 +187,7 @@ class Match:
         return [e for e in engines if (last >> bits[e] & 1 if e in bits else far.get(e, 0) == most)]
 
     def _depth(self, mask: int) -> int:
-        """How long the longest prefix is that somebody in `mask` has."""
+        """The longest prefix, in blocks, that some engine in `mask` has."""
         count = len(self._keys)
         if not count or not self._at(0) & mask:
             return 0
@@ -210,7 +211,7 @@ class Match:
 
 @dataclass(slots=True)
 class _Known:
-    """Where the reports of one engine stand. `is_whole`: none is missing since the last reset."""
+    """The state of one engine's reports. `is_whole`: none is missing since the last reset."""
 
     epoch: int = -1
     seq: int = 0
@@ -219,7 +220,7 @@ class _Known:
 
 
 class PrefixIndex:
-    """Block keys of all engines, by their reports. `far` engines get a Bloom filter each, the others share the table."""
+    """Block keys of all engines, from their reports. `far` engines get a Bloom filter each, the others share the table."""
 
     def __init__(self, num_engines: int, far: Iterable[int] = ()) -> None:
         far = frozenset(far)
@@ -236,11 +237,11 @@ class PrefixIndex:
 
     @property
     def num_keys(self) -> int:
-        """Of the near engines."""
+        """Keys of the near engines."""
         return len(self._table)
 
     def apply(self, events: KVEvents) -> bool:
-        """Takes a report over. False when one before it is missing: the engine must tell everything again."""
+        """Applies a report. False when an earlier one is missing: the engine must report all its blocks again."""
         known = self._known[events.engine]
         if events.reset:
             self.forget(events.engine)
@@ -263,14 +264,14 @@ class PrefixIndex:
         return True
 
     def forget(self, engine: int) -> None:
-        """The engine is gone, or what is known of it is not to be trusted."""
+        """Drops what is known of an engine that is gone or whose reports are incomplete."""
         known = self._known[engine]
         if known.is_whole and engine in self._bits:
             self._table.forget(self._bits[engine])
         known.is_whole, known.bloom = False, None
 
     def match(self, keys: Keys, engines: Iterable[int]) -> Match:
-        """How much of a prompt with these block keys each of `engines` has."""
+        """How much of a prompt with these block keys each of `engines` has cached."""
         far = {}
         if self._has_far:
             for engine in engines:

@@ -1,6 +1,6 @@
-"""Choosing an engine: a table of policies over costs that count every ticket, near engines before far ones.
+"""Routing policies: choose an engine by costs that count every ticket, near engines before far ones.
 
-Pure (the random source is passed in). Used by core.py. Costs are in tokens; an engine nobody has heard of costs nothing.
+Pure (the random source is passed in). Used by core.py. Costs are in tokens; an engine that has not reported costs nothing.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import NamedTuple
 from trireme.coordinator.ledger import Outstanding
 from trireme.transport.wire.messages import Load
 
-ROW_TOKENS = 64  # a row costs about this many tokens of prefill beyond its prompt: its share of steps to come
-CONTEXT_WEIGHT = 0.05  # a token that is already cached costs attention only
-KV_COMFORT = 0.8  # share of blocks in use above which new rows may have to wait or preempt
+ROW_TOKENS = 64  # a sequence costs about this many tokens of prefill beyond its prompt: its share of future steps
+CONTEXT_WEIGHT = 0.05  # a cached token costs attention only
+KV_COMFORT = 0.8  # share of blocks in use above which new sequences may have to wait or preempt
 KV_PENALTY = 4.0
-WAIT_PENALTY = 0.25  # per second that the oldest row has waited
+WAIT_PENALTY = 0.25  # per second that the oldest sequence has waited
 SPILL_FACTOR, SPILL_TOKENS = (
     2.0,
     512.0,
-)  # a far engine is worth it when the near ones cost more than this much of its cost
+)  # a far engine is chosen when the near ones cost more than this multiple of its cost plus these tokens
 CACHE_WORTH = (
-    3.0  # of a token that need not be computed: once now, and again in the turns that follow (`trireme bench balance`)
+    3.0  # per cached token: saved now, and again in the later turns of the conversation (`trireme bench balance`)
 )
 
 Cost = Callable[[int], float]
 
 
 class Ask(NamedTuple):
-    """One choice to be made: among `engines` (never empty), at these costs. `weights` are the engines' sizes, `owners` those
-    that have most of the prompt cached (none if nobody has any)."""
+    """One routing decision: among `engines` (never empty), at these costs. `weights` are the engines' sizes, `owners` those
+    with most of the prompt cached (none if no engine has any)."""
 
     engines: Sequence[int]
     cost: Cost
@@ -42,7 +42,7 @@ Policy = Callable[[Ask], int]
 
 
 def cost_of(load: Load | None, outstanding: Outstanding) -> float:
-    """Work that a new request would find at an engine, in tokens: reported, plus what is on its way."""
+    """Work ahead of a new request at an engine, in tokens: reported, plus what is on its way."""
     tokens = float(outstanding.num_tokens)
     rows = outstanding.num_rows
     if load is None:
@@ -55,7 +55,7 @@ def cost_of(load: Load | None, outstanding: Outstanding) -> float:
 
 
 def same_zone(engines: Sequence[int], near: Sequence[int], cost: Cost) -> Sequence[int]:
-    """`near` out of `engines`, unless the cheapest of the others would save far more than going there is worth."""
+    """`near` out of `engines`, unless the cheapest of the others saves far more than the distance costs."""
     far = [engine for engine in engines if engine not in near]
     if not near or not far:
         return engines
@@ -64,7 +64,7 @@ def same_zone(engines: Sequence[int], near: Sequence[int], cost: Cost) -> Sequen
 
 
 class TwoChoices:
-    """The cheaper of two distinct engines drawn at random: bursts spread, and many choosers do not herd."""
+    """Power of two choices: the cheaper of two distinct engines drawn at random. Bursts spread, and routers do not herd."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -77,8 +77,8 @@ class TwoChoices:
 
 
 class PrefixTwoChoices:
-    """One candidate has cached most of the prompt, the other is any; the costs count what they save. So turns of one talk stay,
-    and an owner that is busier than its cache is worth is left alone."""
+    """One candidate has cached most of the prompt, the other is any; the costs count what the cache saves. So a conversation stays
+    on the engine that cached it, unless that engine is busier than its cache is worth."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -94,7 +94,7 @@ class PrefixTwoChoices:
 
 
 class LeastLoaded:
-    """The cheapest of all; ties go to a random one of them, never always to the first."""
+    """The cheapest of all; ties are broken at random, never always towards the first."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -106,9 +106,9 @@ class LeastLoaded:
 
 
 class RoundRobin:
-    """Each engine in turn, by its weight, whatever its load. An engine that was away owes nobody the turns it missed.
+    """Weighted round robin, whatever the load. An engine that was away does not catch up on what it missed.
 
-    Stride scheduling: a turn moves an engine's place on by 1 / weight, and the one that is furthest back is next.
+    Stride scheduling: choosing an engine advances its position by 1 / weight, and the engine furthest back is next.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -132,7 +132,7 @@ class RoundRobin:
 
 
 class AnyOne:
-    """Any engine, whatever its load: what the other policies are compared with."""
+    """A random engine, whatever its load: the baseline of the other policies."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -147,5 +147,5 @@ POLICIES: dict[str, Callable[[random.Random], Policy]] = {
     "round_robin": RoundRobin,
     "random": AnyOne,
     "prefix": PrefixTwoChoices,
-    "prefix_least": LeastLoaded,  # over costs that count what is cached
+    "prefix_least": LeastLoaded,  # over costs that count cached tokens
 }

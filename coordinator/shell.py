@@ -1,6 +1,6 @@
-"""What the coordinator does with messages and time: feeds core.Coordinator, sends what it answers, publishes Views.
+"""The coordinator's messages and timers: feeds core.Coordinator, sends its answers, publishes Views.
 
-Called by main.py on sockets and the process's clock, and under virtual time on a simulated network; holds neither itself.
+Called by main.py on sockets and the process's clock, and under virtual time on a simulated network; owns neither.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from trireme.transport.wire.messages import (
 
 log = logging.getLogger("trireme.coordinator")
 
-VIEW_S = 0.05  # at most one View in this time
-VIEW_IDLE_S = 1.0  # and at least one in this
-RESYNC_S = 1.0  # between two demands for all blocks of an engine
+VIEW_S = 0.05  # minimum interval between Views
+VIEW_IDLE_S = 1.0  # maximum interval between Views
+RESYNC_S = 1.0  # minimum interval between two requests for all blocks of an engine
 
 
 class PeerServer(Protocol):
-    """What the shell needs of transport's Server."""
+    """The part of transport's Server that the shell uses."""
 
     def receive(self, limit: int = 1024) -> Iterator[tuple[Peer, Any]]: ...
 
@@ -51,13 +51,13 @@ class PeerServer(Protocol):
 
 
 class CoordinatorShell:
-    """Owned by one loop: `turn` when something is due, `on_messages` when something has arrived."""
+    """Owned by one loop: call `turn` when something is due, `on_messages` when something has arrived."""
 
     def __init__(self, core: Coordinator, server: PeerServer, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._core = core
         self._server = server
         self._clock = clock
-        self._pausers: list[tuple[Peer, int, int]] = []  # (who, call, pause or resume) not answered yet
+        self._pausers: list[tuple[Peer, int, int]] = []  # (peer, call, number of the pause or resume) not answered yet
         self._next_view = 0.0
         self._latest_view = 0.0
         self._next_sweep = 0.0
@@ -69,7 +69,7 @@ class CoordinatorShell:
         return self._core.num_routed
 
     def turn(self) -> float:
-        """Does what is due; how many seconds until something is due again, should nothing arrive."""
+        """Does what is due; returns the seconds until something is due again if nothing arrives."""
         now = self._clock()
         if now >= self._next_sweep:
             self._core.expire(now)
@@ -87,7 +87,7 @@ class CoordinatorShell:
         self._next_view, self._latest_view = now + VIEW_S, now + VIEW_IDLE_S
 
     def on_messages(self) -> None:
-        """Takes what has arrived."""
+        """Handles all messages that have arrived."""
         for peer, message in self._server.receive():
             match message:
                 case Route() if peer.role == "front":
@@ -113,7 +113,7 @@ class CoordinatorShell:
         self._settle_waves()
 
     def _order(self, order: GiveBack) -> None:
-        """One that does not reach its engine is given again."""
+        """Sends an order; one that does not reach its engine is given again."""
         if (peer := self._engines.get(order.engine)) is not None:
             self._server.send(peer, order)
 
@@ -142,7 +142,7 @@ class CoordinatorShell:
             self._core.front_lost(peer.name)
 
     def _pause(self, peer: Peer, call: Call) -> None:
-        """Pauses or resumes engines in lock step; answered when all of them are as asked."""
+        """Pauses or resumes lockstep engines; answers when all of them are in the requested mode."""
         try:
             if self._core.waves is None:
                 raise EngineError("these engines do not step together: each is paused by itself")
@@ -152,7 +152,7 @@ class CoordinatorShell:
             self._server.send(peer, CallReply(call.call_id, ok=False, error=error.message))
 
     def _settle_waves(self) -> None:
-        """Orders that engines have not heard, and answers that have become due."""
+        """Sends orders that engines have not received, and answers that are due."""
         waves = self._core.waves
         if waves is None:
             return

@@ -1,8 +1,8 @@
-"""Work stealing: which engine is asked to give waiting requests back, and to which idle one they are to go.
+"""Work stealing: which engine must return waiting requests, and which idle engine receives them.
 
-Pure. Used by core.py. It only proposes: the loaded engine forgets rows that never started and says so in the ordered stream of
-its outputs, and the front end, which owns each request, submits them to the other one. So nothing is lost or runs twice whoever
-dies when: a row is on the engine until the front end has read that it is not. An order that gets lost is given again.
+Pure. Used by core.py. It only proposes: the loaded engine drops sequences that never started and says so in the ordered stream of
+its outputs, and the frontend, which owns each request, submits them to the other one. So no request is lost or runs twice,
+whichever process dies: a sequence is on the engine until the frontend has read that it is not. A lost order is given again.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from trireme.coordinator.ledger import Outstanding
 from trireme.coordinator.router import KV_COMFORT
 from trireme.transport.wire.messages import GiveBack, Load
 
-PATIENCE_S = 0.1  # a row that has waited no longer may be about to start
-COOLDOWN_S = 0.25  # for both engines: until what was stolen has arrived and is in their reports
-MAX_ROWS = 64  # in one order
+PATIENCE_S = 0.1  # a sequence that has waited less may be about to start
+COOLDOWN_S = 0.25  # for both engines: until the stolen sequences have arrived and are in their reports
+MAX_ROWS = 64  # per order
 
 
 class Stealing:
-    """`capacity` is the number of rows that an engine can run at once."""
+    """`capacity` is the number of sequences that an engine can run at once."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._busy_until: dict[int, float] = {}
-        self.num_asked = 0  # rows
+        self.num_asked = 0  # sequences
 
     def orders(self, loads: Sequence[Load], outstanding: Callable[[int], Outstanding], now: float) -> list[GiveBack]:
-        """What to ask of the engines with these reports (all ready, all of one place that front ends reach): the idlest one
-        takes from the fullest one, and so on."""
+        """Orders for engines with these reports (all ready, all in one zone that frontends reach): the idlest one takes from the
+        fullest one, and so on."""
         free = [load for load in loads if self._busy_until.get(load.engine, 0.0) <= now]
         thieves = sorted(
             (load for load in free if self._has_room(load) and not outstanding(load.engine).num_rows),

@@ -1,4 +1,4 @@
-"""Model-free speed of the engine core: `python -m trireme.engine_core.bench [rows ...]` times plans and results of decode steps.
+"""Model-free engine core benchmark: `python -m trireme.engine_core.bench [rows ...]` times plans and results of decode steps.
 
 Run by developers and by tests/unit; touches no socket and no worker. A step is next_plan + on_result + take_outputs.
 """
@@ -36,6 +36,7 @@ class StepTiming(NamedTuple):
 
 
 def make_core(num_rows: int, num_tokens: int) -> EngineCore:
+    """A core with blocks and limits for `num_rows` sequences of up to `num_tokens` tokens each (depth 2, ahead)."""
     blocks = num_rows * (-(-num_tokens // BLOCK_SIZE) + 1)
     limits = Limits(
         max_len=num_tokens,
@@ -52,13 +53,13 @@ def make_core(num_rows: int, num_tokens: int) -> EngineCore:
 
 
 def answer(plan: StepPlan) -> StepResult:
-    """What a worker would say: some token for every row that samples."""
+    """A fake worker's answer: some token for every sequence that samples."""
     rows = unpack(plan.rows)[unpack_flags(plan.sample)]
     return StepResult(plan.step, pack(rows), pack(7 + rows % 100))
 
 
 def measure(num_rows: int, num_steps: int = STEPS) -> StepTiming:
-    """Times steady decoding of `num_rows` rows with prompts of different lengths (blocks fill at different steps)."""
+    """Times steady decoding of `num_rows` sequences with prompts of different lengths (blocks fill at different steps)."""
     core = make_core(num_rows, 64 + num_steps + 2 * BLOCK_SIZE)
     dice = np.random.default_rng(1)
     for rid in range(num_rows):
@@ -85,6 +86,7 @@ def measure(num_rows: int, num_steps: int = STEPS) -> StepTiming:
 
 
 def main(sizes: list[int]) -> None:
+    """Prints one line of medians (microseconds) for each batch size in `sizes`."""
     print(f"{'rows':>6} {'plan us':>9} {'result us':>10} {'outputs us':>11} {'steps/s':>9}")
     for num_rows in sizes:
         timing = measure(num_rows)

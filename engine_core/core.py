@@ -1,7 +1,7 @@
 """EngineCore: one engine as a pure state machine. Events in (submit, abort, result, tick), plans and outputs out.
 
-Driven by main (sockets, clock) and by tests (neither). Errors that belong to one request end that request; an EngineError out of a
-method means that the engine as a whole is beyond repair.
+Driven by main (sockets, clock) and by tests (neither). Errors that belong to one request end that request; an EngineError raised by
+a method means that the whole engine is beyond repair.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from trireme.transport.wire.messages import (
 
 
 class Counters(msgspec.Struct):
-    """Totals since start. At every quiet point submitted = stop + length + abort + error + returned + live requests."""
+    """Totals since start. Between events, submitted = stop + length + abort + error + returned + live requests."""
 
     submitted: int = 0
     stop: int = 0
     length: int = 0
     abort: int = 0
     error: int = 0
-    returned: int = 0  # given back to their front ends before they started
+    returned: int = 0  # returned to their frontends before they started
     refused: int = 0  # of the errors: never queued, or timed out in the queue
     row_faults: int = 0  # of the errors
     duplicates: int = 0  # submits under a rid that is live: ignored
@@ -60,7 +60,7 @@ class Counters(msgspec.Struct):
 
 
 class EngineCore:
-    """`depth` plans may be in flight; with `ahead`, plans count on tokens that are still being sampled (see Scheduler).
+    """`depth` plans may be in flight; with `ahead`, plans rely on tokens that are still being sampled (see Scheduler).
     With `check` every event is followed by a full audit (slow, for tests)."""
 
     def __init__(
@@ -94,7 +94,7 @@ class EngineCore:
     # ------------------------------------------------------------ events
 
     def submit(self, front: str, submit: Submit, now: float) -> None:
-        """Queues a row, or ends it at once with the reason. Never raises for what the caller did."""
+        """Queues a sequence, or ends it at once with the reason. Never raises for an invalid request."""
         self._admitted[front] = max(submit.ticket, self._admitted.get(front, 0))
         if (front, submit.rid) in self.requests:
             self.counters.duplicates += 1
@@ -112,7 +112,7 @@ class EngineCore:
         self._after_event()
 
     def abort(self, front: str, rids: Sequence[int]) -> None:
-        """Ends rows of a front end; unknown ids are those that have just ended by themselves."""
+        """Ends sequences of a frontend. Unknown ids are ignored: those sequences have just ended by themselves."""
         for rid in rids:
             request = self.requests.get((front, rid))
             if request is not None:
@@ -120,8 +120,8 @@ class EngineCore:
         self._after_event()
 
     def reclaim(self, count: int, to: int, now: float) -> int:
-        """Forgets up to `count` queued rows that never started, those that would wait longest, and tells their front ends to
-        send them to engine `to`; returns how many. None of them has an End here."""
+        """Drops up to `count` queued sequences that never started, those with the longest wait ahead, and tells their frontends to
+        resubmit them to engine `to`; returns how many. None of them gets an End here."""
         waiting = (row for row in self.scheduler.waiting if row.state is State.WAITING and row.may_move)
         policy = self.scheduler.policy
         chosen = heapq.nlargest(count, waiting, key=lambda row: (policy.standing(policy.lane(row)), row.key))
@@ -134,7 +134,7 @@ class EngineCore:
         return len(chosen)
 
     def front_gone(self, front: str) -> None:
-        """A front end died: its rows end and nobody is told."""
+        """A frontend died: ends its sequences without output."""
         for request in [row for row in self.requests.values() if row.front == front]:
             self._end(request, "abort")
         self.outbox.drop(front)
@@ -142,7 +142,7 @@ class EngineCore:
         self._after_event()
 
     def tick(self, now: float) -> None:
-        """Ends rows that have waited too long for their first step, and those whose time is up."""
+        """Ends sequences that have waited too long for their first step, and those past their deadline."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, is_total, request = heapq.heappop(self._deadlines)
             passed_s = now - request.queued_at_s
@@ -190,7 +190,7 @@ class EngineCore:
         self._after_event()
 
     def next_plan(self, now: float) -> StepPlan | None:
-        """The next step to run, or None when there is nothing to do or `depth` plans are in flight."""
+        """The next step to run, or None when there is no work or `depth` plans are in flight."""
         pending = self.scheduler.schedule(now)
         if pending is None:
             return None
@@ -201,20 +201,20 @@ class EngineCore:
         return pending.to_message()
 
     def empty_plan(self, now: float) -> StepPlan | None:
-        """A step without rows, for an engine that may not stand still. None while `depth` plans are in flight."""
+        """A dummy step for lockstep ranks that have no work. None while `depth` plans are in flight."""
         pending = self.scheduler.schedule_none(now)
         return None if pending is None else pending.to_message()
 
     def abort_all(self, why: str) -> None:
-        """Ends every row with an error that invites to try again."""
+        """Ends every sequence with a retryable error."""
         for request in list(self.requests.values()):
             self._end(request, "error", error=OverloadedError(why))
         self._after_event()
 
-    # ------------------------------------------------------------ what comes out
+    # ------------------------------------------------------------ outputs
 
     def take_outputs(self) -> dict[str, StepOutputs]:
-        """Everything since the last call, one message per front end."""
+        """Everything since the last call, one message per frontend."""
         return self.outbox.take(self.scheduler.completed) if self.outbox.fronts else {}
 
     @property
@@ -223,17 +223,18 @@ class EngineCore:
         return not self.requests and not self.scheduler.in_flight
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do next (or a moment before)."""
+        """When `tick` next has work (or slightly earlier)."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def oldest_step(self) -> tuple[int, float, int] | None:
-        """The oldest plan in flight: its number, when it was made or the one before it ended, and its tokens."""
+        """The oldest plan in flight: its number, its start (when it was made or its predecessor ended), and its tokens."""
         if not self.scheduler.in_flight:
             return None
         pending = self.scheduler.in_flight[0]
         return pending.step, pending.started_s, pending.total_tokens
 
     def stats(self, now: float) -> Load:
+        """The load report for the coordinator; each call takes the next report number. `now` in seconds."""
         scheduler = self.scheduler
         waiting = scheduler.waiting
         self._loads += 1
@@ -254,17 +255,18 @@ class EngineCore:
         )
 
     def log_blocks(self) -> BlockLog:
-        """From now on `take_kv_events` tells what becomes findable and unfindable in the prefix cache."""
+        """Makes `take_kv_events` report from now on which contents enter and leave the prefix cache."""
         pool = self.scheduler.cache.pool
         pool.log = pool.log or BlockLog(pool.index)
         return pool.log
 
     def take_kv_events(self) -> KVEvents | None:
-        """The next report for the coordinator's prefix index, if something has changed."""
+        """The next report for the coordinator's prefix index, or None if nothing has changed."""
         log = self.scheduler.cache.pool.log
         return log.take(self.engine, self.epoch, self.limits.num_blocks) if log is not None and log.is_due else None
 
     def facts(self) -> EngineFacts:
+        """The limits that frontends need, as sent in the handshake."""
         limits = self.limits
         return EngineFacts(
             engine=self.engine,
@@ -284,7 +286,7 @@ class EngineCore:
         return counts
 
     def check_idle(self) -> None:
-        """The same for an idle engine, cheaply. Raises IntegrityError."""
+        """The same for an idle engine, in constant time. Raises IntegrityError."""
         check_idle(self.scheduler)
         self._check_totals()
 
@@ -295,7 +297,7 @@ class EngineCore:
             raise IntegrityError(f"{totals.submitted} submitted, but {ended} ended and {len(self.requests)} live")
 
     def reset_prefix_cache(self) -> int:
-        """Forgets all cached prefixes; returns how many blocks were known. Running rows keep theirs."""
+        """Drops all cached prefixes; returns how many blocks were known. Running sequences keep theirs."""
         pool = self.scheduler.cache.pool
         known = len(pool.index)
         pool.forget_all()
@@ -309,7 +311,7 @@ class EngineCore:
         if self.draining:
             raise OverloadedError("this engine is shutting down")
         if submit.num_moves:
-            return  # it was accepted once; how many such there are is bounded by the queues of the engines that died
+            return  # accepted once already; the number of such requests is bounded by the queues of the engines that died
         if len(waiting) >= limits.max_waiting:
             raise OverloadedError(f"{len(waiting)} requests are queued already; the limit is {limits.max_waiting}")
         num_tokens = waiting.num_tokens + len(submit.prompt)
@@ -324,7 +326,7 @@ class EngineCore:
         self.counters.prompt_tokens += request.num_prompt
         self.scheduler.add(request)
         if request.num_output >= submit.params.max_tokens > 0:
-            self._end(request, "length")  # a replayed row that had all its tokens
+            self._end(request, "length")  # a resubmitted sequence that already had all its tokens
             return
         limits = [limit for limit in (self.limits.queue_timeout, submit.deadline_s) if limit > 0]
         if limits and not submit.num_replayed:
@@ -334,7 +336,7 @@ class EngineCore:
         self._drop_met_deadlines()
 
     def _drop_met_deadlines(self) -> None:
-        """Keeps the heap about as long as there are requests: what has been met needs no timer."""
+        """Bounds the heap by about the number of requests: a deadline that was met needs no timer."""
         if len(self._deadlines) > 4 * len(self.requests) + 64:
             self._deadlines = [
                 entry
@@ -353,16 +355,16 @@ class EngineCore:
     # ------------------------------------------------------------ results
 
     def _tokens_of(self, result: StepResult) -> Ints:
-        """The sampled tokens. Raises EngineError when one is none of this model's."""
+        """The sampled tokens. Raises EngineError when one is outside the vocabulary."""
         tokens = unpack(result.tokens)
-        as_found = tokens.view(np.uint32)  # negative ones are large
+        as_found = tokens.view(np.uint32)  # negative ids become large
         if tokens.size and as_found[as_found.argmax()] >= self.limits.vocab_size:
             wrong = tokens[(tokens < 0) | (tokens >= self.limits.vocab_size)][:8].tolist()
             raise EngineError(f"step {result.step} sampled {wrong}, not in 0..{self.limits.vocab_size - 1}")
         return tokens
 
     def _check_complete(self, places: dict[int, PlannedTokens], result: StepResult) -> None:
-        """Every sampling row is answered exactly once, with a token or a fault."""
+        """Checks that every sampling sequence gets exactly one token or fault."""
         rows = unpack(result.rows).tolist()
         answered = {*rows, *(fault.row for fault in result.faults)}
         expected = {row for row, place in places.items() if place.sample}
@@ -375,7 +377,7 @@ class EngineCore:
             )
 
     def _on_fault(self, pending: PendingStep, place: PlannedTokens, fault: RowFault) -> None:
-        """Ends one row. What it wrote in this step may be garbage: nobody may find or go on reading it."""
+        """Ends one sequence. What it wrote in this step may be garbage, so no other sequence may find it or keep reading it."""
         if fault.row not in pending.dropped:
             error: TriremeError = RequestError(fault.error)
             if not fault.by_request:
@@ -385,7 +387,7 @@ class EngineCore:
         self.scheduler.invalidate(place.request, place.num_computed)
 
     def _on_rare(self, pending: PendingStep, result: StepResult) -> None:
-        """Faults and log-probabilities, and whether an unusual answer fits the plan."""
+        """Handles faults and log-probabilities, and checks an unusual answer against the plan."""
         places = pending.places()
         self._check_complete(places, result)
         for fault in result.faults:
@@ -396,7 +398,7 @@ class EngineCore:
             self._on_logprobs(pending, places[scores.rid].request, scores)
 
     def _on_decode_batch(self, pending: PendingStep, decode_batch: DecodeBatch, tokens: Ints) -> None:
-        """One token for each decoding row, in order. Column by column: this sees every row in every step."""
+        """One token for each decoding sequence, in order. Works on whole columns, since every sequence is in every step."""
         at = pending.at
         if pending.dropped:
             kept = ~np.isin(decode_batch.slots, list(pending.dropped))
@@ -423,7 +425,7 @@ class EngineCore:
     def _on_tokens(
         self, pending: PendingStep, asking: list[tuple[int, Request]], tokens: list[int], now: float
     ) -> None:
-        """The same one by one, for (slot, request) in order: most of them have finished their prompt."""
+        """The same one by one, for (slot, request) in order: most of them have just finished their prompt."""
         for (row, request), token in zip(asking, tokens, strict=True):
             if row in pending.dropped:
                 continue
@@ -437,7 +439,7 @@ class EngineCore:
             self._end_if_over(request, token)
 
     def _end_if_over(self, request: Request, token: int) -> None:
-        """The stop rules, for a row that has just got `token`."""
+        """Applies the stop rules to a sequence that has just got `token`."""
         reason = end_reason(request, token)
         if reason is not None:
             self._end(request, reason, stop_token=token if reason == "stop" else -1)
@@ -453,7 +455,7 @@ class EngineCore:
             outputs.logprobs.append(LogprobRow(request.rid, scores.token_ids, scores.logprobs, scores.ranks))
 
     def _on_scores(self, pending: PendingStep, place: PlannedTokens, scores: LogprobRow) -> None:
-        """Prompt log-probabilities of a chunk: those computed again after a preemption are cut off."""
+        """Prompt log-probabilities of a chunk; those recomputed after a preemption are cut off."""
         if scores.rid in pending.dropped:
             return
         request, start = place.request, place.num_computed
@@ -466,7 +468,7 @@ class EngineCore:
             request.num_scored = start + count
 
     def _end_scored(self, pending: PendingStep, now: float) -> None:
-        """Rows that generate nothing end with their last prompt chunk."""
+        """Sequences that generate nothing end with their last prompt chunk."""
         for chunk in pending.chunks:
             request = chunk.request
             if chunk.sample or chunk.row in pending.dropped:
@@ -480,7 +482,7 @@ class EngineCore:
     def _end(
         self, request: Request, reason: EndReason, *, stop_token: int = -1, error: TriremeError | None = None
     ) -> None:
-        """The one way out of a live request."""
+        """The only exit of a live request."""
         self.scheduler.end(request)
         del self.requests[request.front, request.rid]
         setattr(self.counters, reason, getattr(self.counters, reason) + 1)

@@ -1,6 +1,6 @@
-"""Events of an EngineCore as data: recorded while it runs, stored, and fed to another core, which must make the same plans.
+"""Events of an EngineCore as data: recorded while it runs, stored, and replayed into another core, which must make the same plans.
 
-Used by tests/replay and for reports of failures. A log is self-contained: it starts with the limits.
+Used by tests/replay and for failure reports. A log is self-contained: it starts with the limits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FrontGone(Wire, frozen=True):
 
 
 class AskedBack(Wire, frozen=True):
-    """Waiting rows were given back."""
+    """Waiting sequences were returned to their frontends."""
 
     now: float
     count: int
@@ -64,7 +64,7 @@ _SIZE_BYTES = 4
 
 
 def core_from(began: Began, *, check: bool = False) -> EngineCore:
-    """A fresh core like the recorded one."""
+    """A fresh core with the recorded configuration."""
     return EngineCore(began.limits, depth=began.depth, ahead=began.ahead, check=check, policy=began.policy)
 
 
@@ -91,7 +91,7 @@ def apply(core: EngineCore, event: Event) -> StepPlan | None:
 
 
 def plans_of(events: Iterable[Event]) -> list[bytes]:
-    """Runs a log through a fresh core; its plans as they would travel."""
+    """Replays a log into a fresh core; returns its encoded plans."""
     remaining = iter(events)
     began = next(remaining)
     if not isinstance(began, Began):
@@ -102,7 +102,7 @@ def plans_of(events: Iterable[Event]) -> list[bytes]:
 
 
 def log_from_events(events: Iterable[Event]) -> bytes:
-    """Events as bytes: each with its size in front. Arrays must be small enough to travel inline."""
+    """Encodes events, each with a length prefix. Arrays must be small enough to travel inline."""
     parts: list[bytes] = []
     for event in events:
         (body,) = encode(event)
@@ -111,7 +111,7 @@ def log_from_events(events: Iterable[Event]) -> bytes:
 
 
 def events_from_log(log: bytes) -> list[Event]:
-    """The inverse of `log_from_events`. Raises ProtocolError for bytes that are none."""
+    """The inverse of `log_from_events`. Raises ProtocolError for malformed bytes."""
     events, at = [], 0
     while at < len(log):
         size = int.from_bytes(log[at : at + _SIZE_BYTES], "little")

@@ -21,12 +21,12 @@ class IntegrityError(EngineError):
 
 
 class Audit(msgspec.Struct, frozen=True):
-    """Where every block and every row is. free + cached + owned = total."""
+    """Where every block and every sequence is: free + cached + owned = total."""
 
     num_free: int
     num_cached: int
     num_owned: int
-    num_fenced: int  # of the owned ones: held for a step in flight only
+    num_fenced: int  # of the owned ones: held only for a step in flight
     num_blocks: int
     num_waiting: int
     num_running: int
@@ -41,7 +41,7 @@ def audit(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) -> Aud
 
 
 def check_idle(scheduler: Scheduler) -> None:
-    """The laws of an idle engine, in time that even a large pool does not notice: nobody holds anything."""
+    """The laws of an idle engine (nothing is held), cheap even for a large pool."""
     pool = scheduler.cache.pool
     num_available, num_slots = pool.num_available, len(scheduler.free_rows)
     if num_available != pool.num_blocks or any(pool.counts) or len(pool.index) != len(pool.cached):
@@ -55,7 +55,7 @@ def _broken(law: str) -> IntegrityError:
 
 
 def _check_rows(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) -> None:
-    """Every live request is in exactly one place, and the slots add up."""
+    """Every live request is in exactly one place, and the batch slots add up."""
     running, waiting = scheduler.running, list(scheduler.waiting)
     live = set(map(id, requests.values()))
     if len(running) + len(waiting) != len(live) or live != set(map(id, running + waiting)):
@@ -78,7 +78,7 @@ def _check_rows(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) 
 
 
 def _check_tables(scheduler: Scheduler) -> None:
-    """Every running row has exactly the blocks that its computed tokens need."""
+    """Every running sequence has exactly the blocks that its computed tokens need."""
     cache = scheduler.cache
     for row in scheduler.running:
         num_coming = sum(pending.asks(row.row) for pending in scheduler.in_flight) if scheduler.ahead else 0
@@ -96,7 +96,7 @@ def _check_tables(scheduler: Scheduler) -> None:
 
 
 def _check_blocks(scheduler: Scheduler) -> Audit:
-    """Counts equal owners, and free + cached + owned = total, each block in one place."""
+    """Reference counts equal owners, and free + cached + owned = total, with each block in one place."""
     pool = scheduler.cache.pool
     held = Counter(chain.from_iterable(row.blocks for row in scheduler.running))
     fenced = Counter(chain.from_iterable(pending.fenced for pending in scheduler.in_flight))

@@ -1,7 +1,7 @@
-"""The engine loop: one thread that moves messages between front ends, the EngineCore and the workers.
+"""The engine loop: one thread that moves messages between frontends, the EngineCore and the workers.
 
-Used by main (own process) and by launch for an engine inside the caller's process. It decides nothing: EngineCore does. Health is
-told by what it does: the progress counter moves only when steps complete.
+Used by main (own process) and by launch for an engine inside the caller's process. EngineCore makes all decisions. Health follows
+from steps: the progress counter moves only when steps complete.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from trireme.transport.wire.messages import (
 
 log = logging.getLogger("trireme.engine")
 
-LOAD_S, LOAD_IDLE_S = 0.02, 1.0  # between reports: at least so long, at most so long
+LOAD_S, LOAD_IDLE_S = 0.02, 1.0  # between load reports: minimum, and maximum when idle
 STATS_S = 10.0
-YOUNG_S = 0.1  # whether its workers are starved is not asked for the sake of a younger step
-WATCH_S = 0.2  # between looks at whether there is progress, while there is work
-HALT_S = 0.5  # between looks at whether the system has stopped a worker, or gives it no processor
+YOUNG_S = 0.1  # starvation is not checked for steps younger than this
+WATCH_S = 0.2  # between progress checks, while there is work
+HALT_S = 0.5  # between checks for stopped or starved workers
 
 
 class FrontServer(Source, Protocol):
-    """What the loop needs of transport's Server and LocalServer."""
+    """The part of transport's Server and LocalServer that the loop uses."""
 
     progress: int
     stalled: str
@@ -69,9 +69,9 @@ class FrontServer(Source, Protocol):
 
 
 class EngineLoop:
-    """Turns of one engine. `on_load` gets reports for the coordinator and says whether they went out; `on_turn` is called on
-    every turn (heartbeat). With `tells_blocks` the reports tell what is in the prefix cache; with `has_captures` workers have steps
-    that are captured, and are told when to change which."""
+    """The loop of one engine. `on_load` sends reports to the coordinator and returns whether they went out; `on_turn` is called on
+    every iteration (heartbeat). With `tells_blocks` reports include prefix-cache changes; with `has_captures` workers hold captured
+    CUDA graphs and are told when to change them."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class EngineLoop:
         self._next_load = self._latest_load = 0.0
         self._next_stats = self._clock() + STATS_S
         self._steps_logged = 0
-        self._step_s: deque[float] = deque(maxlen=64)  # processor time per step: answer, next plan, outputs
+        self._step_s: deque[float] = deque(maxlen=64)  # CPU seconds per step: result, next plan, outputs
         self._was_idle = True
         self._drain_from = self._drain_until = float("inf")
         self._rest = SleepState(self._order)
@@ -112,12 +112,12 @@ class EngineLoop:
         poller.add(server, self._on_messages)
 
     def run(self) -> None:
-        """Turns until a drain is over. Raises EngineError (or the workers' error) when the engine cannot go on."""
+        """Iterates until a drain is over. Raises EngineError (or the workers' error) when the engine cannot continue."""
         while not self.is_over:
             self.turn()
 
     def turn(self, wait_s: float = 1.0) -> None:
-        """One look at everything. Waits for something to happen, at most `wait_s`."""
+        """One iteration over all inputs. Waits at most `wait_s` for one to arrive."""
         now, began_s, steps = self._clock(), time.thread_time(), self.core.counters.steps
         self._watch.turn(now)
         for result in self._executor.take_results():
@@ -129,7 +129,7 @@ class EngineLoop:
             self._rest.work_came()
         while self._rest.is_awake and (plan := self.pace.next_plan(now)) is not None:
             if plan.new:
-                self._send_outputs()  # should this step be the last one, front ends know whom to suspect
+                self._send_outputs()  # if this step kills the engine, frontends know which requests were in it
             self._executor.submit(plan)
         self._send_outputs()
         self.pace.settle()
@@ -145,22 +145,22 @@ class EngineLoop:
         self._poller.wait(max(0.0, min(wait_s, self._next_due() - self._clock())))
 
     def drain(self, order: Drain) -> None:
-        """Takes new work for `notice_s`, finishes what there is until the deadline, then ends."""
+        """Accepts new work for `notice_s`, finishes the rest until the deadline, then ends."""
         now = self._clock()
         self._drain_from = min(self._drain_from, now + order.notice_s)
         self._drain_until = min(self._drain_until, now + order.notice_s + order.deadline_s)
 
     def last_words(self, error: str) -> None:
-        """Tells every front end why its rows are lost."""
+        """Tells every frontend why its sequences are lost."""
         self._server.broadcast(EngineDown(self.core.engine, error))
 
     def report_now(self) -> None:
-        """The coordinator is new or back: it needs a Load at once, and to know all blocks."""
+        """The coordinator is new or back: it needs a Load at once, and a full listing of blocks."""
         self.tell_all_blocks()
         self._changed, self._next_load = True, 0.0
 
     def reclaim(self, order: GiveBack) -> None:
-        """The coordinator wants rows that wait here to run elsewhere."""
+        """The coordinator moves sequences that wait here to another engine."""
         if order.epoch == self.core.epoch:
             count = self.core.reclaim(min(order.count, len(self.core.requests)), order.to, self._clock())
             self._changed = True
@@ -172,7 +172,7 @@ class EngineLoop:
             self._blocks.restart()
             self._changed = True
 
-    # ------------------------------------------------------------ front ends
+    # ------------------------------------------------------------ frontends
 
     def _on_messages(self) -> None:
         now = self._clock()
@@ -199,7 +199,7 @@ class EngineLoop:
                 self._server.send(peer, outputs)
 
     def _on_call(self, peer: Peer, call: Call) -> None:
-        """Answers a rare request; unknown methods and those that fail get an error text."""
+        """Answers a rare request; unknown or failing methods get an error text."""
         own: dict[str, Callable[[], Any]] = {
             "stats": self.stats,
             "audit": lambda: msgspec.to_builtins(self.core.audit()),
@@ -245,7 +245,7 @@ class EngineLoop:
         self._server.send(peer, CallReply(call_id, not error, found, error))
 
     def stats(self) -> dict[str, Any]:
-        """Everything countable, flat: load, totals, blocks, prefix cache, socket."""
+        """All counters in one flat dictionary: load, totals, blocks, prefix cache, socket."""
         core = self.core
         scheduler, cache = core.scheduler, core.scheduler.cache
         load = msgspec.to_builtins(core.stats(self._clock()))
@@ -273,8 +273,7 @@ class EngineLoop:
     # ------------------------------------------------------------ health
 
     def _check_health(self, now: float) -> None:
-        """Says whether there is progress; a step that never ends ends the engine; an idle engine checks its books; a drained one
-        leaves."""
+        """Updates the stall state. Fails the engine when a step never ends, audits an idle engine, and stops a drained one."""
         watch, has_work = self._watch, self.pace.has_step and self._rest.is_awake
         step, starved_s = self.core.oldest_step(), 0.0
         if now >= self._next_halt:
@@ -299,7 +298,7 @@ class EngineLoop:
                 self.is_over = True
 
     def _tell_health(self, stalled: str) -> None:
-        """Every front end at once: the next Ping may be a moment away."""
+        """Tells every frontend at once rather than at its next Ping."""
         level = logging.INFO if is_pause(stalled or self._server.stalled) else logging.WARNING
         log.log(level, "no progress: %s" if stalled else "progress again%s", stalled)
         self._server.stalled = stalled
@@ -342,7 +341,7 @@ class EngineLoop:
         self._steps_logged = totals.steps
 
     def _next_due(self) -> float:
-        """When the loop has something to do although nothing arrives."""
+        """When the loop next has work even if nothing arrives."""
         due = self.core.next_deadline() or float("inf")
         if self.core.requests:
             due = min(due, self._clock() + WATCH_S)

@@ -1,7 +1,7 @@
-"""The engine's process: boots, starts its workers, sizes the KV memory, binds the socket of the front ends, runs the loop.
+"""The engine process: boots, starts its workers, sizes the KV memory, binds the frontend socket, runs the loop.
 
-Started by launch/processes/supervisor.py as `spawn("engine_core.main", boot)`. On any failure front ends hear the root cause
-(EngineDown), the workers end, and the supervisor gets it as Failed and starts the next life.
+Started by launch/processes/supervisor.py as `spawn("engine_core.main", boot)`. On any failure frontends receive the root cause
+(EngineDown), the workers end, and the supervisor receives it as Failed and starts the next life.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
     log.info("ready %s", facts(blocks=started.core.limits.num_blocks, max_len=started.core.limits.max_len))
     try:
         loop.run()
-    except Exception as error:  # a process main: whoever waits for us must learn why
+    except Exception as error:  # process main: whoever waits for this process must learn why
         reason = error.message if isinstance(error, TriremeError) else f"{type(error).__name__}: {error}"
         loop.last_words(reason)
         raise
@@ -98,7 +98,7 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
 
 
 def _leave_if_asked(channel: BootChannel) -> None:
-    """While loading there is nothing to finish."""
+    """Exits at once on a drain while loading: there is no work to finish."""
     if channel.receive():
         raise SystemExit(0)
 
@@ -109,7 +109,7 @@ def _on_orders(channel: BootChannel, loop: EngineLoop) -> None:
 
 
 def _on_coordinator(coordinator: Connection, loop: EngineLoop) -> None:
-    """It is soft state, and rebuilds from our reports."""
+    """Reports to a coordinator that has (re)connected: its state is soft and rebuilt from reports."""
     for message in coordinator.receive():
         match message:
             case Welcome():

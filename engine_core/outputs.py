@@ -1,6 +1,6 @@
-"""What steps produced, gathered per front end: one StepOutputs each, however many events happened in between.
+"""Step outputs gathered per frontend: one StepOutputs each, however many events happened in between.
 
-Called by core. Knows the stop rules; knows nothing of blocks or sockets.
+Called by core. Applies the stop rules; knows nothing of blocks or sockets.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from trireme.transport.wire.messages import End, EndReason, First, LogprobRow, S
 
 
 def end_reason(request: Request, token: int) -> EndReason | None:
-    """Whether the row ends with `token`, which is already among its tokens."""
+    """Why the sequence ends with `token`, its newest token; None if it goes on."""
     if token in request.stops and request.num_output > request.params.min_tokens:
         return "stop"
     return "length" if request.num_tokens >= request.limit else None
 
 
 class FrontOutputs:
-    """One StepOutputs in the making."""
+    """One StepOutputs under construction."""
 
     __slots__ = (
         "_new_rids",
@@ -37,7 +37,7 @@ class FrontOutputs:
     def __init__(self) -> None:
         self._rids: list[Ids] = []
         self._tokens: list[Column] = []
-        self._new_rids: list[int] = []  # of rows that came one by one since the last whole column
+        self._new_rids: list[int] = []  # of single sequences added since the last whole column
         self._new_tokens: list[int] = []
         self.firsts: list[First] = []
         self.ends: list[End] = []
@@ -47,17 +47,18 @@ class FrontOutputs:
         self.returned: list[tuple[int, int, float]] = []
 
     def add(self, rid: int, token: int) -> None:
-        """One token of one row."""
+        """One token of one sequence."""
         self._new_rids.append(rid)
         self._new_tokens.append(token)
 
     def add_columns(self, rids: Ids, tokens: Column) -> None:
-        """One token for each of many rows."""
+        """One token for each of many sequences."""
         self._pack()
         self._rids.append(rids)
         self._tokens.append(tokens)
 
     def to_message(self, engine: int, step: int) -> StepOutputs:
+        """The message of `engine` up to `step`, with all columns joined."""
         self._pack()
         return StepOutputs(
             engine,
@@ -80,7 +81,7 @@ class FrontOutputs:
 
 
 class Outbox:
-    """FrontOutputs by front-end name, emptied by `take`."""
+    """FrontOutputs by frontend name, emptied by `take`."""
 
     def __init__(self, engine: int) -> None:
         self.engine = engine
@@ -93,22 +94,22 @@ class Outbox:
         return outputs
 
     def add(self, decode_batch: DecodeBatch, tokens: Ints) -> None:
-        """One token for each row of a decode batch."""
+        """One token for each sequence of a decode batch."""
         for share in decode_batch.shares:
             own = tokens if share.places is None else tokens[share.places]
             self.to(share.front).add_columns(share.rids, own.tobytes())
 
     def drop(self, front: str) -> None:
-        """Nobody is there to read it any more."""
+        """Discards the outputs of a frontend that is gone."""
         self.fronts.pop(front, None)
 
     def first(self, request: Request) -> None:
-        """What the prompt cost; before or with the row's first token."""
+        """Prompt usage, sent before or with the sequence's first token."""
         queued_s = request.first_run_s - request.queued_at_s
         prefill_s = request.first_token_s - request.first_run_s
         self.to(request.front).firsts.append(First(request.rid, max(0, request.num_cached), queued_s, prefill_s))
 
     def take(self, step: int) -> dict[str, StepOutputs]:
-        """One message per front end that has something coming; `step` is the newest step that is in it."""
+        """One message per frontend with pending outputs; `step` is the newest step in it."""
         fronts, self.fronts = self.fronts, {}
         return {name: outputs.to_message(self.engine, step) for name, outputs in fronts.items()}

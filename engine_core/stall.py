@@ -1,12 +1,11 @@
-"""Whether an engine makes progress, judged by its steps alone. Pure: time is passed in, and so is what the system says of workers.
+"""Stall detection from step times alone. Pure: time is passed in, and so is what the system says of workers.
 
-Used by core (StepTimes, fed with every step) and loop (StallWatch). A long honest step is no stall: a step is late only when
-it has run for a second, and three times as long as steps of its size have taken. A step whose size was never seen is judged by
-the nearest smaller one, scaled by its tokens; the very first one by nothing but FIRST_STEP_S. A worker that the system has
-stopped makes no progress whatever its step may take. Some time is no step's own (LostTime): when the loop itself did not turn,
-because the whole deployment was stopped, when a worker was stopped, and when workers wanted a processor and had none. It makes no
-step late, and is no part of what steps usually take. What is late makes the engine not ready, and may still recover; only
-what has been stuck for `step_timeout` (and three times its usual time) is given up.
+Used by core (StepTimes, fed with every step) and loop (StallWatch). A long but normal step is no stall: a step is late only after
+one second and three times the usual time of its size. An unseen size is judged by the nearest smaller one, scaled by tokens; the
+very first step only by FIRST_STEP_S. A worker that the system has stopped makes no progress, however long its step may take. Lost
+time (LostTime) is charged to no step: when the loop itself did not run because the whole deployment was stopped, when a worker was
+stopped, and when runnable workers had no processor. It makes no step late and does not enter the usual times. A late step makes the
+engine not ready, and it may still recover; only a step stuck for `step_timeout` (and three times its usual time) fails the engine.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from __future__ import annotations
 from collections import deque
 
 LATE_S = 1.0
-AWAY_S = 2.0  # between two looks: it was us who were stopped
+AWAY_S = 2.0  # between two looks: this process itself was stopped
 PATIENCE = 3.0  # times the usual duration
 FIRST_STEP_S = 300.0  # the first step may compile, or touch all weights for the first time
-FORGET = 0.98  # what the longest step of a size counts after each other one
+FORGET = 0.98  # weight of a size's longest step after each further one
 
 
-MOST_LOSSES = 1024  # of which the latest are remembered; a longer step is judged by more than its own time
+MOST_LOSSES = 1024  # the latest are remembered; a longer step may be blamed for more than its own time
 
 
 class LostTime:
-    """When steps could not have gone on, whoever has them. Readings of one clock, in seconds."""
+    """Time in which no step could progress. Readings of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._total = 0.0
         self._points: deque[tuple[float, float]] = deque(maxlen=2 * MOST_LOSSES)  # (when, lost until then), both rising
 
     def add(self, start: float, end: float, seconds: float) -> None:
-        """So many of the seconds between `start` and `end` are lost; what overlaps with the last loss counts once."""
+        """Records that `seconds` of the interval `start`..`end` are lost; overlap with the last loss counts once."""
         if self._points:
             start = max(start, self._points[-1][0])
         seconds = min(seconds, end - start)
@@ -51,30 +50,30 @@ class LostTime:
 
 
 def _between(point: tuple[float, float], after: tuple[float, float] | None, when: float) -> float:
-    """What was lost until `when`, between two points of LostTime."""
+    """Seconds lost until `when`, between two points of LostTime."""
     if after is None or after[0] <= point[0]:
         return point[1]
     return point[1] + (after[1] - point[1]) * (when - point[0]) / (after[0] - point[0])
 
 
 class StepTimes:
-    """The longest recent step of each size, in powers of two of tokens, and the time that was no step's own."""
+    """The longest recent step of each size, in powers of two of tokens, and the lost time."""
 
     def __init__(self) -> None:
         self.lost = LostTime()
         self._longest: dict[int, float] = {}
 
     def own_s(self, began: float, now: float) -> float:
-        """Of the seconds between both, those in which a step could go on."""
+        """Seconds between `began` and `now` in which a step could progress."""
         return max(0.0, now - began - self.lost.since(began))
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens has ended after so long."""
+        """Records a step of `num_tokens` tokens that took `seconds`."""
         size = max(1, num_tokens).bit_length()
         self._longest[size] = max(seconds, FORGET * self._longest.get(size, 0.0))
 
     def usual_s(self, num_tokens: int) -> float | None:
-        """How long such a step may well take; None when no step has been seen."""
+        """How long such a step usually takes at most, in seconds; None when no step has been seen."""
         known = [size for size in self._longest if size <= max(1, num_tokens).bit_length()]
         if not known:
             return min(self._longest.values(), default=None)  # a smaller step takes no longer
@@ -84,23 +83,22 @@ class StepTimes:
 
 
 class StallWatch:
-    """`look` on every turn of the loop; then `stalled` says why there is no progress ("" when there is), and `stuck` why there
-    will be none."""
+    """Call `look` on every iteration of the loop; then `stalled` says why there is no progress ("" when there is), and `stuck` why
+    there will be none."""
 
     def __init__(self, times: StepTimes, step_timeout: float, *, most_tokens: int = 0) -> None:
-        """Steps that are taken together with other engines may have up to `most_tokens` there: they are not given up before
-        such a step would be."""
+        """A lockstep step may have up to `most_tokens` on another engine: it is given up no earlier than a step of that size."""
         self.stalled = ""
         self.stuck = ""
         self._times = times
         self._most_tokens = most_tokens
         self._step_timeout = step_timeout
         self._turned: float | None = None
-        self._looked = self._back = 0.0  # the last look, and the first turn after we had been away
-        self._rested = 0.0  # when there was no reason to complain about anything but a step
+        self._looked = self._back = 0.0  # the last look, and the first iteration after this process was stopped
+        self._rested = 0.0  # when there was no complaint other than about a step
 
     def turn(self, now: float) -> None:
-        """The loop turns: call it before anything else of this turn, that what has ended meanwhile is timed rightly."""
+        """Call first in every iteration of the loop, so that steps ended meanwhile are timed correctly."""
         if self._turned is not None and now - self._turned > AWAY_S:
             self._times.lost.add(self._turned, now, now - self._turned)
             self._back = now
@@ -109,8 +107,8 @@ class StallWatch:
     def look(
         self, now: float, step: tuple[int, float, int] | None, *, has_work: bool, halted: str, starved_s: float = 0.0
     ) -> None:
-        """`step`: the oldest one in flight (number, when it began, tokens). `halted`: which worker the system has stopped.
-        `starved_s`: of the last seconds, those for which a worker wanted a processor and had none."""
+        """`step`: the oldest one in flight (number, start, tokens). `halted`: the worker that the system has stopped.
+        `starved_s`: seconds since the last look in which a runnable worker had no processor."""
         self.turn(now)
         is_back = self._back == now
         if halted:

@@ -1,6 +1,6 @@
-"""From workers that have not loaded yet to a core that fits them: load, size the KV memory, set the limits.
+"""From unloaded workers to a core that fits them: load, size the KV memory, set the limits.
 
-Used by main (own process) and local (a thread). Blocks while workers load; touches no socket of front ends.
+Used by main (own process) and local (a thread). Blocks while workers load; touches no frontend socket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trireme.transport.wire.messages import LoadProgress, WorkerLoaded
 
 
 def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int) -> Limits:
-    """Numbers for the scheduler; whatever a resolved config leaves open gets its documented default."""
+    """Limits for the scheduler; fields left open by a resolved config get their documented defaults."""
     scheduler, cache = config.scheduler, config.cache
     max_len = min(config.model.max_len or num_blocks * cache.block_size, num_blocks * cache.block_size)
     max_waiting = 4 * scheduler.num_rows if scheduler.max_waiting is None else scheduler.max_waiting
@@ -56,8 +56,8 @@ def start_core(
     epoch: int = 0,
     phases: Phases | None = None,
 ) -> Started:
-    """Loads the workers, sizes the KV memory by the poorest one, and makes the core. Raises what stood in the way."""
-    POLICIES.find(config.scheduler.policy)  # before minutes of loading
+    """Loads the workers, sizes the KV memory by the smallest one, and makes the core. Raises the workers' error."""
+    POLICIES.find(config.scheduler.policy)  # fails before minutes of loading
     phases = phases or Phases()
     workers = executor.load(progress)
     phases.include(slowest([worker.phases for worker in workers]), "workers")

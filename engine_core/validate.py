@@ -1,6 +1,6 @@
-"""Checks on a Submit before it may touch the scheduler: one bad request must fail alone, whoever sent it.
+"""Checks on a Submit before it may touch the scheduler: one bad request must fail alone, whatever frontend sent it.
 
-Called by core. Front ends check the same bounds with better words; this is the engine's own gate.
+Called by core. Frontends check the same bounds with more helpful messages; this check is the engine's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The persistent batch: what a worker remembers of its rows between steps, as tables indexed by row.
+"""The persistent batch: per-sequence state that a worker keeps between steps, as tables indexed by batch slot.
 
 Owned by workers.cpu.runner; changed only by `apply` with a StepPlan's deltas. Step inputs are gathered from it by
-workers.inputs and never alias it. A slot is cleared when a row is placed in it; with `poison` a freed slot is filled with
-marker values, so that a test sees any read of a dead row.
+workers.inputs and never alias it. A slot is cleared when a sequence is placed in it; with `poison` a freed slot is filled with
+marker values, so that a test detects any read of a freed slot.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from trireme.transport.wire.columns import Column, unpack
 from trireme.transport.wire.messages import NewRow, RowFault, StepPlan
 from trireme.workers.logits_processors import LogitRules, Tokens
 
-UNKNOWN = -1  # in `tokens`: sampled on a device, and not seen here yet
+UNKNOWN = -1  # in `tokens`: sampled on a device, and not known here yet
 POISON = -0x0DEADBEE  # an impossible token and block id
 ROW_ERRORS = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
-"""What may go wrong inside one row's own work and is answered by a RowFault."""
+"""Errors in the work of a single sequence that become a RowFault."""
 
 
 class Batch:
-    """Tables of `num_rows` slots. Tokens and block ids past a row's counts are meaningless."""
+    """Tables of `num_rows` batch slots. Tokens and block ids past a sequence's counts are undefined."""
 
     def __init__(
         self,
@@ -40,25 +40,25 @@ class Batch:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._poison = poison
-        self.num_used_blocks = 0  # one more than the highest that any row was ever given
-        max_blocks = -(-max_len // block_size) + 1  # a planner may hold one block ahead
+        self.num_used_blocks = 0  # one more than the highest block that any sequence was ever given
+        max_blocks = -(-max_len // block_size) + 1  # a planner may allocate one block ahead
         self.tokens: NDArray[np.int32] = np.zeros((num_rows, max_len), np.int32)
         self.num_tokens: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.num_prompt: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.blocks: NDArray[np.int32] = np.zeros((num_rows, max_blocks), np.int32)
         self.num_blocks: NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.choice: NDArray[np.int32] = np.zeros(num_rows, np.int32)
-        self.is_plain: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # greedy, no rules, no logprobs
+        self.is_plain: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # greedy, no logits processors, no logprobs
         self.has_rules: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
         self.wants_prompt: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # prompt log-probabilities
         self.params: list[RowParams | None] = [None] * num_rows
         self.rules: list[LogitRules | None] = [None] * num_rows
-        self.faults: dict[int, str] = {}  # rows that cannot be computed (any more), until they are freed
+        self.faults: dict[int, str] = {}  # by slot: sequences that cannot be computed (any more), until they are freed
 
     def apply(self, plan: StepPlan) -> None:
-        """Applies freed, new, blocks and sampled tokens. A row that cannot be placed enters `faults`; its mates do not care.
+        """Applies freed, new, blocks and sampled tokens. A sequence that cannot be placed enters `faults`; others are unaffected.
 
-        Raises EngineError when the deltas of a sound row do not fit: that is a bug of the planner, not of a request.
+        Raises EngineError when the deltas of a valid sequence do not fit: that is a bug of the planner, not of a request.
         """
         for row in plan.freed:
             self._forget(row)
@@ -80,7 +80,7 @@ class Batch:
             self._append_tokens(rows[gained], tokens[gained])
 
     def keep_sampled(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
-        """Takes this worker's own samples as its rows' next tokens. A row with token -1 got none: it enters `faults`."""
+        """Stores this worker's own samples as its sequences' next tokens. A slot with token -1 got none: it enters `faults`."""
         failed = tokens < 0
         if failed.any():
             for row in rows[failed].tolist():
@@ -89,30 +89,30 @@ class Batch:
         self._append_tokens(rows, tokens)
 
     def expect_sampled(self, rows: NDArray[np.int64]) -> None:
-        """Counts one more token of each row, which is being sampled and for now is UNKNOWN here."""
+        """Counts one more token of each sequence, which is being sampled and is UNKNOWN here until then."""
         self._count_up(rows, np.int32(UNKNOWN))
 
     def fill_in(self, rows: NDArray[np.int64], at: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """Tokens that were expected, at their positions; the rows still hold the requests that sampled them."""
+        """Stores tokens that were expected, at their positions; the slots still hold the requests that sampled them."""
         self.tokens[rows, at] = tokens
         self._tell_rules(rows, tokens)
 
     def rows_of(self, plan: StepPlan) -> NDArray[np.int64]:
-        """The scheduled rows. Raises EngineError when one is no slot of this batch."""
+        """The scheduled slots. Raises EngineError when one is outside this batch."""
         return self._sound(plan.rows)
 
     def row_faults(self, rows: NDArray[np.int64]) -> list[RowFault]:
-        """Faults of scheduled rows that cannot be computed."""
+        """Faults of scheduled sequences that cannot be computed."""
         if not self.faults:
             return []
         return [RowFault(row, self.faults[row]) for row in rows.tolist() if row in self.faults]
 
     def row_tokens(self, row: int) -> Tokens:
-        """All known tokens of a row, without a copy."""
+        """All known tokens of the sequence in a slot, without a copy."""
         return self.tokens[row, : self.num_tokens[row]]
 
     def num_rows(self) -> int:
-        """Rows that hold a request."""
+        """Slots that hold a request."""
         return sum(params is not None for params in self.params)
 
     def row_params(self, row: int) -> RowParams:
@@ -164,7 +164,7 @@ class Batch:
         self.num_blocks[row] = stop
 
     def _grow(self, rows: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
-        """Appends blocks[i] to the table of rows[i]; a row may repeat."""
+        """Appends blocks[i] to the block table of slot rows[i]; a slot may repeat."""
         if self.faults:
             sound = ~np.isin(rows, list(self.faults))
             rows, blocks = rows[sound], blocks[sound]

@@ -1,4 +1,4 @@
-"""Times what a decode step costs besides the model: `python -m trireme.workers.bench`. A model that answers from memory stands in.
+"""Cost of a decode step without the model: `python -m trireme.workers.bench` runs a stub model with constant logits.
 
 Run by hand; prints CPU microseconds per step (median) for several batch sizes and sampling settings.
 """
@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Silent:
-    """Gives the same logits each step: noise with a few likely tokens, as a language model's are."""
+    """Returns the same logits each step: noise with a few likely tokens, as in a language model."""
 
     num_kv_layers, kv_heads, head_dim = 1, 1, 8
 
@@ -49,7 +49,7 @@ class Silent:
 
 
 def step_us(num_rows: int, vocab_size: int, params: RowParams, steps: int) -> float:
-    """Median CPU microseconds of one decode step of `num_rows` rows."""
+    """Median CPU microseconds of one decode step of `num_rows` sequences."""
     blocks = -(-(PROMPT + steps + 1) // BLOCK)
     batch = Batch(num_rows, MAX_LEN, BLOCK, vocab_size, num_rows * blocks)
     builder = InputBuilder(2048, num_rows, MAX_LEN // BLOCK)

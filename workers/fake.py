@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 class FakeOptions(msgspec.Struct, frozen=True):
-    """Key "fake" of the model directory's config.json. Token ids that trigger faults are looked for in prompts."""
+    """Key "fake" of the model directory's config.json. Token ids that trigger faults are searched for in prompts."""
 
     low: int = 97  # tokens are drawn from low..high
     high: int = 122
-    eos_every: int = 0  # when > 0, one draw in so many is `eos`
+    eos_every: int = 0  # when > 0, one token in so many is `eos`
     eos: int = 257
     delay_ms: float = 0.0  # per step
     load_ms: float = 0.0  # before WorkerLoaded
     block_bytes: int = 4096
     free_bytes: int = 4096 * 4096
     row_fault_token: int = -1  # RowFault when first computed
-    crash_token: int = -1  # an exception out of execute()
-    die_token: int = -1  # SIGKILL to the own process
+    crash_token: int = -1  # execute() raises
+    die_token: int = -1  # SIGKILL to this process
     hang_token: int = -1  # execute() never returns
     skip_kv: bool = False  # neither writes nor reads KV: always the token `low`, and no faults (benchmarks)
     fail_load: str = ""  # load() raises EngineError with this text on worker 0
@@ -67,7 +67,7 @@ class FakeModel(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class FakeRow:
-    """A row of the persistent batch: all its known tokens and its block table."""
+    """A sequence of the persistent batch: all its known tokens and its block table."""
 
     tokens: list[int]
     num_prompt: int
@@ -76,7 +76,7 @@ class FakeRow:
 
 
 class FakeWorker:
-    """One worker of an engine. Every worker computes every row (there is nothing to share); one reports."""
+    """One worker of an engine. Every worker computes every sequence (nothing is split); one reports."""
 
     def __init__(self, init: WorkerInit, progress: Callable[[str, int, int], None]) -> None:
         self.config = msgspec.msgpack.decode(init.config, type=EngineConfig)
@@ -88,14 +88,14 @@ class FakeWorker:
         self.rows: dict[int, FakeRow] = {}
         self.kv = np.zeros((0, self.block_size, 2), np.int32)
         self.before_forward: Callable[[], object] = lambda: None  # called before other threads get the interpreter
-        self.failed: set[int] = set()  # rows that gave a fault, until they are freed
+        self.failed: set[int] = set()  # slots that gave a fault, until they are freed
         self.num_steps = 0
         self.is_asleep = False
         self._peers_arena = init.peers
         self._peers: Peers | None = None
 
     def load(self) -> WorkerLoaded:
-        """Pretends to read weights, in two progress ticks."""
+        """Simulates reading weights, in two progress reports."""
         fake = self.model.fake
         self.progress("load", 0, 1)
         time.sleep(fake.load_ms / 1e3)
@@ -118,7 +118,7 @@ class FakeWorker:
         )
 
     def setup_kv(self, num_blocks: int) -> dict[str, float]:
-        """Allocates KV poisoned with marker values, so that reading an unwritten slot changes the hash."""
+        """Allocates KV poisoned with marker values, so that reading an unwritten KV slot changes the hash."""
         self.kv = np.full((num_blocks, self.block_size, 2), -7, np.int32)
         return {}
 
@@ -146,7 +146,7 @@ class FakeWorker:
         return result if self.mesh.reports_result else None
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        """`info` tells the mesh place and the steps run; `sleep` and `wake` lose what the KV memory holds. Others raise
+        """`info` returns the mesh position and the steps run; `sleep` and `wake` drop the KV memory. Others raise
         EngineError."""
         if method == "info":
             found = {"worker": self.mesh.worker, "steps": self.num_steps, "rows": len(self.rows), "pid": os.getpid()}
@@ -162,7 +162,7 @@ class FakeWorker:
         self.rows.clear()
 
     def _meet(self, plan: StepPlan) -> Agreed | None:
-        """In lock step: agrees with the other engines, then exchanges batches of the agreed shape with them, as experts do."""
+        """In lockstep: agrees with the other engines, then exchanges batches of the agreed shape with them, as experts do."""
         if self._peers is None:
             return None
         num_tokens = int(unpack(plan.num_tokens).sum())
@@ -173,7 +173,7 @@ class FakeWorker:
         return agreed
 
     def _apply(self, plan: StepPlan) -> None:
-        """The deltas of a plan, in the order of its fields; a delta that does not fit is a bug of the planner."""
+        """Applies the deltas of a plan, in the order of its fields; one that does not fit is a bug of the planner."""
         for row in plan.freed:
             del self.rows[row]
             self.failed.discard(row)
@@ -190,7 +190,7 @@ class FakeWorker:
                 self.rows[row].tokens.append(token)
 
     def _write(self, plan: StepPlan) -> list[RowFault]:
-        """Writes the KV of this step's tokens; carries out the scripted faults."""
+        """Writes the KV of this step's tokens; injects the scripted faults."""
         fake, faults = self.model.fake, []
         for row_id, count, start, _ in _scheduled(plan):
             if row_id in self.failed:
@@ -210,7 +210,7 @@ class FakeWorker:
             if fake.row_fault_token in chunk:
                 faults.append(RowFault(row_id, "scripted fault"))
                 self.failed.add(row_id)
-                continue  # nothing is written: whoever reads these blocks gets other tokens
+                continue  # nothing is written: any sequence that reads these blocks gets other tokens
             positions = np.arange(start, end)
             blocks = np.array(row.blocks, np.int64)[positions // self.block_size]
             offsets = positions % self.block_size
@@ -253,7 +253,7 @@ class FakeWorker:
         return fake_token(self._read(row, end), row.params, self.model.fake)
 
     def _read(self, row: FakeRow, end: int) -> bytes:
-        """The first `end` (position, token) pairs of a row, gathered through its block table."""
+        """The first `end` (position, token) pairs of a sequence, gathered through its block table."""
         num_blocks = -(-end // self.block_size)
         return self.kv[row.blocks[:num_blocks]].reshape(-1, 2)[:end].tobytes()
 
@@ -270,7 +270,7 @@ class FakeWorker:
 
 
 def fake_token(kv: bytes, params: RowParams, fake: FakeOptions) -> int:
-    """The next token after a context of (position, token) int32 pairs; seed and choice matter unless the row is greedy."""
+    """The next token after a context of (position, token) int32 pairs; seed and choice matter unless sampling is greedy."""
     draw = zlib.crc32(kv)
     if not params.is_greedy:
         draw = zlib.crc32(f"{params.seed} {params.choice}".encode(), draw)
@@ -280,7 +280,7 @@ def fake_token(kv: bytes, params: RowParams, fake: FakeOptions) -> int:
 
 
 def expected_tokens(prompt: list[int], params: RowParams, fake: FakeOptions, count: int) -> list[int]:
-    """What a row emits when it runs alone: the oracle of every test of batching, chunking, caching and preemption."""
+    """What a sequence emits when it runs alone: the oracle of every test of batching, chunking, caching and preemption."""
     tokens = list(prompt)
     for _ in range(count):
         pairs = np.stack([np.arange(len(tokens)), np.array(tokens)], axis=1).astype(np.int32)
@@ -297,7 +297,7 @@ def read_fake_model(model: str) -> FakeModel:
 
 
 def _scheduled(plan: StepPlan) -> Iterator[tuple[int, int, int, bool]]:
-    """(row, tokens to compute, tokens computed, samples) of each scheduled row."""
+    """(slot, tokens to compute, tokens computed, samples) of each scheduled sequence."""
     columns = (unpack(column).tolist() for column in (plan.rows, plan.num_tokens, plan.num_computed))
     return zip(*columns, unpack_flags(plan.sample).tolist(), strict=True)
 

@@ -1,8 +1,8 @@
-"""Builds a HostBatch from the persistent batch and a step's row columns, by array arithmetic, into buffers made once.
+"""Builds a HostBatch from the persistent batch and a step's columns, vectorized, into preallocated buffers.
 
-Called by workers.cpu.runner. The arrays it returns are views of its buffers and die with the next build.
+Called by workers.cpu.runner. The arrays it returns are views of its buffers and are invalidated by the next build.
 
-    row r of R:   |<- num_computed[r] ->|<- num_tokens[r]: this step ->|
+    seq r of R:   |<- num_computed[r] ->|<- num_tokens[r]: this step ->|
                   0                     positions ...                   context_len[r]
     flat T:       query_start[r] .. query_start[r + 1]
 """
@@ -24,7 +24,7 @@ Column = NDArray[np.int32]
 
 @dataclass(slots=True)
 class StepRows:
-    """The scheduled rows of one forward, as columns of R entries."""
+    """The scheduled sequences of one forward, as columns of R entries."""
 
     rows: NDArray[np.int64]
     num_tokens: Column
@@ -32,30 +32,31 @@ class StepRows:
     sample: NDArray[np.bool_]
 
     def where(self, mask: NDArray[np.bool_]) -> StepRows:
-        """The rows selected by `mask`."""
+        """The sequences selected by `mask`."""
         return StepRows(self.rows[mask], self.num_tokens[mask], self.num_computed[mask], self.sample[mask])
 
 
 @dataclass(slots=True)
 class Wanted:
-    """Which of the S logits are whose; S rises with T, so a sampling row's is the last of its own.
+    """Owners of the S logits; S rises with T, so a sampling sequence's is the last of its own.
 
-    prompt holds (row, first position, positions, first index into S): they predict the tokens at position + 1.
+    prompt holds (slot, first position, positions, first index into S): they predict the tokens at position + 1.
     """
 
-    sampling: NDArray[np.int64]  # rows of the batch
+    sampling: NDArray[np.int64]  # batch slots
     sampling_at: NDArray[np.int64] | None  # their indices into S; None: all of S, in order
     prompt: list[tuple[int, int, int, int]]
 
 
 class _Buffer:
-    """An int32 array that grows by doubling. Decode steps repeat a size: its slices are kept."""
+    """An int32 array that grows by doubling. Decode steps repeat a size: its slice is cached."""
 
     def __init__(self, size: int) -> None:
         self._array: Column = np.zeros(max(size, 1), np.int32)
         self._taken = self._array
 
     def take(self, size: int) -> Column:
+        """The first `size` entries; their contents are undefined."""
         if size == self._taken.size:
             return self._taken
         if size > self._array.size:
@@ -82,7 +83,7 @@ class InputBuilder:
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
 
     def build(self, batch: Batch, step: StepRows) -> tuple[HostBatch, Wanted]:
-        """Inputs of one forward. Raises EngineError when a row lacks the tokens or blocks that the plan counts on."""
+        """Inputs of one forward. Raises EngineError when a sequence lacks the tokens or blocks that the plan relies on."""
         rows, count = step.rows, step.rows.size
         context = step.num_computed + step.num_tokens
         check_rows(batch, step, context)
@@ -108,12 +109,12 @@ class InputBuilder:
         return forward, wanted
 
     def _spread(self, step: StepRows, starts: Column) -> tuple[NDArray[np.int64], Column]:
-        """Per token: its row and its position."""
+        """Per token: its batch slot and its position."""
         positions = self._count_to(int(starts[-1])) + np.repeat(step.num_computed - starts[:-1], step.num_tokens)
         return np.repeat(step.rows, step.num_tokens), positions
 
     def _gather_blocks(self, batch: Batch, rows: NDArray[np.int64], context: Column) -> NDArray[np.int32]:
-        """[R, B] table, B just long enough for the longest context; entries past a row's own are 0."""
+        """Block table [R, B], B just long enough for the longest context; entries past a sequence's own are 0."""
         width = -(-int(context.max()) // batch.block_size)
         table = self._block_table.take(rows.size * width).reshape(rows.size, width)
         np.take(batch.blocks[:, :width], rows, axis=0, out=table)
@@ -127,7 +128,7 @@ class InputBuilder:
         return self._counting[:width]
 
     def _wanted(self, batch: Batch, step: StepRows, starts: Column) -> tuple[Column, Wanted]:
-        """Flat indices whose logits are needed, rising, and whose they are."""
+        """Flat indices whose logits are needed, ascending, and their owners."""
         last = starts[1:][step.sample] - np.int32(1)
         sampling = step.rows[step.sample]
         scoring = np.flatnonzero(batch.wants_prompt[step.rows])
@@ -145,7 +146,7 @@ class InputBuilder:
 
 
 def check_rows(batch: Batch, step: StepRows, context: Column) -> None:
-    """The one guard of the kernels behind: no read or write outside a row's own tokens and blocks."""
+    """The only bounds check before the kernels: no access outside a sequence's own tokens and blocks."""
     known, room = batch.num_tokens[step.rows], batch.num_blocks[step.rows] * batch.block_size
     bad = (context > known) | (context > room) | (step.num_tokens < 1) | (step.num_computed < 0)
     if bad.any():
@@ -157,6 +158,6 @@ def check_rows(batch: Batch, step: StepRows, context: Column) -> None:
 
 
 def slot_values(batch: Batch, owner: NDArray[np.int64], positions: Column) -> Column:
-    """Where in the KV memory the tokens at `positions` of batch rows `owner` lie: block * block_size + offset."""
+    """KV slots of the tokens at `positions` of batch slots `owner`: block * block_size + offset."""
     block, offset = np.divmod(positions, np.int32(batch.block_size))
     return batch.blocks[owner, block] * np.int32(batch.block_size) + offset

@@ -1,7 +1,7 @@
-"""What a row's parameters do to its logits before the draw: penalties, then bias, then bars (allowed ids, bad words,
-min_tokens). Built when a row is placed in the batch, for rows that need it only; applied by workers.sampling.sampler to a copy.
+"""Logits processors of a sequence: penalties, then bias, then masks (allowed ids, bad words, min_tokens). Built when a sequence is
+placed in the batch, only if it needs any; applied by workers.sampling.sampler to a copy.
 
-Order and meaning: a bias is the caller's last word, so penalties never scale it; a barred token is -inf whatever its bias.
+Semantics: a bias is applied last, so penalties never scale it; a masked token is -inf whatever its bias.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ids = NDArray[np.int64]
 
 
 class SeenTokens:
-    """Distinct tokens of one row and how often each was output. Grows by one token a step, never by the vocabulary."""
+    """Distinct tokens of one sequence and how often each was output. Grows by one token a step, never by the vocabulary."""
 
     def __init__(self, tokens: Tokens, num_prompt: int, *, with_prompt: bool) -> None:
         outputs = tokens[num_prompt:]
@@ -45,7 +45,7 @@ class SeenTokens:
         self._counts[slot] += 1
 
     def addresses(self) -> tuple[int, int, int]:
-        """Where ids (int64) and counts (int32) lie, and how many they are; until the next `add`."""
+        """Addresses of ids (int64) and counts (int32), and their length; valid until the next `add`."""
         if self._where is None:
             self._where = self._ids.ctypes.data, self._counts.ctypes.data
         return *self._where, self._size
@@ -56,7 +56,7 @@ class SeenTokens:
 
 
 class RuleParts(NamedTuple):
-    """The rules of a row as token ids."""
+    """The logits processors of a sequence as token ids."""
 
     seen: Ids
     counts: Tokens  # how often each was output
@@ -64,12 +64,12 @@ class RuleParts(NamedTuple):
     bias: Floats
     allowed: Ids
     masked: Ids
-    ends: Ids  # barred while the row is short
+    ends: Ids  # masked while the output is short
     words: list[tuple[int, ...]]  # never to be completed
 
 
 class LogitRules:
-    """The logit rules of one row. Raises ValueError when a named id is outside the vocabulary."""
+    """The logits processors of one sequence. Raises ValueError when a named id is outside the vocabulary."""
 
     def __init__(self, params: RowParams, vocab_size: int, tokens: Tokens, num_prompt: int) -> None:
         self._params = params
@@ -81,15 +81,15 @@ class LogitRules:
         self._allowed = _checked(params.allowed_token_ids, vocab_size, "allowed_token_ids")
         self._bad = BadWords(params.bad_token_ids, vocab_size)
         ends = np.array(sorted({*params.eos_token_ids, *params.stop_token_ids}), np.int64)
-        self._ends = ends[(ends >= 0) & (ends < vocab_size)]  # an end the model cannot emit needs no bar
+        self._ends = ends[(ends >= 0) & (ends < vocab_size)]  # an end the model cannot emit needs no mask
         self.has_allowed = bool(self._allowed.size)
-        self.ends_from = num_prompt + params.min_tokens  # the position of the first token that may end the row
+        self.ends_from = num_prompt + params.min_tokens  # the position of the first token that may end the sequence
         fixed = (self._bias_ids, self._bias, self._allowed)
         self._fixed = [array.ctypes.data if array.size else 0 for array in fixed]
 
     @staticmethod
     def needed(params: RowParams) -> bool:
-        """True when a row with `params` has any rule, now or later."""
+        """True when a sequence with `params` has any logits processor, now or later."""
         return bool(
             params.has_penalties
             or params.logit_bias
@@ -99,19 +99,19 @@ class LogitRules:
         )
 
     def add_output(self, token: int) -> None:
-        """Takes note of a token the row has gained."""
+        """Counts a token that the sequence has gained."""
         if self._seen is not None:
             self._seen.add(token)
 
     def parts(self) -> RuleParts:
-        """What a device is told of the row."""
+        """The sequence's logits processors for a device."""
         none = np.zeros(0, np.int64)
         seen = (none, np.zeros(0, np.int32)) if self._seen is None else self._seen.columns()
         ends = self._ends if self._params.min_tokens > 0 else none
         return RuleParts(*seen, self._bias_ids, self._bias, self._allowed, self._bad.singles, ends, self._bad.longer)
 
     def describe(self, tokens: Tokens) -> tuple[tuple[int, ...], tuple[int, ...], Ids]:
-        """The rules as workers.sampling.native_sampler.JOB has them: counts, addresses, and an array that must live meanwhile."""
+        """The fields of workers.sampling.native_sampler.JOB: counts, addresses, and an array to keep alive meanwhile."""
         ids, counts, num_seen = (0, 0, 0) if self._seen is None else self._seen.addresses()
         masked = self._bad.masked(tokens)
         if tokens.size < self.ends_from:
@@ -122,7 +122,7 @@ class LogitRules:
         return sizes, (ids, counts, bias_ids, bias, allowed, where), masked
 
     def apply(self, logits: Floats, tokens: Tokens) -> None:
-        """Changes one row's logits in place; `tokens` are all tokens of the row so far."""
+        """Changes one sequence's logits in place; `tokens` are all its tokens so far."""
         if self._seen is not None:
             self._penalise(logits, *self._seen.columns())
         if self._bias_ids.size:

@@ -1,8 +1,8 @@
-"""Process shell of one worker, real or fake: takes orders from its engine core over a socket, one at a time, in order.
+"""Process shell of one worker, real or fake: executes orders from its engine core over a socket, one at a time, in order.
 
 Started by the engine's multi-process executor as `spawn("workers.main", boot)`; boot.name is `engine-<dp>.worker-<n>` and
 boot.index is n. Sends LoadProgress, WorkerLoaded, WorkerReady, StepResult, CallReply; on any exception a WorkerFault, and
-ends. It never decides anything, and it does not outlive its engine core.
+ends. It decides nothing, and it does not outlive its engine core.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AnyWorker(Protocol):
 
 
 def make_worker(init: WorkerInit, progress: Callable[[str, int, int], None]) -> AnyWorker:
-    """The worker kind that config.parallel names. The fake one imports no torch."""
+    """The worker kind named by config.parallel. The fake one imports no torch."""
     kind = msgspec.msgpack.decode(init.config, type=EngineConfig).parallel.worker_kind
     if MODULES[kind] not in sys.modules:
         progress("libraries", 0, 1)
@@ -75,7 +75,7 @@ def socket_name(boot: Boot) -> str:
 
 
 class WorkerShell:
-    """Carries one order at a time from the connection to the worker, and its answer back.
+    """Passes one order at a time from the connection to the worker, and its answer back.
 
     A worker with `launch` gets the next plan while one runs; `waker` is set when a launched one has ended.
     """
@@ -93,7 +93,7 @@ class WorkerShell:
         self.is_over = False
 
     def on_readable(self) -> None:
-        """Takes what has arrived; the engine core's end is ours."""
+        """Handles arrived messages; ends when the engine core is gone."""
         for message in self._connection.receive():
             if isinstance(message, Disconnected):
                 self.is_over = True
@@ -101,7 +101,7 @@ class WorkerShell:
                 self._obey(message)
 
     def on_results(self) -> None:
-        """Passes on what launched steps gave. Raises what one of them raised."""
+        """Sends the results of launched steps. Raises what one of them raised."""
         while self._results:
             self._send(self._results.popleft())
         if self._waiter.error is not None:
@@ -143,7 +143,7 @@ class WorkerShell:
             self._send(result)
 
     def _answer(self, call: Call) -> CallReply:
-        """A method that is refused or fails on purpose is the caller's matter, not the end of this worker."""
+        """Calls the worker; a method that is refused or fails on purpose returns an error instead of ending this worker."""
         try:
             return CallReply(call.call_id, True, self._need_worker().call(call.method, call.args))
         except TriremeError as error:
@@ -154,7 +154,7 @@ class WorkerShell:
 
     def _send(self, message: Wire) -> None:
         if not self._connection.send(message):
-            self.is_over = True  # the engine core is gone, or so far behind that it will never catch up
+            self.is_over = True  # the engine core is gone, or too far behind to catch up
 
     def _need_worker(self) -> AnyWorker:
         if self._worker is None:
@@ -182,7 +182,7 @@ def main(channel: BootChannel) -> None:
         while not shell.is_over:
             shell.on_readable()
             poller.wait(None)
-    except Exception as error:  # a process main: the engine core must learn the cause before we end
+    except Exception as error:  # process main: the engine core must learn the cause before this process ends
         connection.send(_fault(boot.index, error))
         connection.close()
         raise

@@ -1,7 +1,7 @@
-"""A worker made of arithmetic: a step takes as long as its tokens cost, a token is a function of seed, choice, position and the
-token before it. So wrong, lost and repeated tokens are seen, and so is KV memory that holds something else than it should.
+"""A simulated worker: step time is a function of token counts, and a token a function of seed, choice, position and previous token.
+So wrong, lost and repeated tokens are detected, and so is KV memory with wrong content.
 
-`SimulatedExecutor` has the methods of engine_core's Executor; its answers come when their time has come.
+`SimulatedExecutor` has the methods of engine_core's Executor; its results arrive after the step's simulated time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from trireme.params import RowParams
 from trireme.transport.wire.columns import pack
 from trireme.transport.wire.messages import LoadProgress, LogprobRow, RowFault, StepPlan, StepResult, WorkerLoaded
 
-FAULT_TOKEN = 7  # a prompt with it fails in the model
-POISON_TOKEN = 8  # a prompt with it kills its worker
+FAULT_TOKEN = 7  # a prompt that contains it fails in the model
+POISON_TOKEN = 8  # a prompt that contains it kills its worker
 FIRST_TOKEN = 16  # tokens below are never drawn
 
 
 class CostModel(NamedTuple):
-    """Seconds of a step: a floor, and so much per token computed and per token of context read."""
+    """Seconds of a step: a constant, plus a cost per token computed and per token of context read."""
 
     step_s: float = 0.01
     token_s: float = 0.0002
@@ -41,7 +41,7 @@ def token_at(params: RowParams, position: int, before: int, vocab_size: int) -> 
 
 
 def expected_tokens(prompt: list[int], params: RowParams, vocab_size: int, max_len: int) -> list[int]:
-    """What a row emits, whatever happens to it on the way."""
+    """The tokens that a sequence emits, whatever faults happen on the way."""
     stops = {*params.eos_token_ids, *params.stop_token_ids}
     found: list[int] = []
     before = prompt[-1]
@@ -65,15 +65,15 @@ class _Row:
 
 
 class WrongPlanError(AssertionError):
-    """A plan does not fit the worker's rows."""
+    """A plan does not fit the worker's batch."""
 
 
 class PoisonError(Exception):
-    """The worker dies of this step."""
+    """The step kills the worker."""
 
 
 class SimulatedWorker:
-    """Executes plans. Every position of KV memory holds (position, token) and is looked at again; a row that finds something else
+    """Executes plans. Every position of KV memory holds (position, token) and is read back; a sequence that finds anything else
     gets wrong tokens from then on."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, costs: CostModel, *, ahead: bool) -> None:
@@ -85,7 +85,7 @@ class SimulatedWorker:
         self.memory = [-1] * (num_blocks * block_size)
 
     def execute(self, plan: StepPlan) -> tuple[StepResult, float]:
-        """The answer, and the seconds it takes. Raises PoisonError."""
+        """The result, and the seconds it takes. Raises PoisonError."""
         self._apply(plan)
         rows_out: list[int] = []
         tokens_out: list[int] = []
@@ -117,7 +117,7 @@ class SimulatedWorker:
             self._compute(row, start, end)
             if samples:
                 token = token_at(row.params, end, row.tokens[end - 1], self.vocab_size)
-                if row.is_garbage:  # a failed row wrote it: nobody may ever see this token
+                if row.is_garbage:  # written by a failed sequence: no output may ever contain this token
                     token = self.vocab_size - 1 if token == FIRST_TOKEN else FIRST_TOKEN
                 rows_out.append(slot)
                 tokens_out.append(token)
@@ -142,7 +142,7 @@ class SimulatedWorker:
                 self.rows[slot].blocks.append(block)
 
     def _compute(self, row: _Row, start: int, end: int) -> None:
-        """Writes [start, end) and reads what came before: all of it when a row begins, else the newest block."""
+        """Writes [start, end) and reads the past: all of it for a new sequence, else the newest block."""
         size, memory, tokens, blocks = self.block_size, self.memory, row.tokens, row.blocks
         since = 0 if end - start > 1 else (start // size) * size
         for position in range(since, start):
@@ -159,7 +159,7 @@ def _logprobs(slot: int, token: int) -> LogprobRow:
 
 
 class SimulatedExecutor:
-    """One worker behind the engine of `process`. It may get stuck, or die of `error`."""
+    """One worker behind the engine of `process`. It may hang, or die of `error`."""
 
     def __init__(self, timeline: Timeline, process: Process, worker: SimulatedWorker, depth: int) -> None:
         self.depth = depth
@@ -181,6 +181,7 @@ class SimulatedExecutor:
         return {}
 
     def submit(self, plan: StepPlan) -> None:
+        """Runs a plan; its result arrives after its cost, behind earlier steps. A poisoned step kills the worker instead."""
         if self._is_doomed:
             return
         try:
@@ -193,6 +194,7 @@ class SimulatedExecutor:
         self._timeline.at(self._free_at, self._answer, result)
 
     def take_results(self) -> list[StepResult]:
+        """Runs replies to `call`, then returns the results so far. Raises `error` once the worker is dead and no result is left."""
         while self._replies:
             self._replies.popleft()([], "")
         results = list(self._results)

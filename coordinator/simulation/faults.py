@@ -1,7 +1,7 @@
-"""What goes wrong in one world, and when: drawn from a seed, as data. The world carries it out.
+"""Fault schedule of one simulated world: drawn from a seed, as data. The world injects the faults.
 
-A run has some kinds of faults only (each kind is in about half of the runs), so that combinations are met that a run with all
-of them would hide.
+Each run uses only some kinds of faults (each kind in about half of the runs), so that combinations occur that runs with all kinds
+would hide.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LONG_S = 17.0  # longer than any peer waits for a silent one
+LONG_S = 17.0  # longer than any peer tolerates silence
 
 
 class Fault(NamedTuple):
-    """`targets` are process names, or (connecting, bound) pairs joined by ">". `seconds` is how long it lasts, or a jump."""
+    """`targets` are process names, or (connecting, bound) pairs joined by ">". `seconds` is the duration, or the size of a jump."""
 
     at: float
     kind: str
@@ -61,7 +61,7 @@ def _draw(rng: random.Random, kind: str, targets: Sequence[str], horizon_s: floa
         return Fault(at, kind, tuple(rng.sample(targets, count)), _duration(rng))
     target: tuple[str, ...] = (rng.choice(targets),)
     if kind == "slow":
-        target = tuple(targets)  # the network as a whole, as far as this run's faults may touch it
+        target = tuple(targets)  # the whole network, within what this run's faults may touch
     if kind in ("freeze", "clog", "slow"):
         return Fault(at, kind, target, _duration(rng))
     if kind == "jump":

@@ -1,4 +1,4 @@
-"""An asyncio event loop in virtual time: it never sleeps and has no files; a simulated process turns it when something is due.
+"""An asyncio event loop in virtual time: it never sleeps and has no files; a simulated process runs it when something is due.
 
 Coroutines of the product run on it unchanged: their timers, time-outs and futures follow the clock of the process.
 """
@@ -13,18 +13,18 @@ from typing import Any
 from trireme.coordinator.simulation.timeline import NEVER
 
 MAX_ROUNDS = 10_000
-RESOLUTION_S = 1e-9  # as of asyncio's own loops: timers so near are due
+RESOLUTION_S = 1e-9  # as in asyncio's own loops: timers this close are due
 
 
 class _NoFiles:
-    """A selector of nothing."""
+    """An empty selector."""
 
     def select(self, timeout: float | None) -> list[Any]:
         return []
 
 
 class VirtualLoop(BaseEventLoop):
-    """`clock` is that of the process. `turn` runs whatever is ready or due, and says how long nothing will be."""
+    """`clock` is that of the process. `turn` runs everything ready or due, and returns the seconds until the next timer."""
 
     _ready: Any
     _scheduled: Any
@@ -41,7 +41,7 @@ class VirtualLoop(BaseEventLoop):
         return self._clock()
 
     def turn(self) -> float:
-        """Raises RuntimeError when callbacks make callbacks for ever."""
+        """One iteration. Raises RuntimeError when callbacks schedule callbacks without end."""
         before = events._get_running_loop()
         events._set_running_loop(self)
         try:
@@ -54,7 +54,7 @@ class VirtualLoop(BaseEventLoop):
         raise RuntimeError(f"an event loop was still busy after {MAX_ROUNDS} rounds at {self._clock():.6f}")
 
     def end(self) -> None:
-        """Cancels every task and closes. The owner has cut its links, so that nobody hears of it."""
+        """Cancels every task and closes. The owner has cut its links, so that no peer notices."""
         events._set_running_loop(self)
         try:
             for _ in range(3):

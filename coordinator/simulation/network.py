@@ -1,7 +1,7 @@
-"""A network of connections in virtual time, with the semantics of transport/: ordered, welcomed, lost as a whole, made anew.
+"""A network of connections in virtual time, with the semantics of transport/: ordered, greeted, lost as a whole, re-established.
 
-A message is delivered unless its connection ends; then both sides hear Disconnected sooner or later and the connecting one
-comes again. Between connections nothing is ordered. Messages pass by reference. `ServerEnd` stands for Server, `ClientEnd` for
+A message is delivered unless its connection ends; then both sides eventually receive Disconnected and the connecting side
+reconnects. There is no order between connections. Messages pass by reference. `ServerEnd` stands for Server, `ClientEnd` for
 Connection and AsyncConnection.
 """
 
@@ -36,7 +36,7 @@ Path: TypeAlias = tuple[str, str]
 
 
 class Channel:
-    """One connection, from its Hello to its end. `lost` says from when on nothing arrives any more."""
+    """One connection, from its Hello to its end. `lost` is the time from which nothing arrives any more."""
 
     __slots__ = ("client", "downward", "lost", "num_unread", "path", "peer", "server", "upward")
 
@@ -47,11 +47,11 @@ class Channel:
         self.path = (client.process.name, server.process.name)
         self.lost = NEVER
         self.upward = self.downward = 0.0  # latest arrivals, by direction
-        self.num_unread = 0  # on the way to the client, or in its inbox
+        self.num_unread = 0  # in flight to the client, or in its inbox
 
 
 class Network:
-    """All connections of a world. `delay` draws the seconds that one message takes on a path."""
+    """All connections of a world. `delay` draws the latency in seconds of one message on a path."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Network:
         self.timeline = timeline
         self.rng = rng
         self.delay = delay
-        self.twice = twice  # probability that a message which may come twice does
+        self.twice = twice  # probability of duplicating a message that may be duplicated
         self.most_unread = most_unread
         self.servers: dict[str, ServerEnd] = {}
         self.clients: list[ClientEnd] = []
@@ -75,10 +75,10 @@ class Network:
         self._clogged_at: dict[Path, float] = {}
         self._num_peers = 0
 
-    # ------------------------------------------------------------ ends
+    # ------------------------------------------------------------ endpoints
 
     def bind(self, process: Process, role: Role, facts: EngineFacts | None = None) -> ServerEnd:
-        """`process` listens under its name. Those who were waiting for it come soon."""
+        """`process` listens under its name. Clients waiting for it connect soon."""
         server = self.servers[process.name] = ServerEnd(self, process, role, facts)
         for client in self.clients:
             if client.target == process.name and client.channel is None:
@@ -92,13 +92,13 @@ class Network:
         return client
 
     def channels(self) -> list[Channel]:
-        """Those that the connecting side holds for good."""
+        """Channels that the connecting side still uses."""
         return [client.channel for client in self.clients if client.channel is not None and client.process.is_alive]
 
     # ------------------------------------------------------------ messages
 
     def carry(self, channel: Channel, up: bool, message: Any) -> None:
-        """Puts a message on its way."""
+        """Sends a message."""
         if channel.lost <= self.timeline.now:
             self.num_lost += 1
             return
@@ -129,8 +129,8 @@ class Network:
     # ------------------------------------------------------------ faults
 
     def lose(self, channel: Channel, *, notice_s: float | None = None, lingers: bool = False) -> None:
-        """The connection breaks: what is on its way may still arrive for a moment, with `lingers` all that the bound side has sent.
-        The connecting side notices in `notice_s`, the bound one when it sends, when the other comes anew, or by silence."""
+        """Breaks the connection: messages in flight may still arrive for a moment, with `lingers` all that the bound side has sent.
+        The connecting side notices in `notice_s`; the bound one when it sends, when the peer reconnects, or by silence."""
         if channel.lost < NEVER:
             return
         now, rng = self.timeline.now, self.rng
@@ -142,7 +142,7 @@ class Network:
         self.timeline.after(SILENCE_S + rng.random(), channel.server.hear_silence, channel.peer)
 
     def end_process(self, process: Process, notice_s: Callable[[], float], *, lingers: bool = False) -> None:
-        """A process is gone: each of its connections ends, and each peer notices in its own time."""
+        """A process is gone: each of its connections ends, and each peer notices after its own delay."""
         server = self.servers.get(process.name)
         if server is not None and server.process is process:
             del self.servers[process.name]
@@ -158,7 +158,7 @@ class Network:
                 self.lose(channel, notice_s=notice_s(), lingers=lingers)
 
     def clog(self, path: Path) -> None:
-        """Nothing passes on this path until `unclog`; after long silence both sides give the connection up."""
+        """Nothing passes on this path until `unclog`; after long silence both sides give up the connection."""
         if path in self._clogged:
             return
         held: list[tuple[Channel, bool, Any]] = []
@@ -167,20 +167,20 @@ class Network:
         self.timeline.after(SILENCE_S + self.rng.random(), self._silence, path, held, False)
 
     def unclog(self, path: Path) -> None:
-        """What was held arrives now, in order."""
+        """Delivers the held messages now, in order."""
         self._clogged_at.pop(path, None)
         for channel, up, message in self._clogged.pop(path, ()):
             if channel.lost > self.timeline.now:
                 self._send(channel, up, message)
 
     def silent_s(self, channel: Channel) -> float:
-        """How long the bound side of a connection could not answer."""
+        """Seconds in which the bound side of a connection could not answer."""
         server = channel.server.process
         since = server.frozen_from if server.is_frozen else NEVER
         return max(0.0, self.timeline.now - min(since, self._clogged_at.get(channel.path, NEVER)))
 
     def frozen(self, process: Process) -> None:
-        """`process` does nothing from now on: peers that wait for too long give it up."""
+        """`process` stops from now on: peers that wait too long give it up."""
         since = process.frozen_from
         for channel in self.channels():
             if channel.client.process is process:
@@ -212,15 +212,15 @@ class Network:
 
 
 class ServerEnd:
-    """The bound side. Same methods as transport.sockets.names.Server, as far as loops use them."""
+    """The bound side. Same methods as transport.sockets.names.Server, as far as the loops use them."""
 
     def __init__(self, network: Network, process: Process, role: Role, facts: EngineFacts | None) -> None:
         self.process = process
         self.progress = 0
         self.stalled = ""
         self.num_dropped = 0
-        self.on_heard: Callable[[Peer, Any], object] | None = None  # an observer of what the owner gets
-        self.on_sent: Callable[[Peer, Any], object] | None = None  # and of what it sends
+        self.on_heard: Callable[[Peer, Any], object] | None = None  # observes messages received by the owner
+        self.on_sent: Callable[[Peer, Any], object] | None = None  # observes messages sent by the owner
         self._network = network
         self._role = role
         self._facts = facts
@@ -237,6 +237,7 @@ class ServerEnd:
         return bool(self._inbox)
 
     def receive(self, limit: int = 1024) -> Iterator[tuple[Peer, Any]]:
+        """Yields (peer, message) for everything that has arrived; `limit` is ignored."""
         inbox, note = self._inbox, self._network.note
         while inbox:
             for peer, message in self._found(*inbox.popleft()):
@@ -247,6 +248,7 @@ class ServerEnd:
                 yield peer, message
 
     def send(self, peer: Peer, message: Wire) -> bool:
+        """Sends to a peer. False when its connection is gone or too many of its messages are unread; the peer is then forgotten."""
         if peer.gone:
             return False
         channel = self._channels[peer.routing_id]
@@ -271,10 +273,10 @@ class ServerEnd:
     def counts(self) -> dict[str, int]:
         return {"dropped_peers": self.num_dropped}
 
-    # ------------------------------------------------------------ the network's side
+    # ------------------------------------------------------------ called by the network
 
     def greeted_by(self, channel: Channel) -> None:
-        """A Hello is on its way."""
+        """A Hello is in flight."""
         self._channels[channel.peer.routing_id] = channel
 
     def take_in(self, peer: Peer, message: Any) -> None:
@@ -283,13 +285,13 @@ class ServerEnd:
             self.process.wake()
 
     def hear_end(self, peer: Peer, reason: str) -> None:
-        """The peer's process is dead."""
+        """The peer's process has died."""
         if not peer.gone and self._peers.get(peer.name) is peer:
             self._forget(peer, reason)
         self._channels.pop(peer.routing_id, None)
 
     def hear_silence(self, peer: Peer) -> None:
-        """The peer was silent for too long: it is told so, should it ever listen again. A frozen server notices nothing."""
+        """Disconnects a peer that was silent for too long; it learns so when it listens again. A frozen server notices nothing."""
         if peer.gone or self.process.is_frozen or self._peers.get(peer.name) is not peer:
             return
         channel = self._channels[peer.routing_id]
@@ -298,7 +300,7 @@ class ServerEnd:
         self._network.timeline.after(delay_s, channel.client.hear_loss, channel, "refused to go on")
 
     def _found(self, peer: Peer, message: Any) -> list[tuple[Peer, Any]]:
-        """What the owner sees of something that has arrived."""
+        """What the owner sees of an arrived message."""
         if isinstance(message, Hello):
             return self._greet(peer, message)
         is_known = isinstance(message, Disconnected) or (not peer.gone and self._peers.get(peer.name) is peer)
@@ -361,7 +363,7 @@ class ClientEnd:
 
     @property
     def silent_s(self) -> float:
-        """How long heartbeats have not been answered."""
+        """Seconds since heartbeats were last answered."""
         return self._network.silent_s(self.channel) if self.channel is not None else 0.0
 
     @property
@@ -375,6 +377,7 @@ class ClientEnd:
         return True
 
     def receive(self, limit: int = 1024) -> Iterator[Any]:
+        """Yields what has arrived on the current connection; reconnects after a Disconnected. `limit` is ignored."""
         inbox = self._inbox
         while inbox:
             channel, message = inbox.popleft()
@@ -403,7 +406,7 @@ class ClientEnd:
             yield message
 
     def dispatch(self) -> None:
-        """Hands what has arrived to `on_message`."""
+        """Passes arrived messages to `on_message`."""
         assert self.on_message is not None
         for message in self.receive():
             self.on_message(message)
@@ -414,7 +417,7 @@ class ClientEnd:
     def close(self, linger_s: float = 1.0) -> None:
         self._closed = True
 
-    # ------------------------------------------------------------ the network's side
+    # ------------------------------------------------------------ called by the network
 
     def connect_soon(self) -> None:
         self._network.timeline.after(0.01 + self._network.rng.random() * 0.24, self._connect)
@@ -425,7 +428,7 @@ class ClientEnd:
             self.process.wake()
 
     def hear_loss(self, channel: Channel, reason: str) -> None:
-        """The connection is over for this side, as soon as it looks."""
+        """The connection is over for this side, from its next look at the inbox."""
         if channel is self.channel and self.process.is_alive:
             channel.lost = min(channel.lost, self._network.timeline.now)
             self._inbox.append((channel, Disconnected(f"{self.target} {reason}")))
@@ -434,7 +437,7 @@ class ClientEnd:
     def _connect(self) -> None:
         server = self._network.servers.get(self.target)
         if server is None or self.channel is not None or not self.process.is_alive or self._closed:
-            return  # `bind` calls again
+            return  # `bind` calls this again
         me = self.process
         peer = Peer(me.name, self._role, me.epoch, 0, self._network.new_routing_id())
         self.channel = channel = Channel(self, server, peer)

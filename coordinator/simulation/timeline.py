@@ -1,6 +1,6 @@
-"""Virtual time: what happens when, and processes that live in it, each with a clock of its own.
+"""Virtual time: a timeline of events, and processes that run on it, each with its own clock.
 
-Owned by one simulated world. One thread; nothing here reads a real clock, and equal times keep the order they were asked for.
+Owned by one simulated world. One thread; nothing here reads a real clock, and events at equal times keep their order of insertion.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from heapq import heappop, heappush
 from typing import Any
 
 NEVER = float("inf")
-TURN_S = 1e-6  # the least time that a turn takes, or a rounded due time would be turned at for ever
+TURN_S = 1e-6  # least duration of an iteration: a rounded due time would otherwise be retried forever
 
 
 class Timeline:
-    """A heap of things to come. `now` is the world's time in seconds; no process can see it."""
+    """A heap of future events. `now` is the world's time in seconds; no process can see it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,7 +31,7 @@ class Timeline:
         self.at(self.now + delay_s, act, *args)
 
     def run(self, until: float, *, most: int, is_over: Callable[[], bool] | None = None) -> bool:
-        """Lets time pass up to `until`, or until `is_over`; False when `most` events were not enough: the world spins."""
+        """Runs events up to `until`, or until `is_over`; False when `most` events were not enough: the world livelocks."""
         heap = self._heap
         for _ in range(most):
             if not heap or heap[0][0] > until:
@@ -46,10 +46,10 @@ class Timeline:
 
 
 class Process:
-    """Something with a main loop. `turn` runs it once and returns the seconds until it wants to run again by itself.
+    """A process with a main loop. `turn` runs one iteration and returns the seconds until the next one by itself.
 
-    A process may be frozen (it does nothing, what arrives waits), dead (for good: its next life is another Process), and its
-    clock may jump ahead as after the sleep of a machine.
+    A process may be frozen (it does nothing, and arrivals wait), dead (for good: its next life is another Process), and its
+    clock may jump ahead as after a machine's suspend.
     """
 
     def __init__(self, timeline: Timeline, name: str, epoch: int, *, clock_at: float = 0.0) -> None:
@@ -70,7 +70,7 @@ class Process:
         return self.timeline.now < self.frozen_until
 
     def clock(self) -> float:
-        """What this process takes for the time."""
+        """The time as this process sees it."""
         return self.timeline.now + self._ahead_s
 
     def jump(self, seconds: float) -> None:
@@ -81,7 +81,7 @@ class Process:
         self.wake()
 
     def wake(self, delay_s: float = 0.0) -> None:
-        """A turn in `delay_s`, unless one comes sooner anyway."""
+        """Schedules an iteration in `delay_s`, unless one is due sooner."""
         due = self.timeline.now + delay_s
         if due < self._due:
             self._due = due

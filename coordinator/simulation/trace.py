@@ -1,6 +1,6 @@
-"""What happened in a world, line by line: time, who, what. Kept only when somebody asks for it.
+"""Trace of a simulated world, line by line: time, process, event. Kept only on request.
 
-Two runs of one seed have equal traces; `digest` compares them without keeping a line.
+Two runs of one seed have equal traces; `digest` compares them without keeping lines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_TEXT = 160
 
 
 class Trace:
-    """Lines of "time who what"."""
+    """Lines of time, process, event."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -30,7 +30,7 @@ class Trace:
 
 
 def told(message: Any) -> str:
-    """A message in a few words: its type, and the fields that are not empty."""
+    """A message in short: its type, and the fields that are not empty."""
     fields = getattr(message, "__struct_fields__", ())
     if not fields:
         return str(message)[:MAX_TEXT]

@@ -1,6 +1,6 @@
-"""What the engine loop asks of its workers, wherever they live. One implementation per place: inproc, procs.
+"""What the engine loop needs from its workers, wherever they run. One implementation per place: inproc, procs.
 
-Owned by the engine's one thread. Blocks only in `load` and `setup_kv`; everything later is a send or a look.
+Used from the engine's one thread. Blocks only in `load` and `setup_kv`; later calls only send or poll.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WorkerPlace(NamedTuple):
 
 
 class WorkerLost(EngineError):
-    """A worker failed for good and the engine with it. `traceback` is the worker's own, if it left one."""
+    """A worker failed permanently, and the engine with it. `traceback` is the worker's own, if it left one."""
 
     code = "worker_lost"
 
@@ -37,9 +37,9 @@ class WorkerLost(EngineError):
 
 
 class Executor(Protocol):
-    """Workers of one engine. `depth` plans may be under way at once (see `depth_of`).
+    """Workers of one engine. Up to `depth` plans may be in flight (see `depth_of`).
 
-    The executor registers its sources with the poller it was made with; after every poller turn the loop calls
+    The executor registers its sources with the poller it was made with; after every poll the loop calls
     `take_results`. Any method may raise the workers' own error as the root cause (WorkerLost, ModelError, ...).
     """
 
@@ -50,19 +50,19 @@ class Executor(Protocol):
         ...
 
     def setup_kv(self, num_blocks: int) -> Mapping[str, float]:
-        """Allocates KV everywhere, and waits for it. Gives the parts of the slowest worker's time."""
+        """Allocates KV on all workers and waits for it. Returns the time of each phase on the slowest worker."""
         ...
 
     def submit(self, plan: StepPlan) -> None:
-        """Hands a plan to every worker. At most `depth` may be unanswered."""
+        """Sends a plan to every worker. At most `depth` may be unanswered."""
         ...
 
     def take_results(self) -> list[StepResult]:
-        """Answers since the last call, in the order of their steps."""
+        """Results since the last call, in step order."""
         ...
 
     def call(self, method: str, args: dict[str, Any], on_reply: OnReply) -> None:
-        """A rare request to all workers; `on_reply` runs inside a later poller turn or `take_results`."""
+        """Sends a rare request to all workers; `on_reply` runs inside a later poll or `take_results`."""
         ...
 
     def halted(self) -> str:
@@ -70,14 +70,14 @@ class Executor(Protocol):
         ...
 
     def starved_s(self) -> float:
-        """Of the seconds since the last call, those for which a worker wanted a processor and had none; 0 when that is long ago."""
+        """Seconds since the last call in which a worker was runnable but had no processor; 0 when that call is long ago."""
         ...
 
     def close(self) -> None:
-        """Ends the workers. May be called in any state, twice."""
+        """Stops the workers. May be called in any state, and twice."""
         ...
 
 
 def depth_of(config: EngineConfig) -> int:
-    """One plan for each pipeline stage; or one that runs and one behind it, so that workers never wait for the engine."""
+    """One plan per pipeline stage; otherwise one running and one queued, so that workers never wait for the engine."""
     return 2 if config.runs_ahead else config.parallel.pp

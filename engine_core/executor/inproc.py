@@ -1,8 +1,8 @@
 """The one worker of an engine, in a thread of the engine's process: no serialization, no sockets, same interface.
 
-Used by the engine loop. The worker is touched by its thread only; orders and answers pass through two queues. With another
-step waiting, the loop is woken when that step has reached the kernels, not before: else both threads would want the
-interpreter at once, and the worker would get it last.
+Used by the engine loop. Only its thread touches the worker; orders and answers pass through two queues. When another
+step is queued, the loop is woken only after that step has reached the kernels: otherwise both threads would contend for the
+interpreter and the worker would get it last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trireme.transport.wire.messages import LoadProgress, StepPlan, StepResult, 
 
 
 class InprocExecutor:
-    """One worker in a thread. A worker with `launch` is given the next step while one runs; another thread waits for both."""
+    """One worker in a thread. A worker with `launch` is given the next step while one runs; a second thread waits for results."""
 
     def __init__(self, config: EngineConfig, place: WorkerPlace, poller: Poller) -> None:
         if config.parallel.tp * config.parallel.pp != 1:
@@ -77,6 +77,7 @@ class InprocExecutor:
             self._orders.put(lambda: self._waiter.put(launch(plan)))
 
     def take_results(self) -> list[StepResult]:
+        """Runs due replies of `call`, then returns the results since the last call. Raises the worker's error after them."""
         while self._replies:
             on_reply, results, error = self._replies.popleft()
             on_reply(results, error)
@@ -92,14 +93,14 @@ class InprocExecutor:
         self._orders.put(lambda: self._do_call(method, args, on_reply))
 
     def halted(self) -> str:
-        """A thread stops with its process."""
+        """Always "": a thread stops with its process."""
         return ""
 
     def starved_s(self) -> float:
         return self._starvation.look(time.monotonic(), [os.getpid()])
 
     def close(self) -> None:
-        """Lets the step under way finish, if it does so soon; a load under way is left to the end of the process."""
+        """Lets the running step finish if it is quick; a running load is left to the end of the process."""
         if self._thread.is_alive():
             self._orders.put(None)
             self._thread.join(timeout=5.0 if self._is_set_up else 0.0)
@@ -122,7 +123,7 @@ class InprocExecutor:
         while (order := self._orders.get()) is not None:
             try:
                 order()
-            except BaseException as error:  # main of a thread: the engine loop raises it again as the root cause
+            except BaseException as error:  # thread main: the engine loop re-raises it as the root cause
                 self._error = error
                 self._waker.set()
                 return

@@ -1,7 +1,7 @@
 """Workers of an engine as processes of their own: one per rank of TP x PP, over a socket that only they connect to.
 
-Used by the engine loop. Starts the workers by module name, hands every plan to all of them, and turns the death of any into the
-one error that explains it. Must never outlive or be outlived by its workers.
+Used by the engine loop. Starts the workers by module name, sends every plan to all of them, and turns the death of any worker
+into the one error that explains it. Must never outlive its workers, nor they the engine.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from trireme.transport.wire.messages import (
 from trireme.transport.wire.plan_delta import shortened
 
 WORKER_MODULE = "trireme.workers.main"
-LAST_WORDS_S = 0.4  # after the first death: other workers may know the cause
-REAP_S = 1.0  # for killed workers to go: one that the system keeps must not keep the engine
-SECONDARY = ("CollectiveError", "the engine core")  # what workers report who only saw another one die
+LAST_WORDS_S = 0.4  # after the first death: other workers may report the cause
+REAP_S = 1.0  # for killed workers to exit: one stuck in the kernel must not keep the engine
+SECONDARY = ("CollectiveError", "the engine core")  # reported by workers that only saw another one die
 
 
 class ProcsExecutor:
@@ -74,11 +74,12 @@ class ProcsExecutor:
         self._next_call = 0
         self._plan: StepPlan | None = None  # the last one sent
         self._progress: Callable[[LoadProgress], None] = lambda message: None
-        self._deaths: list[Failed] = []  # reports of dead or dying workers, in the order they came in
+        self._deaths: list[Failed] = []  # reports of dead or dying workers, in order of arrival
 
     # ------------------------------------------------------------ the interface
 
     def load(self, progress: Callable[[LoadProgress], None]) -> list[WorkerLoaded]:
+        """Starts the workers and waits for their weights. Raises the root cause when one fails or dies."""
         self._progress = progress
         self._arena = self._make_arena()
         self._server = Server.open(self._boot, f"{self._boot.name}.workers", WorkerToCore, silence_s=None)
@@ -114,12 +115,13 @@ class ProcsExecutor:
 
     def starved_s(self) -> float:
         pids = [child.pid for child in self._children]
-        if self._config.in_lockstep:  # the step is as late as that of the engine that is worst off
+        if self._config.in_lockstep:  # a step is as late as on the slowest engine
             for engine in children_of(os.getppid()):
                 pids += children_of(engine)
         return self._starvation.look(time.monotonic(), dict.fromkeys(pids))
 
     def close(self) -> None:
+        """Stops the workers, waiting up to REAP_S seconds for them, and closes the socket and the arena."""
         for child in self._children:
             self._poller.remove(child)
         reap(self._children, REAP_S)
@@ -154,7 +156,7 @@ class ProcsExecutor:
             if self._deaths:
                 self._raise_root_cause()
 
-    # ------------------------------------------------------------ what workers say
+    # ------------------------------------------------------------ messages from workers
 
     def _on_messages(self) -> None:
         assert self._server is not None
@@ -209,7 +211,7 @@ class ProcsExecutor:
             if not self._deaths:
                 self._deaths.append(Failed(child.name, f"{child.name} ended although nobody asked it to"))
 
-    # ------------------------------------------------------------ what we say to them
+    # ------------------------------------------------------------ messages to workers
 
     def _broadcast(self, message: SetupKV | StepPlan | NextToken | Call) -> None:
         assert self._server is not None
@@ -222,17 +224,17 @@ class ProcsExecutor:
         return None
 
     def _raise_root_cause(self) -> None:
-        """Raises the first error that is not merely the echo of another worker's death, after a moment for last words."""
+        """Raises the first error that is not a consequence of another worker's death, after waiting for late reports."""
         if self._arena is not None:
             self._arena.abort()
         until = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < until and all(_rank(report) > 0 for report in self._deaths):
             self._poller.wait(0.05)
-        raise _error_of(min(self._deaths, key=_rank))  # min keeps the first of equals
+        raise _error_of(min(self._deaths, key=_rank))  # min keeps the first among equals
 
 
 def _rank(report: Failed) -> int:
-    """0: a worker's own exception; 1: killed by something unseen; 2: gone, no more known; 3: saw another one die."""
+    """0: a worker's own exception; 1: killed from outside; 2: gone, cause unknown; 3: saw another one die."""
     if any(word in report.traceback for word in SECONDARY):
         return 3
     if report.traceback:
@@ -241,7 +243,7 @@ def _rank(report: Failed) -> int:
 
 
 def _error_of(report: Failed) -> TriremeError:
-    """The report as an exception of the kind that its exit code stands for, so that the supervisor exits alike."""
+    """The report as an exception of the class that its exit code stands for, so that the supervisor exits alike."""
     text = report.error if report.source in report.error else f"{report.source}: {report.error}"
     for kind in (ConfigError, ModelError):
         if report.exit_code == kind.exit_code:

@@ -1,4 +1,4 @@
-"""KV memory as requests see it: prefix lookup, blocks for more tokens, sealing of full blocks, release.
+"""KV memory as requests see it: prefix lookup, allocation, sealing of full blocks, release.
 
 Called by the scheduler in ask-then-act pairs: the questions change nothing, the actions after a yes cannot fail.
 Never looks at queues or policies.
@@ -20,26 +20,26 @@ Tails: TypeAlias = NDArray[np.int32]
 
 
 class KVCache:
-    """Block tables over one pool. With `prefix_cache` off nothing is hashed and nothing is shared."""
+    """Block tables over one pool. With `prefix_cache` off nothing is hashed or shared."""
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.num_queried = 0  # tokens looked up at admissions
+        self.num_queried = 0  # tokens looked up at admission
         self.num_hit = 0  # tokens found
 
     @property
     def num_available(self) -> int:
-        """Blocks that could be taken now."""
+        """Blocks that can be taken now."""
         return self.pool.num_available
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def match(self, request: BlockOwner) -> list[int]:
-        """Blocks with the longest known prefix of a request, as a question. At least one token is left to compute, and
-        none whose prompt log-probabilities are still owed."""
+        """The blocks of a request's longest cached prefix (a question). Leaves at least one token to compute, and all tokens whose
+        prompt log-probabilities are still owed."""
         if not self.prefix_cache:
             return []
         num_tokens = request.num_tokens
@@ -53,12 +53,12 @@ class KVCache:
         return hits
 
     def num_idle(self, blocks: list[int]) -> int:
-        """How many of `blocks` nobody holds: sharing them makes them unavailable."""
+        """How many of `blocks` nobody holds: sharing them reduces `num_available`."""
         counts = self.pool.counts
         return sum(1 for block in blocks if counts[block] == 0)
 
     def adopt(self, request: BlockOwner, hits: list[int]) -> None:
-        """Starts the block table of a request that has none with matched blocks."""
+        """Starts the empty block table of a request with matched blocks."""
         for block in hits:
             self.pool.share(block)
         request.blocks = list(hits)
@@ -68,28 +68,28 @@ class KVCache:
         self.num_hit += request.num_computed
 
     def extend(self, request: BlockOwner, num_blocks: int) -> list[int]:
-        """Appends fresh blocks to a table and returns them; `num_available` must allow it."""
+        """Appends fresh blocks to a table and returns them; requires `num_available`."""
         fresh = [self.pool.take() for _ in range(num_blocks)]
         request.blocks += fresh
         request.capacity += num_blocks * self.block_size
         return fresh
 
     def extend_each(self, requests: Iterable[BlockOwner], count: int) -> list[int]:
-        """`extend` by one block for each of `count` decoding rows; the caller keeps the books of their capacity."""
+        """`extend` by one block for each of `count` decoding sequences; the caller updates their capacity."""
         fresh = self.pool.take_many(count)
         for request, block in zip(requests, fresh, strict=True):
             request.blocks.append(block)
         return fresh
 
     def take_tails(self, requests: Iterable[BlockOwner], tails: Tails) -> None:
-        """Decoding rows have filled their rings of newest tokens, `tails`: they take them over, and the full blocks are sealed."""
+        """Copies the full rings of newest tokens, `tails`, into their decoding sequences and seals the full blocks."""
         for request, tail in zip(requests, tails, strict=True):
             request.take_tail(tail.tobytes())
             self.seal(request)
 
     def seal(self, request: BlockOwner) -> None:
-        """Makes the blocks that are full of known tokens by now findable: any later step may read them, since plans run in
-        order. Called when a prompt is planned, once in a while as a row decodes, and before its blocks are given up."""
+        """Makes the blocks that are full of known tokens findable. Any later step may read them, since plans run in order. Called
+        when a prompt is planned, periodically while a sequence decodes, and before its blocks are released."""
         if not self.prefix_cache:
             return
         num_full = min(request.num_computed, request.num_tokens) // self.block_size
@@ -99,25 +99,25 @@ class KVCache:
         request.num_sealed = num_full
 
     def invalidate(self, contents: list[bytes]) -> None:
-        """Makes blocks of these contents unfindable: the step that should have filled them failed."""
+        """Removes these contents from the index: the step that should have written them failed."""
         for content in contents:
             block = self.pool.find(content)
             if block is not None:
                 self.pool.forget(block)
 
     def release(self, blocks: list[int]) -> None:
-        """Gives up a table, tail first, so that prefixes live longest."""
+        """Releases a table, tail first, so that prefixes stay cached longest."""
         for block in reversed(blocks):
             self.pool.release(block)
 
     def work_lost(self, request: BlockOwner) -> int:
-        """Computed tokens that preemption would throw away: those in blocks that no other row holds."""
+        """Computed tokens that preemption would discard: those in blocks that no other sequence holds."""
         counts = self.pool.counts
         num_shared = sum(1 for block in request.blocks if counts[block] > 1)
         return max(0, request.num_computed - num_shared * self.block_size)
 
     def _hashes(self, request: BlockOwner, num_blocks: int) -> list[bytes]:
-        """The hash chain over the first `num_blocks` blocks, extended as needed and kept on the request."""
+        """The hash chain over the first `num_blocks` blocks, extended on demand and kept on the request."""
         hashes, size = request.hashes, self.block_size
         if len(hashes) < num_blocks:
             tokens = request.tokens

@@ -1,7 +1,8 @@
-"""What became findable and unfindable in a block pool since the last report, for the coordinator's prefix index.
+"""Changes of a block pool's prefix index since the last report, for the coordinator's prefix index.
 
-Written by kv.blocks, read by the loop. Keeps the difference between what was reported and what is: a block that comes and
-goes between two reports is never told. So it is bounded by the pool, whoever reads it, and a new start is one more difference.
+Written by kv.blocks, read by the loop. Keeps the difference between the reported and the actual index: a block that comes and
+goes between two reports is never reported. So its size is bounded by the pool, however slow the reader, and a restart is one more
+difference.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from itertools import islice
 from trireme.hashing import packed_keys
 from trireme.transport.wire.messages import KVEvents
 
-MAX_KEYS = 8192  # in one report
+MAX_KEYS = 8192  # per report
 
 
 class BlockLog:
-    """`index` is the pool's own: content to block. Nothing has been reported at first."""
+    """`index` is the pool's own: content to block. At first nothing has been reported."""
 
     def __init__(self, index: Mapping[bytes, int]) -> None:
         self._index = index
-        self._changes: dict[bytes, bool] = {}  # content -> it is there and not reported, or reported and not there
+        self._changes: dict[bytes, bool] = {}  # content -> True: present and unreported; False: reported and gone
         self._seq = 0
         self._is_reset = True
         self.restart()
 
     def __len__(self) -> int:
-        """Blocks that the next reports will name."""
+        """Blocks that the next reports will contain."""
         return len(self._changes)
 
     @property
@@ -39,17 +40,17 @@ class BlockLog:
             self._changes[content] = True
 
     def removed(self, content: bytes) -> None:
-        """The content is not findable any more."""
+        """The content is no longer findable."""
         if self._changes.pop(content, None) is None:
             self._changes[content] = False
 
     def restart(self) -> None:
-        """The reader knows nothing (it is new, or it missed a report): the next reports tell all there is."""
+        """The reader knows nothing (it is new, or missed a report): the next reports list the whole index."""
         self._changes = dict.fromkeys(self._index, True)
         self._is_reset = True
 
     def take(self, engine: int, epoch: int, num_blocks: int, limit: int = MAX_KEYS) -> KVEvents:
-        """The next report. Ask `is_due` first; it may take several to tell everything."""
+        """The next report. Ask `is_due` first; a full listing may take several."""
         changes = list(islice(self._changes.items(), limit))
         for content, _ in changes:
             del self._changes[content]

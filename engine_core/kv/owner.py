@@ -1,4 +1,4 @@
-"""What the KV cache asks of the sequence that owns a block table, so that it depends on no scheduler."""
+"""What the KV cache needs from the sequence that owns a block table, so that it does not depend on the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class BlockOwner(Protocol):
-    """A sequence with a block table. Counts are of tokens unless they say blocks."""
+    """A sequence with a block table. Counts are in tokens unless they say blocks."""
 
     blocks: list[int]
     hashes: list[bytes]
@@ -38,5 +38,5 @@ class BlockOwner(Protocol):
     def wants_scores(self) -> bool: ...
 
     def take_tail(self, tail: bytes) -> None:
-        """The known tokens end with `tail`."""
+        """Appends to the known tokens so that they end with `tail`."""
         ...

@@ -1,4 +1,4 @@
-"""The block pool: who holds each KV block, which are free, which are only kept for their content.
+"""The block pool: reference counts of KV blocks, the free list, and cached blocks kept for their content.
 
 Called by kv.cache alone. All operations O(1). A block is in exactly one place: held (count > 0), cached (count 0, content
 known, evictable in least-recently-used order), or free (count 0, content worthless).
@@ -20,9 +20,9 @@ class BlockPool:
         self.counts = [0] * num_blocks
         self.hash_of: list[bytes | None] = [None] * num_blocks
         self.index: dict[bytes, int] = {}
-        self.free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes first
+        self.free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is taken first
         self.cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self.log: BlockLog | None = None  # of what becomes findable, where somebody wants to know
+        self.log: BlockLog | None = None  # changes of the index, when a reader wants them
 
     @property
     def num_available(self) -> int:
@@ -42,7 +42,7 @@ class BlockPool:
         return block
 
     def take_many(self, count: int) -> list[int]:
-        """`take` so many times."""
+        """`take`, `count` times."""
         if len(self.free) < count:
             return [self.take() for _ in range(count)]
         start = len(self.free) - count
@@ -55,13 +55,13 @@ class BlockPool:
         return fresh
 
     def share(self, block: int) -> None:
-        """One more holder of a block with known content; rescues it from the evictable ones."""
+        """Adds a holder to a block with known content; a cached block is no longer evictable."""
         if self.counts[block] == 0:
             del self.cached[block]
         self.counts[block] += 1
 
     def release(self, block: int) -> None:
-        """One holder less. The last one leaves the block cached if its content is known, else free."""
+        """Removes a holder. After the last one the block is cached if its content is known, else free."""
         count = self.counts[block] - 1
         if count < 0:
             raise EngineError(f"block {block} released more often than held")
@@ -73,7 +73,7 @@ class BlockPool:
                 self.cached[block] = None
 
     def seal(self, block: int, content: bytes) -> None:
-        """Makes a held, full block findable. When equal content is known already, this copy stays anonymous."""
+        """Makes a held, full block findable. If equal content is already indexed, this copy stays anonymous."""
         if content not in self.index:
             self.index[content] = block
             self.hash_of[block] = content
@@ -84,7 +84,7 @@ class BlockPool:
         return self.index.get(content)
 
     def forget(self, block: int) -> None:
-        """The content of a block is not to be trusted: nobody finds it any more."""
+        """Removes a block whose content is invalid from the index."""
         self._unindex(block)
         if self.counts[block] == 0 and block in self.cached:
             del self.cached[block]

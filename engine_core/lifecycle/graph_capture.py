@@ -1,8 +1,8 @@
-"""When workers may change which steps they have captured: between requests, or now and then while steps never end. Pure; EngineLoop
-passes time in and carries out the orders.
+"""When workers may change their captured CUDA graphs: while idle, or every BUSY_STEPS steps under load. Pure; EngineLoop passes
+time in and carries out the orders.
 
-One order at a time. What is changed is for the workers to decide (workers.cuda.graph_adapt); every one of them gets the order
-at the same place among the plans, with what all of them have measured, so that all decide the same.
+One order at a time. Workers decide what to change (workers.cuda.graph_adapt); all of them get the order at the same place among
+the plans, together with the measurements of all, so that all decide alike.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from trireme.sizes import format_bytes
 
 log = logging.getLogger("trireme.engine")
 
-QUIET_S = 0.25  # without a request: the next one is not about to come
-BUSY_STEPS = 512  # between orders while requests wait: what they cost by themselves is nothing then
+QUIET_S = 0.25  # without a request: no burst is under way
+BUSY_STEPS = 512  # between orders under load: the cost of an order itself is then negligible
 COUNTS = {
     "captured": "graphs_captured",
     "dropped": "graphs_dropped",
@@ -29,19 +29,19 @@ COUNTS = {
 
 
 class Captures:
-    """`order(args)` goes to all workers; `answered` gets what they say. `look` on every turn of an engine that is awake."""
+    """`order(args)` goes to all workers; `answered` gets their replies. Call `look` on every iteration while awake."""
 
     def __init__(self, order: Callable[[dict[str, Any]], object]) -> None:
-        self.counts: dict[str, int] = {}  # of the first worker: all are alike
+        self.counts: dict[str, int] = {}  # of the first worker: all are equal
         self._order = order
-        self._known: dict[str, float] | None = None  # what all workers have measured
+        self._known: dict[str, float] | None = None  # worst measurements over all workers
         self._is_asked = self._was_idle = self._is_full = False
         self._quiet_since: float | None = None
         self._asked_at = 0  # steps
-        self._settled_at: int | None = None  # steps when there was nothing left to do
+        self._settled_at: int | None = None  # steps when no change was left to make
 
     def look(self, now: float, steps: int, *, is_idle: bool) -> None:
-        """Orders a change when it is time. `is_idle`: there is no request and no step under way."""
+        """Orders a change when one is due. `is_idle`: no request and no step in flight."""
         if not is_idle:
             self._quiet_since = None
         elif self._quiet_since is None:
@@ -53,13 +53,13 @@ class Captures:
             self._order({"known": self._known, "is_idle": is_idle})
 
     def next_due(self, steps: int) -> float:
-        """When an engine without requests has something to order."""
+        """When an idle engine next has an order to give."""
         if self._is_asked or self._quiet_since is None or self._settled_at == steps:
             return float("inf")
         return self._quiet_since + QUIET_S
 
     def answered(self, found: Sequence[dict[str, Any]], error: str) -> None:
-        """The workers have carried out the order. Raises EngineError when one could not: they may no longer be alike."""
+        """The workers have carried out the order. Raises EngineError when one failed: workers may no longer be alike."""
         self._is_asked = False
         if error:
             raise EngineError(f"the workers could not change what they have captured: {error}")
@@ -83,7 +83,7 @@ class Captures:
         )
         held, growth, most = (int(self._known[name]) for name in ("held", "growth", "most_bytes"))
         if held + growth > most and not self._is_full:
-            self._is_full = True  # said once
+            self._is_full = True  # logged once
             log.warning(
                 "no more graphs are captured: they hold what they may %s",
                 facts(held=format_bytes(held), next=format_bytes(growth), most=format_bytes(most)),

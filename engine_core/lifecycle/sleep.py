@@ -1,8 +1,8 @@
-"""Sleep and wake of an engine: which state allows what, and who waits for an answer. Pure; EngineLoop carries out the orders.
+"""Sleep and wake of an engine: legal states and pending answers. Pure; EngineLoop carries out the orders.
 
-awake -> falling -> asleep -> waking -> awake, and asleep -> falling -> asleep for a deeper sleep. An engine sleeps only when it
-has no request, and work that comes wakes it: nobody is refused for its sleep. Level 1 keeps the weights in the host's memory,
-level 2 drops them; keys and values are dropped by both.
+awake -> falling -> asleep -> waking -> awake, and asleep -> falling -> asleep for a deeper sleep. An engine enters sleep only
+without requests, and new work wakes it: no request is refused because of sleep. Level 1 offloads the weights to host memory,
+level 2 drops them; both drop the KV cache.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ Answer = Callable[[str], object]
 
 
 class SleepState:
-    """`order(method, args)` is given to the workers; `done` tells that they have carried out the last one."""
+    """`order(method, args)` is sent to the workers; call `done` when they have carried out the last one."""
 
     def __init__(self, order: Callable[[str, dict[str, Any]], object]) -> None:
         self.state: Literal["awake", "falling", "asleep", "waking"] = "awake"
         self.level = 0  # of the sleep, 0 while awake
-        self._level_before = 0  # the fall under way began here
+        self._level_before = 0  # where the sleep being entered began
         self._order = order
         self._sleepers: list[Answer] = []
         self._wakers: list[Answer] = []
-        self._is_wanted = False  # work came while it was falling asleep
+        self._is_wanted = False  # work arrived while entering sleep
 
     @property
     def is_awake(self) -> bool:
         return self.state == "awake"
 
     def sleep(self, level: int, num_requests: int, answer: Answer) -> bool:
-        """Whether the workers were ordered to sleep now; what is cached is lost then."""
+        """Whether the workers were ordered to sleep now; the prefix cache is lost then."""
         if level not in LEVELS:
             answer(f"there is no sleep of level {level!r:.20}; 1 keeps the weights in the host's memory, 2 drops them")
         elif num_requests:
@@ -60,7 +60,7 @@ class SleepState:
         self.work_came()
 
     def work_came(self) -> None:
-        """There is something to do: a sleeping engine wakes, one that falls asleep will."""
+        """Work arrived: a sleeping engine wakes, one entering sleep wakes afterwards."""
         if self.state == "asleep":
             self.state = "waking"
             self._order("wake", {})
@@ -68,7 +68,7 @@ class SleepState:
             self._is_wanted = True
 
     def done(self, error: str) -> None:
-        """The workers have carried out the last order, or say why not. Raises EngineError for an engine that cannot wake."""
+        """The workers have carried out the last order, or failed with `error`. Raises EngineError if the engine cannot wake."""
         was_falling = self.state == "falling"
         waiting = self._sleepers if was_falling else self._wakers
         if was_falling:
@@ -85,7 +85,7 @@ class SleepState:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Those who asked for the other state meanwhile get it, or have it."""
+        """Starts the transition that was requested meanwhile, or answers those whose state is reached."""
         if self.state == "asleep" and self._is_wanted:
             self._is_wanted = False
             self.work_came()

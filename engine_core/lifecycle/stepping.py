@@ -1,8 +1,8 @@
-"""When an engine takes its next step: whenever it has work (Independent), or when all engines that share its collectives do
+"""When an engine takes its next step: whenever it has work (Independent), or together with all engines that share its collectives
 (Lockstep).
 
-Used by EngineLoop, which knows no difference. Both pause in three ways: rows that have begun end at once (abort), end first (wait),
-or stay as they are (keep); rows that come meanwhile wait. No socket, no clock of its own.
+EngineLoop uses both alike. Three ways to pause: running sequences end at once (abort), finish first (wait), or stay in place
+(keep); sequences that arrive meanwhile wait. No socket, no clock of its own.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class Stepping(Protocol):
 
     @property
     def can_shut_down(self) -> bool:
-        """Nobody waits for this engine's next step."""
+        """No other engine waits for this engine's next step."""
         ...
 
     @property
     def has_step(self) -> bool:
-        """There is a step to take, and nobody else to wait for."""
+        """A step can be taken now without waiting for another engine."""
         ...
 
     @property
     def most_tokens(self) -> int:
-        """How large a step may be in other engines that take it too; 0: there are none."""
+        """Largest step (tokens) of the engines that step with this one; 0: there are none."""
         ...
 
     def stall_reason(self, now: float) -> str:
-        """Why rows that wait here do not run, although this engine could."""
+        """Why waiting sequences do not run although this engine could run them; "" when they do."""
         ...
 
     def welcome(self) -> None:
@@ -61,22 +61,22 @@ class Stepping(Protocol):
     def on_result(self, result: StepResult) -> None: ...
 
     def direct(self, mode: Mode, answer: Answer) -> None:
-        """Pauses, or with "" goes on; answers when that is so."""
+        """Pauses, or resumes with ""; answers when that is complete."""
         ...
 
     def settle(self) -> None:
-        """Says what there is to say after a turn."""
+        """Sends pending answers and reports after an iteration."""
         ...
 
 
 class Independent:
-    """A dense engine: its steps are its own affair."""
+    """A dense engine: steps whenever it has work."""
 
     most_tokens = 0
     can_shut_down = True
 
     def __init__(self, core: EngineCore, mode: Mode = "", tell: Callable[[Mode], object] | None = None) -> None:
-        """Begins in the pause that its former life was in. `tell` is told of each that follows, for the next one."""
+        """Starts in the pause of its previous life. `tell` gets every later mode, for the next life."""
         self._core = core
         self._tell = tell
         self._waiting: list[Answer] = []
@@ -105,6 +105,7 @@ class Independent:
         pass
 
     def direct(self, mode: Mode, answer: Answer) -> None:
+        """Changes the mode at once. Earlier callers still waiting get an error; `answer` gets "" when the new mode holds."""
         for waiting in self._waiting:
             waiting("another pause or resume came in between")
         self._waiting = [answer]
@@ -125,7 +126,7 @@ class Independent:
 
 
 class Lockstep:
-    """An engine in lock step. `tell` gives a report to the coordinator; False: it is away, and is told when it comes back."""
+    """A lockstep engine. `tell` sends a report to the coordinator; False: it is away, and is told when it comes back."""
 
     def __init__(self, core: EngineCore, wave: Wave, tell: Callable[[WaveReport], bool]) -> None:
         self._core = core
@@ -147,6 +148,7 @@ class Lockstep:
         return self._wave.may_vote
 
     def stall_reason(self, now: float) -> str:
+        """The pause, or the seconds since a wave was needed once they exceed LATE_S; "" otherwise."""
         begun, queued = self._rows()
         if self._wave.running or not self._wave.wants_wave(begun, queued):
             self._wants_since = None
@@ -164,7 +166,7 @@ class Lockstep:
             enter(self._core, order.mode)
 
     def next_plan(self, now: float) -> StepPlan | None:
-        """A step while a wave runs, with rows or without."""
+        """While a wave runs, a step, or a dummy step when no sequence can run."""
         if not self._wave.may_vote:
             return None
         begun, queued = self._rows()
@@ -189,13 +191,13 @@ class Lockstep:
             self._wave.welcome()
 
     def _rows(self) -> tuple[int, int]:
-        """Rows that have begun, and those that have not."""
+        """Counts of sequences that have begun, and of those that have not."""
         begun = self._core.scheduler.num_begun
         return begun, len(self._core.requests) - begun
 
 
 def enter(core: EngineCore, mode: Mode) -> None:
-    """What a pause or a resume does to the rows of an engine."""
+    """Applies a pause or a resume to the sequences of an engine."""
     core.scheduler.admits = mode == ""
     if mode == "abort":
         core.abort_all(ABORTED)

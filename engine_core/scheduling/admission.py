@@ -1,10 +1,10 @@
-"""Who is let into the queue of an engine: nobody who would wait there too long, as far as that can be told beforehand.
+"""Queue admission: refuses requests whose expected wait exceeds the bound.
 
-Used by core; pure, the time is an argument. A quick refusal lets a caller go elsewhere or come back; one that comes after a minute
-in the queue has cost that minute. The wait is that of Little's law, the length of the queue by the rate at which requests leave it,
-and needs no guess of how long answers will be. Only time in which requests were left waiting counts: what starts at once says
-nothing about how many could. While the first batch has just been filled the rate looks high and the estimate is too short; who was
-let in by it is refused as soon as it turns out that the wait will be half as long again as it may.
+Used by core; pure, the time is an argument. An early refusal lets a client retry elsewhere; a refusal after a minute in the queue
+has cost that minute. The wait follows from Little's law: queue length divided by the rate at which requests leave the queue; no
+estimate of output lengths is needed. Only time with requests left waiting counts: a request that starts at once says nothing about
+capacity. While the first batch has just been filled the measured rate is too high and the estimate too short; a request admitted on
+that estimate is refused as soon as its wait turns out to exceed the bound by half.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.scheduler import Scheduler
 from trireme.errors import OverloadedError
 
-MOST_GAP_S = 10.0  # between two plans that counts as work: an engine that was paused has learned nothing in that time
-LOOK_S = 0.5  # between two looks at who waits already
-MOST_RETRY_S = 60.0  # that a client is told; clients ignore more
-SLACK = 1.5  # of the bound; for those an estimate that wavers must not end
+MOST_GAP_S = 10.0  # between two plans that counts as work: a longer gap (a pause) is not measured
+LOOK_S = 0.5  # between two checks of queued requests
+MOST_RETRY_S = 60.0  # told to a client at most; clients ignore more
+SLACK = 1.5  # times the bound, for queued requests: a noisy estimate must not end them
 
 
 class ServiceRate:
-    """Over the last four batches' worth of starts, as rows that came together also end together. `num_slots`: rows of a batch."""
+    """Measured over the starts of the last four batches, since requests that start together also end together. `num_slots`: batch
+    slots."""
 
     def __init__(self, num_slots: int) -> None:
-        self._least = max(4, num_slots // 2)  # starts that are enough to judge by
+        self._least = max(4, num_slots // 2)  # starts needed for an estimate
         self._most = max(16, 4 * num_slots)
         self._starts: deque[float] = deque()  # in seconds of busy time
-        self._since = 0.0  # the one before them
-        self.busy_s = 0.0  # time so far, up to the last plan, in which the engine worked and somebody had to wait
-        self._is_busy = False  # somebody was left waiting by the last plan
+        self._since = 0.0  # the start before them
+        self.busy_s = 0.0  # up to the last plan: time in which the engine worked and requests had to wait
+        self._is_busy = False  # the last plan left requests waiting
         self._at = 0.0
 
     def planned(self, num_started: int, is_left_waiting: bool, now: float) -> None:
-        """A step was planned: so many queued requests start in it; others could not, or nobody else waits."""
+        """A step was planned in which `num_started` queued requests start; `is_left_waiting`: others remained queued."""
         gap_s, self._at = now - self._at, now
         if self._is_busy and 0 < gap_s <= MOST_GAP_S:
             self.busy_s += gap_s
@@ -47,14 +48,14 @@ class ServiceRate:
         self._is_busy = is_left_waiting
 
     def wait_s(self, num_ahead: int) -> float:
-        """About how long a request with so many before it would wait; 0 while nothing is known."""
+        """Expected wait in seconds with `num_ahead` requests ahead; 0 while unknown."""
         if len(self._starts) < self._least:
             return 0.0
         return num_ahead * (self.busy_s - self._since) / len(self._starts)
 
 
 class QueueAdmission:
-    """Of one scheduler. `max_wait_s` is the bound; 0: nobody is refused for it."""
+    """Admission for one scheduler. `max_wait_s` is the bound; 0: unlimited."""
 
     def __init__(self, scheduler: Scheduler, max_wait_s: float) -> None:
         self._scheduler = scheduler
@@ -63,13 +64,13 @@ class QueueAdmission:
         self._next_look = 0.0
 
     def planned(self, num_started: int, now: float) -> None:
-        """The scheduler has planned a step in which so many rows begin."""
+        """The scheduler has planned a step in which `num_started` requests start."""
         if self._max_wait_s:
             self._rate.planned(num_started, len(self._scheduler.waiting) > 0, now)
 
     def check(self, request: Request) -> None:
-        """Raises OverloadedError, with the time after which there should be room, when a request about to be queued would wait
-        longer than it may."""
+        """Raises OverloadedError, with the seconds until there should be room, when a request about to be queued would exceed its
+        bound."""
         request.queued_busy_s = self._rate.busy_s
         bound_s, waiting = min(request.patience_s, self._max_wait_s), self._scheduler.waiting
         if bound_s <= 0 or self._rate.wait_s(len(waiting)) <= bound_s:
@@ -80,8 +81,8 @@ class QueueAdmission:
             raise _too_long(f"{num_ahead} requests are queued before this one: ", wait_s, bound_s)
 
     def take_hopeless(self, now: float) -> list[tuple[Request, OverloadedError]]:
-        """Queued requests that will wait much longer than they may, as it turns out: from the end of the queue up to the first that
-        will not, and none that has run or moved. They are still queued."""
+        """Queued requests whose expected wait now far exceeds their bound: from the end of the queue up to the first that does not,
+        except those that have run or moved. They remain queued."""
         if not self._max_wait_s or now < self._next_look:
             return []
         self._next_look = now + LOOK_S

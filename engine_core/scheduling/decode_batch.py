@@ -1,6 +1,6 @@
-"""Numbers of the running rows as columns indexed by batch slot, and the decoding rows as one decode batch.
+"""State of the running sequences as columns indexed by batch slot, and the decoding sequences as one DecodeBatch.
 
-Owned by the scheduler. A step that only decodes is a few array operations over them, however many rows run; a Request reads
+Owned by the scheduler. A pure decode step is a few array operations over the columns, however many sequences run; a Request reads
 its own numbers here while it has a slot. Knows no block, queue or policy.
 """
 
@@ -18,41 +18,41 @@ Mask = NDArray[np.bool_]
 Slots = NDArray[np.intp]
 Ints = NDArray[np.int32]
 
-NOTHING = -2  # in `SlotColumns.token`: no token that the next plan could compute
-HELD = -1  # a token that the workers hold themselves, or will when the steps before have run
-MANY_STOPS = 64  # a union of stop ids beyond this is made anew when rows leave
-TAIL_BLOCKS = 8  # a decoding row is looked at by itself once in so many blocks
+NOTHING = -2  # in `SlotColumns.token`: no token for the next plan to compute
+HELD = -1  # a token that the workers hold, or will hold once the previous steps have run
+MANY_STOPS = 64  # above this a union of stop ids is rebuilt when sequences leave
+TAIL_BLOCKS = 8  # a decoding sequence is handled individually once in so many blocks
 FEW_STOPS = 8  # up to here comparing with each is faster than searching
 
 
 class SlotColumns:
-    """One entry per slot of the persistent batch; entries of free slots mean nothing, except that `known` is 0."""
+    """One entry per slot of the persistent batch; entries of free slots are undefined, except that `known` is 0."""
 
     def __init__(self, num_rows: int, block_size: int) -> None:
-        self.computed = np.zeros(num_rows, np.int32)  # tokens whose KV is there once every plan has run
+        self.computed = np.zeros(num_rows, np.int32)  # tokens whose KV exists once every plan has run
         self.capacity = np.zeros(num_rows, np.int32)  # tokens that fit into the blocks
-        self.limit = np.zeros(num_rows, np.int32)  # tokens at which the row ends
-        self.last_step = np.zeros(num_rows, np.int64)  # newest plan with the row
-        self.token = np.full(num_rows, NOTHING, np.int32)  # what the next plan would say: an id, HELD or NOTHING
+        self.limit = np.zeros(num_rows, np.int32)  # tokens at which the sequence ends
+        self.last_step = np.zeros(num_rows, np.int64)  # newest plan that contains the sequence
+        self.token = np.full(num_rows, NOTHING, np.int32)  # for the next plan: an id, HELD or NOTHING
         self.decoding = np.zeros(num_rows, np.bool_)  # in the decode batch, or about to join it
         self.known = np.zeros(num_rows, np.int32)  # known tokens
         self.tail = np.zeros((num_rows, TAIL_BLOCKS * block_size), "<i4")  # the newest of them: a ring over positions
         self._flat_tail = self.tail.reshape(-1)
 
     def clear(self, row: int, limit: int) -> None:
-        """A slot for a row that has computed nothing."""
+        """Initializes a slot for a sequence that has computed nothing."""
         self.computed[row] = self.capacity[row] = self.last_step[row] = 0
         self.limit[row] = limit
         self.token[row] = NOTHING
         self.decoding[row] = False
 
     def append(self, slots: Slots, place: Ints, tokens: Ints) -> None:
-        """Newest tokens of `slots`, into their rings. Where these begin anew, KVCache.take_tails comes first."""
+        """Appends newest tokens of `slots` to their rings. Where a ring wraps, KVCache.take_tails must come first."""
         self._flat_tail[slots * self.tail.shape[1] + place] = tokens
 
 
 class BatchMember(Protocol):
-    """A sequence that decodes: what of it the parallel arrays repeat."""
+    """A decoding sequence, as far as the parallel arrays mirror it."""
 
     row: int
     rid: int
@@ -61,7 +61,7 @@ class BatchMember(Protocol):
 
 
 class FrontendShare(NamedTuple):
-    """What of a decode batch belongs to one front end: request ids, and their places (None: all of it)."""
+    """A frontend's part of a decode batch: request ids, and their indices (None: the whole batch)."""
 
     front: str
     rids: Ids
@@ -69,7 +69,7 @@ class FrontendShare(NamedTuple):
 
 
 class DecodeBatch:
-    """Decoding rows in policy order, as parallel arrays. Never changed: steps in flight keep the one they were made of."""
+    """Decoding sequences in policy order, as parallel arrays. Immutable: steps in flight keep the one they were made from."""
 
     __slots__ = ("_rows", "_shares", "fronts", "requests", "rids", "slots", "stops")
 
@@ -85,7 +85,7 @@ class DecodeBatch:
         self.requests = requests
         self.rids = rids
         self.fronts = fronts
-        self.stops = stops  # every id that ends one of the rows, and maybe a few more
+        self.stops = stops  # a superset of the stop ids of its sequences
         self._rows: Column | None = None
         self._shares: list[FrontendShare] = []
 
@@ -94,14 +94,14 @@ class DecodeBatch:
 
     @property
     def rows(self) -> Column:
-        """The slots as they travel."""
+        """The slots, encoded for the wire."""
         if self._rows is None:
             self._rows = pack(self.slots)
         return self._rows
 
     @property
     def shares(self) -> list[FrontendShare]:
-        """The rows by front end."""
+        """The sequences grouped by frontend."""
         if not self._shares and len(self):
             first = self.fronts[0]
             if (self.fronts == first).all():
@@ -113,7 +113,7 @@ class DecodeBatch:
         return self._shares
 
     def stopping(self, tokens: Ints) -> list[int]:
-        """Places of tokens, one per row, that end some row of the decode batch."""
+        """Indices of `tokens` (one per sequence) that end their sequence."""
         if len(self.stops) > FEW_STOPS:
             return np.flatnonzero(np.isin(tokens, list(self.stops))).tolist()
         places: list[int] = []
@@ -124,13 +124,13 @@ class DecodeBatch:
         return places
 
     def where(self, mask: Mask) -> DecodeBatch:
-        """The rows that `mask` selects."""
+        """The sequences selected by `mask`."""
         requests = self.requests[mask]
         stops = self.stops if len(self.stops) <= MANY_STOPS else union_of_stops(requests.tolist())
         return DecodeBatch(self.slots[mask], requests, self.rids[mask], self.fronts[mask], stops)
 
     def plus(self, requests: Sequence[BatchMember]) -> DecodeBatch:
-        """With more rows behind the ones it has."""
+        """The batch with more sequences appended."""
         added = decode_batch_of(requests)
         return DecodeBatch(
             np.concatenate([self.slots, added.slots]),
@@ -142,7 +142,7 @@ class DecodeBatch:
 
 
 def decode_batch_of(requests: Sequence[BatchMember]) -> DecodeBatch:
-    """A decode batch of rows that have slots, in the given order."""
+    """A decode batch of sequences that have slots, in the given order."""
     return DecodeBatch(
         np.array([row.row for row in requests], np.intp),
         _objects(requests),

@@ -1,6 +1,6 @@
-"""PendingStep of one step: collects what the scheduler decides and writes it as a StepPlan, the delta to what workers know.
+"""PendingStep: collects the scheduler's decisions for one step and encodes them as a StepPlan, the delta to the workers' state.
 
-Filled by the scheduler; kept until the step's result arrives, because it says which request each row was.
+Filled by the scheduler; kept until the step's result arrives, because it maps each batch slot to its request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trireme.transport.wire.messages import NewRow, StepPlan
 
 
 class Chunk(NamedTuple):
-    """Known tokens of one row that a step computes."""
+    """Known tokens of one sequence that a step computes."""
 
     request: Request
     row: int
@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
 
 
 class PlannedTokens(NamedTuple):
-    """What a pending step planned for one row."""
+    """What a pending step planned for one sequence."""
 
     request: Request
     num_computed: int
@@ -35,9 +35,9 @@ class PlannedTokens(NamedTuple):
 
 
 class PendingStep:
-    """Rows of one step, and the blocks that must stay untouched until it is over.
+    """Sequences of one step, and the blocks that must stay untouched until it is over.
 
-    First come the rows of `decode_batch`, each computing the one token at `at`, then `chunks`.
+    First come the sequences of `decode_batch`, each computing the one token at `at`, then `chunks`.
     """
 
     __slots__ = (
@@ -64,56 +64,54 @@ class PendingStep:
         self.started_s = now  # when it became the oldest step in flight, or was planned
         self.decode_batch: DecodeBatch | None = None
         self.at: Ints = np.zeros(0, np.int32)
-        self.tokens: Column = b""  # of the decode batch, as the plan says them
+        self.tokens: Column = b""  # of the decode batch, as sent in the plan
         self.chunks: list[Chunk] = []
-        self.dropped: set[int] = (
-            set()
-        )  # slots of rows that ended or lost their place since: their answers count for nothing
+        self.dropped: set[int] = set()  # slots whose sequences have ended or lost them since: their answers are ignored
         self.freed: list[int] = []
         self.new: list[NewRow] = []
-        self.placed: list[Request] = []  # of the new rows, those that never had a slot before
+        self.placed: list[Request] = []  # of the new sequences, those that never had a slot before
         self.grown_rows: list[int] = []
         self.grown_blocks: list[int] = []
-        self.fenced: list[int] = []  # blocks of rows that ended while this step was in flight
+        self.fenced: list[int] = []  # blocks of sequences that ended while this step was in flight
         self.total_tokens = 0
 
     def __len__(self) -> int:
         return len(self.at) + len(self.chunks)
 
     def decode(self, decode_batch: DecodeBatch, at: Ints, tokens: Column) -> None:
-        """Starts the pending step with decoding rows, which have blocks for one more token."""
+        """Starts the pending step with decoding sequences that have blocks for one more token."""
         self.decode_batch, self.at, self.tokens = decode_batch, at, tokens
         self.total_tokens = len(decode_batch)
 
     def add(self, request: Request, num_tokens: int, *, sample: bool) -> None:
-        """Plans the next `num_tokens` tokens, which the workers know, of a request that has blocks for them."""
+        """Plans the next `num_tokens` known tokens of a request that has blocks for them."""
         self.chunks.append(Chunk(request, request.row, num_tokens, request.num_computed, sample))
         self.total_tokens += num_tokens
         request.num_computed += num_tokens
         request.last_step = self.step
 
     def grow(self, row: int, blocks: list[int]) -> None:
-        """A row of the batch gets more blocks."""
+        """Appends blocks to the sequence in a batch slot."""
         self.grown_rows += [row] * len(blocks)
         self.grown_blocks += blocks
 
     def place(self, request: Request) -> None:
-        """A row new to the workers (or back after preemption), with everything known of it."""
+        """A sequence new to the workers (or back after preemption), with all its known tokens."""
         self.new.append(
             NewRow(request.row, request.token_array(), request.num_prompt, request.params, list(request.blocks))
         )
 
-    # ------------------------------------------------------------ what it says of its rows
+    # ------------------------------------------------------------ questions
 
     def asking_rows(self) -> Column:
-        """The rows that sample, in order."""
+        """The slots that sample, in order."""
         decoding = b"" if self.decode_batch is None else self.decode_batch.rows
         if not self.chunks:
             return decoding
         return decoding + pack([chunk.row for chunk in self.chunks if chunk.sample])
 
     def asks(self, row: int) -> bool:
-        """True when the row will get a token out of this step."""
+        """True when the sequence will get a token from this step."""
         if row in self.dropped:
             return False
         decodes = self.decode_batch is not None and row in self.decode_batch.slots
@@ -126,7 +124,7 @@ class PendingStep:
         yield from (chunk.request for chunk in self.chunks)
 
     def places(self) -> dict[int, PlannedTokens]:
-        """What is planned, by row. For rare questions: it walks all of them."""
+        """What is planned, by slot. For rare cases: it walks all sequences."""
         found: dict[int, PlannedTokens] = {}
         if self.decode_batch is not None:
             columns = zip(self.decode_batch.slots.tolist(), self.decode_batch.requests, self.at.tolist(), strict=True)
@@ -136,7 +134,7 @@ class PendingStep:
         return found
 
     def to_message(self) -> StepPlan:
-        """The plan. Columns of an unchanged decode batch are the same objects in every step."""
+        """Encodes the plan. Columns of an unchanged decode batch are the same objects in every step."""
         count, chunks = len(self.at), self.chunks
         rows = b"" if self.decode_batch is None else self.decode_batch.rows
         num_tokens, num_computed = repeated(1, count), self.at.tobytes()

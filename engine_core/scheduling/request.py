@@ -1,4 +1,4 @@
-"""A request row inside the engine: its tokens, its blocks, its place in the life cycle.
+"""A sequence inside the engine: its tokens, its blocks, its state.
 
 Created by core on Submit, changed by scheduler and outputs only. Holds no socket, clock or tensor.
 
@@ -20,12 +20,12 @@ from trireme.transport.wire.messages import Submit
 
 
 class State(Enum):
-    """Where a row is in its life. Members compare by identity."""
+    """Life-cycle state of a sequence. Members compare by identity."""
 
     WAITING = "waiting"  # queued, never ran: owns nothing
     RUNNING = "running"  # owns a slot of the persistent batch and blocks
-    PREEMPTED = "preempted"  # queued again at its old place: owns nothing, keeps its tokens
-    ENDED = "ended"  # its End has been written; blocks of a step in flight may still be fenced
+    PREEMPTED = "preempted"  # queued again at its old position: owns nothing, keeps its tokens
+    ENDED = "ended"  # its End has been written; blocks used by a step in flight may still be fenced
 
 
 TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
@@ -41,8 +41,8 @@ TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
 
 
 class Request:
-    """One row. While it has a slot, what changes in every step is kept in the scheduler's columns: of its tokens, `_tokens` may
-    lack the newest ones, until `catch_up`."""
+    """One sequence. While it has a slot, per-step state is kept in the scheduler's columns, and `_tokens` may lack the newest
+    tokens until `catch_up`."""
 
     __slots__ = (
         "_tokens",
@@ -92,32 +92,30 @@ class Request:
         )  # at most once in its life, and before it ran anywhere
         self.client = submit.client
         self.queued_at_s = now  # when it came to this engine
-        self.queued_busy_s = 0.0  # the same, of the time in which this engine had too much to do
-        self.arrival_s = now - submit.waited_s  # when it was asked for, maybe of another engine
-        self.arrival = arrival  # rank in the order of submits here; keeps its place through preemptions
+        self.queued_busy_s = 0.0  # the same in busy time of this engine (see ServiceRate)
+        self.arrival_s = now - submit.waited_s  # when the client asked, possibly another engine
+        self.arrival = arrival  # rank in the order of submits here; kept through preemptions
         limits_s = (submit.deadline_s, submit.total_s or submit.deadline_s)
-        self.patience_s = (
-            0.0 if submit.num_moves else min(limits_s)
-        )  # it may be refused for a longer wait than this; 0: never
+        self.patience_s = 0.0 if submit.num_moves else min(limits_s)  # maximum expected wait in seconds; 0: unlimited
         due_s = min((limit for limit in (submit.deadline_s, submit.total_s) if limit > 0), default=0.0)
-        self.due_s = due_s + submit.waited_s if due_s else 0.0  # after its arrival_s; 0: none
+        self.due_s = due_s + submit.waited_s if due_s else 0.0  # seconds after arrival_s; 0: none
         self._tokens = array("i", np.ascontiguousarray(submit.prompt, np.int32).tobytes())
         self.num_given = len(self._tokens)
         self.num_prompt = self.num_given - submit.num_replayed  # the user's part
-        self.key: tuple[float, ...] = ()  # its place in the order, as the queue set it
-        self.level = -1  # for policies that have levels; -1: none yet
+        self.key: tuple[float, ...] = ()  # its queue order, as set by the queue
+        self.level = -1  # for policies with levels; -1: not set
         self.num_at_start = 0  # tokens known when it got its slot
-        self.num_paid = -1  # tokens known when the policy last settled its account; -1: never
-        self.limit = min(self.num_prompt + submit.params.max_tokens, max_len)  # tokens at which the row ends
+        self.num_paid = -1  # tokens known when the policy last charged it; -1: never
+        self.limit = min(self.num_prompt + submit.params.max_tokens, max_len)  # tokens at which the sequence ends
         self.stops = frozenset((*submit.params.eos_token_ids, *submit.params.stop_token_ids))
         self.state = State.WAITING
         self.row = -1
         self.blocks: list[int] = []
         self.columns: SlotColumns | None = None
         self.hashes: list[bytes] = []  # chain over the full blocks hashed so far
-        self.num_adopted = 0  # leading blocks that others, or this row before, had written
-        self.num_sealed = 0  # leading blocks that the prefix cache knows
-        self.num_scored = 0  # prompt positions whose log-probabilities went out
+        self.num_adopted = 0  # leading blocks written by other sequences, or by this one before a preemption
+        self.num_sealed = 0  # leading blocks in the prefix cache's index
+        self.num_scored = 0  # prompt positions whose log-probabilities were sent
         self.num_cached = -1  # prompt tokens found in the prefix cache at first admission
         self.num_preemptions = 0
         self.first_run_s = -1.0
@@ -125,17 +123,17 @@ class Request:
 
     @property
     def tokens(self) -> array[int]:
-        """All known tokens. Not to be changed but by `append`."""
+        """All known tokens. Change only through `append`."""
         self.catch_up()
         return self._tokens
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are known."""
+        """Number of known tokens."""
         return len(self._tokens) if self.columns is None else int(self.columns.known[self.row])
 
     def append(self, token: int) -> None:
-        """One more token of a row with a slot."""
+        """One more token of a sequence with a slot."""
         assert self.columns is not None
         self.tokens.append(token)
         count, tail = len(self._tokens), self.columns.tail
@@ -143,21 +141,21 @@ class Request:
         self.columns.known[self.row] = count
 
     def catch_up(self) -> None:
-        """Takes over tokens that only the columns have."""
+        """Copies the tokens that only the columns have."""
         columns = self.columns
         if columns is not None and (lack := int(columns.known[self.row]) - len(self._tokens)):
             start = len(self._tokens) % columns.tail.shape[1]
             self._tokens.frombytes(columns.tail[self.row, start : start + lack].tobytes())
 
     def take_tail(self, tail: bytes) -> None:
-        """`catch_up` for a row whose known tokens end with all of `tail`."""
+        """`catch_up` for a sequence whose known tokens end with all of `tail`."""
         start = 4 * len(self._tokens) % len(tail)
         if self.columns is not None and self.columns.known[self.row] > len(self._tokens):
             self._tokens.frombytes(tail[start:])
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV is there once every plan made so far has run. Only a row with a slot has any."""
+        """Tokens whose KV exists once every plan made so far has run; 0 without a slot."""
         return 0 if self.columns is None else int(self.columns.computed[self.row])
 
     @num_computed.setter
@@ -177,7 +175,7 @@ class Request:
 
     @property
     def last_step(self) -> int:
-        """Newest plan with this row since it got its slot; 0: none."""
+        """Newest plan with this sequence since it got its slot; 0: none."""
         return 0 if self.columns is None else int(self.columns.last_step[self.row])
 
     @last_step.setter
@@ -202,11 +200,11 @@ class Request:
 
     @property
     def wants_scores(self) -> bool:
-        """Asks for prompt log-probabilities that have not all been sent."""
+        """Whether prompt log-probabilities were requested and not all sent."""
         return self.params.prompt_logprobs >= 0 and self.num_scored < self.num_prompt - 1
 
     def move(self, state: State) -> None:
-        """The one way to change state. Raises EngineError naming both states when the table does not allow it."""
+        """The only way to change state. Raises EngineError naming both states for an illegal transition."""
         if (self.state, state) not in TRANSITIONS:
             raise EngineError(f"row {self.front}/{self.rid} cannot go from {self.state.value} to {state.value}")
         self.state = state
@@ -216,7 +214,7 @@ class Request:
         return np.array(self.tokens, np.int32)
 
     def take_slot(self, row: int, columns: SlotColumns) -> None:
-        """A slot of the batch, with nothing computed yet."""
+        """Takes a batch slot, with nothing computed yet."""
         columns.clear(row, self.limit)
         count = len(self._tokens)
         begun = count % columns.tail.shape[1]
@@ -226,7 +224,7 @@ class Request:
         self.num_at_start = count
 
     def forget_kv(self) -> None:
-        """Back to nothing computed; the caller has taken the blocks and the slot."""
+        """Resets to nothing computed; the caller has released the blocks and the slot."""
         if self.columns is not None:
             self.catch_up()
             self.columns.decoding[self.row] = False

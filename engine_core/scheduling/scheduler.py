@@ -1,10 +1,10 @@
-"""The scheduler: which rows compute how many tokens in the next step, who gets blocks, who has to give them back.
+"""The scheduler: how many tokens each sequence computes in the next step, and which sequences get or lose blocks.
 
-Called by core. A pure state machine: no socket, no tensor, and the clock is an argument. Every request simply asks for the
-tokens it lacks, so prefill, chunks, decode and recomputation are one case; the passes of `schedule` only set who is asked first.
+Called by core. A pure state machine: no socket, no tensor, and the clock is an argument. Every request asks for the tokens it
+lacks, so prefill, chunks, decode and recomputation are one case; the passes of `schedule` only set the order.
 
-      tokens of a row   [ in the prefix cache | computed | this step | later steps ]
-                        0                     num_computed           len(tokens)
+      tokens of a sequence [ in the prefix cache | computed | this step | later steps ]
+                           0                     num_computed           len(tokens)
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.waiting import WaitingQueue
 from trireme.transport.wire.columns import repeated
 
-SHORT_PART = 4  # of a step: a prompt of at most this part need not wait for a long one
+SHORT_PART = 4  # of a step: a prompt of at most this fraction need not wait for a long one
 
 _key = attrgetter("key")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds a scheduler, all resolved to numbers. Also told to front ends (EngineFacts)."""
+    """Bounds of a scheduler, all resolved to numbers. Also sent to frontends (EngineFacts)."""
 
     max_len: int
     vocab_size: int
@@ -39,19 +39,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     max_num_seqs: int
     max_num_tokens: int
-    chunk: int  # most tokens of one row per step; 0: never cut what fits one step
+    chunk: int  # max tokens of one sequence per step; 0: never split a prompt that fits one step
     max_waiting: int
     max_waiting_tokens: int
     queue_timeout: float = 0.0
-    max_wait: float = 0.0  # seconds that who comes may be expected to wait; 0: any
+    max_wait: float = 0.0  # seconds of expected queue wait; 0: unlimited
     prefix_cache: bool = True
 
 
 class Scheduler:
-    """Queue, running rows, and steps in flight (at most `depth`, answered in order).
+    """Queue, running sequences, and steps in flight (at most `depth`, answered in order).
 
-    With `ahead`, a row is planned again before its sampled token is known here: the workers keep it and go on with it. Rows
-    certain to end with the token in flight are not; a stop seen late costs the one token that was sampled past it.
+    With `ahead`, a sequence is planned again before its sampled token is known here: the workers keep the token and continue with
+    it. Sequences certain to end with the token in flight are excluded; a stop noticed late costs the one token sampled past it.
     """
 
     def __init__(self, limits: Limits, policy: Policy, depth: int = 1, *, ahead: bool = False) -> None:
@@ -62,18 +62,18 @@ class Scheduler:
         self.cache = KVCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
         self.waiting = WaitingQueue(policy)
         self.columns = SlotColumns(limits.max_num_seqs, limits.block_size)
-        self.running: list[Request] = []  # in policy order, as the two parts of it are:
-        self.prefilling: list[Request] = []  # rows with known tokens to compute
-        self.decode_batch = decode_batch_of([])  # rows that decode
-        self._num_parts = 1 if ahead else depth  # steps over which pipeline stages spread the decoding rows
+        self.running: list[Request] = []  # in policy order, as are its two parts:
+        self.prefilling: list[Request] = []  # sequences with known tokens to compute
+        self.decode_batch = decode_batch_of([])  # sequences that decode
+        self._num_parts = 1 if ahead else depth  # steps over which pipeline stages spread the decoding sequences
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.in_flight: deque[PendingStep] = deque()
         self.step = 0  # newest step planned
         self.completed = 0  # newest step answered
-        self.admits = True  # False: only rows that have begun go on
+        self.admits = True  # False: only sequences that have begun continue
         self.num_preemptions = 0
-        self._freed: list[int] = []  # row slots that workers do not know to be free yet
-        self._joining: list[Request] = []  # rows whose last chunk is planned: they decode next
+        self._freed: list[int] = []  # batch slots that workers still believe occupied
+        self._joining: list[Request] = []  # sequences whose last chunk is planned: they decode next
         self._answered: PendingStep | None = None  # the step whose answer came last
 
     @property
@@ -85,7 +85,7 @@ class Scheduler:
         self.waiting.push(request)
 
     def end(self, request: Request) -> None:
-        """Takes a request out at any moment. Blocks of a step in flight stay fenced until that step is answered."""
+        """Removes a request in any state. Blocks of a step in flight stay fenced until that step is answered."""
         if request.state is State.RUNNING:
             self._give_up(request)
         else:
@@ -93,11 +93,11 @@ class Scheduler:
         request.move(State.ENDED)
 
     def invalidate(self, request: Request, first_token: int) -> None:
-        """What a request computed from `first_token` on may be garbage, and so may all that was computed from it: nobody finds
-        it any more, and rows that took it over start over; equal content in blocks of their own is sound. The request may have
-        lost its place already, and have come back to what it had written.
+        """What a request computed from `first_token` on may be garbage, and so may anything computed from it: it leaves the index,
+        and sequences that adopted it start over; equal content in blocks of their own is valid. The request may have lost its
+        slot already, and have been admitted again onto what it had written.
 
-        Equal contents have equal beginnings: whoever read any of this has the first of these contents in its own chain.
+        Equal contents have equal prefixes: any sequence that read some of this has the first of these contents in its own chain.
         """
         first = first_token // self.limits.block_size
         content = request.hashes[first : first + 1]
@@ -114,11 +114,11 @@ class Scheduler:
 
     @property
     def num_begun(self) -> int:
-        """Rows that have had a place in the batch, now or before they were preempted."""
+        """Sequences that have had a slot, now or before a preemption."""
         return len(self.running) + self.waiting.num_preempted
 
     def schedule_none(self, now: float) -> PendingStep | None:
-        """A step without rows, to keep others company. None while `depth` steps are in flight."""
+        """A dummy step for lockstep ranks without work. None while `depth` steps are in flight."""
         if len(self.in_flight) >= self.depth:
             return None
         pending = PendingStep(self.step + 1, now)
@@ -162,7 +162,7 @@ class Scheduler:
     # ------------------------------------------------------------ passes of one step
 
     def _sort_rows(self) -> None:
-        """Brings `prefilling` and `decode_batch` up to date with what ended, yielded or got ready since the last step."""
+        """Updates `prefilling` and `decode_batch`: sequences have ended, been preempted or begun to decode since the last step."""
         if self.prefilling:
             self.prefilling = [row for row in self.prefilling if not row.is_decoding and row.num_left > 0 <= row.row]
         is_live = self.columns.decoding[self.decode_batch.slots]
@@ -177,7 +177,7 @@ class Scheduler:
                 self.decode_batch = self.decode_batch.plus(joining)
 
     def _decode(self, pending: PendingStep) -> None:
-        """Plans one token for every row that has one to compute. Array operations: every row is in almost every step."""
+        """Plans one token for every sequence that has one to compute. Array operations: almost every sequence is in every step."""
         decode_batch, columns = self.decode_batch, self.columns
         mask = self._who_decodes(decode_batch)
         if mask is not None:
@@ -203,7 +203,7 @@ class Scheduler:
             columns.token[slots] = NOTHING
 
     def _who_decodes(self, decode_batch: DecodeBatch) -> Mask | None:
-        """The rows whose token the workers can compute, as far as budget and blocks go, first come first served. None: all."""
+        """The sequences whose token the workers can compute within budget and blocks, in policy order. None: all."""
         columns, slots = self.columns, decode_batch.slots
         room = min(self.limits.max_num_tokens, -(-len(self.running) // self._num_parts))
         if self.ahead and len(decode_batch) <= min(room, self.cache.num_available):
@@ -217,9 +217,9 @@ class Scheduler:
         return None if mask.all() else mask
 
     def _prefill_all(self, pending: PendingStep, *, admits: bool) -> None:
-        """Plans chunks of the running rows that have known tokens to compute, in order. Where these do not all fit, a long prompt
-        leaves a part of the step, at most half, to short ones behind it (of a quarter of the step each), which would else wait for
-        all of its chunks. So it takes at most twice its time, and only while short ones come."""
+        """Plans chunks of the running sequences that have known tokens to compute, in order. If they do not all fit, a long prompt
+        leaves up to half of the step to short prompts behind it (at most a quarter of a step each), which would otherwise wait for
+        all its chunks. So it takes at most twice its time, and only while short ones arrive."""
         if not self.prefilling:
             return
         budget = self.limits.max_num_tokens - pending.total_tokens
@@ -237,7 +237,7 @@ class Scheduler:
                 self._prefill(pending, request, kept)
 
     def _can_start_short(self, short: int) -> bool:
-        """The head of the queue has a short prompt, and lacks nothing but a part of the step."""
+        """Whether the head of the queue has a short prompt, and lacks only token budget."""
         if not self.free_rows or not self.admits or (head := self.waiting.peek()) is None:
             return False
         if head.state is not State.WAITING or head.num_tokens > short:
@@ -247,7 +247,7 @@ class Scheduler:
         return cache.num_available - owed >= cache.blocks_for(head.num_tokens)
 
     def _prefill(self, pending: PendingStep, request: Request, kept: int = 0) -> None:
-        """Plans the next chunk of a running row, as far as blocks go, and the budget without what is `kept` for others."""
+        """Plans the next chunk of a running sequence, within its blocks and the budget less the tokens `kept` for others."""
         num_tokens = min(
             self._chunk(pending, request.num_left), self.limits.max_num_tokens - pending.total_tokens - kept
         )
@@ -263,8 +263,8 @@ class Scheduler:
     def _admit(self, pending: PendingStep, now: float) -> None:
         """Starts queued requests in order while slots, budget and blocks last. The head is never overtaken.
 
-        A request needs blocks for all its known tokens, beyond what half-filled rows still lack: so only decoding can ever
-        run out of blocks. One that was preempted must find more than that, or it would be thrown out again at once.
+        A request needs blocks for all its known tokens, beyond those that partly prefilled sequences still need: so only decoding
+        can run out of blocks. A preempted request must find more than that, or it would be preempted again at once.
         """
         cache = self.cache
         if self.policy.is_metered and self.free_rows:
@@ -298,7 +298,7 @@ class Scheduler:
         return min(begun, key=_key, default=None)
 
     def _start(self, request: Request, hits: list[int], now: float) -> None:
-        """Queue to running: a slot and the matched prefix."""
+        """Moves a request from the queue to running, with a slot and the matched prefix."""
         self.waiting.discard(request)
         request.move(State.RUNNING)
         request.take_slot(self.free_rows.pop(), self.columns)
@@ -312,7 +312,7 @@ class Scheduler:
         insort(self.prefilling, request, key=_key)
 
     def _plan(self, pending: PendingStep, request: Request, num_tokens: int) -> None:
-        """Adds a row to the pending step; its full blocks can be shared from this step on."""
+        """Adds a sequence to the pending step; its full blocks can be shared from this step on."""
         sample = num_tokens == request.num_left and request.num_output < request.params.max_tokens
         pending.add(request, num_tokens, sample=sample)
         self.cache.seal(request)
@@ -322,7 +322,7 @@ class Scheduler:
             self._joining.append(request)
 
     def _chunk(self, pending: PendingStep, num_left: int) -> int:
-        """How many of `num_left` tokens of one row may join the pending step."""
+        """How many of `num_left` tokens of one sequence fit into the pending step."""
         limits = self.limits
         budget = limits.max_num_tokens - pending.total_tokens
         if limits.chunk:
@@ -332,7 +332,7 @@ class Scheduler:
         return min(num_left, budget)
 
     def _take_slot(self) -> bool:
-        """Where the policy says so, frees a slot for the head of the queue. True if a row lost it."""
+        """Frees a slot for the head of the queue if the policy says so. True if a sequence lost it."""
         if not self.policy.takes_slots or self.free_rows or not self.admits or (head := self.waiting.peek()) is None:
             return False
         rows = [row for row in self._preemptible() if self.policy.is_spent(row, head)]
@@ -346,7 +346,7 @@ class Scheduler:
     # ------------------------------------------------------------ blocks running out
 
     def _make_room(self) -> bool:
-        """Preempts until every row that is about to decode into a new block can have one. True if anybody was preempted."""
+        """Preempts until every sequence about to decode into a new block can have one. True if any was preempted."""
         cache = self.cache
         if cache.num_available >= len(self.running):
             return False
@@ -356,16 +356,16 @@ class Scheduler:
                 return preempted
             candidates = self._preemptible()
             if len(candidates) < 2 and (self.in_flight or not candidates):
-                return preempted  # a step in flight will give blocks back; the rows left over sit this one out
+                return preempted  # a step in flight will release blocks; the sequences left over skip this step
             self._preempt(self.policy.victim(candidates, cache.work_lost))
             preempted = True
 
     def _preemptible(self) -> list[Request]:
-        """Running rows that no step in flight needs."""
+        """Running sequences that may be preempted now: with `ahead` all, else those in no step in flight."""
         return [row for row in self.running if self.ahead or row.last_step <= self.completed]
 
     def _num_needing(self) -> int:
-        """Rows that are about to decode into a block that they do not have."""
+        """Number of sequences about to decode into a block that they do not have."""
         columns = self.columns
         slots = self.decode_batch.slots
         needing = columns.decoding[slots] & (columns.token[slots] != NOTHING)
@@ -373,21 +373,21 @@ class Scheduler:
         return int(np.count_nonzero(needing))
 
     def _num_promised(self) -> int:
-        """Blocks that the steps in flight will give back. Only rows planned ahead are preempted before their step is over."""
+        """Blocks that the steps in flight will release. Only sequences planned ahead are preempted before their step is over."""
         if not self.ahead:
             return 0
         counts = self.cache.pool.counts
         return sum(counts[block] == 1 for pending in self.in_flight for block in pending.fenced)
 
     def _unblock(self, now: float) -> PendingStep | None:
-        """Nothing could be planned. With no step in flight somebody must yield, or the engine would stand still."""
+        """Nothing could be planned. With no step in flight a sequence must be preempted, or the engine would make no progress."""
         if self.in_flight or not self.running:
             return None
         self._preempt(self.policy.victim(self.running, self.cache.work_lost))
         return self.schedule(now)
 
     def _preempt(self, request: Request, *, sound: bool = True) -> None:
-        """Running to queue, at its old place, to be recomputed."""
+        """Moves a running request back to its old position in the queue, to be recomputed."""
         self._give_up(request, sound=sound)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -395,8 +395,8 @@ class Scheduler:
         self.waiting.push(request)
 
     def _give_up(self, request: Request, *, sound: bool = True) -> None:
-        """Takes slot and blocks from a running row, and its share of the steps in flight, whose blocks are fenced. Others may
-        find what it has computed, if that is `sound`."""
+        """Takes slot and blocks from a running sequence and removes it from the steps in flight, whose blocks are fenced. Others
+        may find what it has computed, if that is `sound` (valid)."""
         if sound:
             self.cache.seal(request)
         if self.policy.is_metered:

@@ -1,7 +1,7 @@
-"""The queue of an engine: requests in the order of a policy, which may change with what was served meanwhile.
+"""The queue of an engine: requests in the order of a policy, which may change with the service received.
 
-Used by the scheduler. Requests queue in lanes (a client, or one lane for all). Inside a lane the order is by `request.key`, which
-is set on entry and stays; between lanes it is by the lane's standing, which may grow at any time. So nothing is ever sorted:
+Used by the scheduler. Requests queue in lanes (one per client, or a single one). Inside a lane the order is by `request.key`, set
+on entry; between lanes it is by the lane's standing, which may grow at any time. So the queue is never sorted:
 
     lanes   [(standing, turn, lane), ...]     heap; an entry whose standing has grown is corrected when it surfaces
     a lane  [(key, request), ...]             heap; an entry whose request has left is dropped when it surfaces
@@ -21,7 +21,7 @@ Entry: TypeAlias = tuple[float, int, Hashable]
 
 
 class WaitingQueue:
-    """All operations O(log n), amortized over the entries that they leave behind. Iterates in no particular order."""
+    """All operations O(log n), amortized over stale entries. Iterates in no particular order."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -40,7 +40,7 @@ class WaitingQueue:
         return chain.from_iterable(lane.live.values() for lane in self._lanes.values())
 
     def push(self, request: Request) -> None:
-        """Queues a request, under the key that it has now."""
+        """Queues a request under its current key."""
         name = self._policy.lane(request)
         lane = self._lanes.get(name)
         if lane is None:
@@ -72,7 +72,7 @@ class WaitingQueue:
         return None
 
     def num_ahead(self, request: Request) -> int:
-        """How many of those queued would go before one that is about to be. Looks at each."""
+        """How many queued requests would go before one that is about to be queued. O(n)."""
         policy = self._policy
         name = policy.lane(request)
         own = policy.standing(name) if name in self._lanes else max(self._floor, policy.standing(name))
@@ -85,7 +85,7 @@ class WaitingQueue:
         )
 
     def discard(self, request: Request) -> None:
-        """Takes a queued request out, wherever it stands."""
+        """Removes a queued request from any position."""
         name = self._policy.lane(request)
         lane = self._lanes[name]
         lane.discard(request)
@@ -100,7 +100,7 @@ class WaitingQueue:
 
 
 class _Lane:
-    """Requests among which keys alone decide. `entry` is its place among the lanes."""
+    """Requests ordered by key alone. `entry` is its entry in the heap of lanes."""
 
     __slots__ = ("_heap", "entry", "live")
 

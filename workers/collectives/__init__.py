@@ -1,4 +1,4 @@
-"""Ways for the workers of one engine to compute together, behind models.forward.Group. Only workers import this."""
+"""Collectives between the workers of one engine, behind models.forward.Group. Only workers import this."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_group(mesh: Mesh, arena: str, *, timeout_s: float = 15.0, step_timeout_
 
 
 def make_cuda_group(mesh: Mesh, arena: str, num_cards: int, *, gathered_bytes: int, load_timeout_s: float) -> CudaGroup:
-    """The group of worker `mesh`, one of several whose tensors are on GPUs. Ranks wait for each other's weights `load_timeout_s`.
+    """The group of worker `mesh`, one of several whose tensors are on GPUs. Ranks wait `load_timeout_s` for each other's weights.
 
     Raises as make_group.
     """

@@ -1,6 +1,6 @@
-"""Which way a sum over GPUs goes, by its size: pushed, one-shot or two-shot over peer memory, or NCCL. Pure.
+"""All-reduce algorithm by message size: pushed, one-shot or two-shot over peer memory, or NCCL. Pure.
 
-The times come from workers.collectives.cuda, which measures once at the start; all ranks choose from the same numbers.
+The times come from workers.collectives.cuda, measured once at the start; all ranks choose from the same numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 TRIED = tuple(1 << shift for shift in range(13, 27))  # bytes: 8 KiB to 64 MiB
 PUSHED_BYTES = 512 << 10  # payload of a pushed message, at most
-STAGED_BYTES = 8 << 20  # of a staged one, at least
+STAGED_BYTES = 8 << 20  # size of a staging buffer, at least
 
 
 class AllReduceAlgo(IntEnum):
-    """The first three as models._cuda.Peers numbers them."""
+    """The first three are numbered as in models._cuda.Peers."""
 
     PUSHED = 0
     ONE_SHOT = 1
@@ -24,21 +24,21 @@ class AllReduceAlgo(IntEnum):
 
 
 class AlgoRange(NamedTuple):
-    """Messages of up to `most` bytes go this way."""
+    """Messages of up to `most` bytes use this algorithm."""
 
     most: int
     way: AllReduceAlgo
 
 
 def usable(size: int, *, pushed: int, staged: int, has_peers: bool, has_nccl: bool) -> list[AllReduceAlgo]:
-    """The ways that take `size` bytes at once."""
+    """The algorithms that can reduce `size` bytes in one piece."""
     limits = {AllReduceAlgo.PUSHED: pushed, AllReduceAlgo.ONE_SHOT: staged, AllReduceAlgo.TWO_SHOT: staged}
     ways = [way for way, most in limits.items() if has_peers and size <= most and size % 16 == 0]
     return [*ways, AllReduceAlgo.NCCL] if has_nccl else ways
 
 
 def steps_from(times: Mapping[int, Mapping[AllReduceAlgo, float]]) -> list[AlgoRange]:
-    """The fastest way for every size tried, neighbours that agree made one. Beyond the last size its way holds."""
+    """The fastest algorithm for every size tried, with equal neighbours merged. The last one also applies beyond the last size."""
     steps: list[AlgoRange] = []
     for size in sorted(times):
         way = min(times[size], key=lambda w: (times[size][w], w))
@@ -49,7 +49,7 @@ def steps_from(times: Mapping[int, Mapping[AllReduceAlgo, float]]) -> list[AlgoR
 
 
 def default_steps(pushed: int, staged: int, *, has_peers: bool, has_nccl: bool) -> list[AlgoRange]:
-    """Where nothing was measured."""
+    """The ranges used without measurements."""
     if not has_peers:
         return [AlgoRange(staged, AllReduceAlgo.NCCL)]
     most = AllReduceAlgo.NCCL if has_nccl else AllReduceAlgo.TWO_SHOT
@@ -61,7 +61,7 @@ def default_steps(pushed: int, staged: int, *, has_peers: bool, has_nccl: bool) 
 
 
 def way_of(steps: Sequence[AlgoRange], size: int) -> AllReduceAlgo:
-    """The way of a message of `size` bytes."""
+    """The algorithm for a message of `size` bytes."""
     return next((step.way for step in steps if size <= step.most), steps[-1].way)
 
 

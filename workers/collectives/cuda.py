@@ -1,10 +1,10 @@
 """Collectives between the GPUs of one engine on one host: peer memory for small messages, NCCL for large ones and between stages,
-torch.distributed where neither can be had.
+torch.distributed where neither is available.
 
 Implements models.forward.Group over tensors on the current device; all calls launch on the current stream and can be captured in a
-graph, but for what passes through the host: torch.distributed, and stages that share a card. The ranks find each other over the
-engine's arena (workers.collectives.rendezvous). All ranks get the same bits. A rank that fails, stops or falls silent makes
-`check` or the call that waits for it raise CollectiveError within 15 s.
+CUDA graph, except those staged through the host: torch.distributed, and stages that share a GPU. The ranks find each other over the
+engine's arena (workers.collectives.rendezvous). Results are bit-identical on all ranks. When a rank fails, stops or falls silent,
+`check` or the call that waits for it raises CollectiveError within 15 s.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from trireme.workers.collectives.torch_dist import TorchComm
 from trireme.workers.collectives.watchdog import CollectiveWatchdog
 
 MEET_S = 120.0  # ranks of one engine start at about the same time
-TOLD = (8 << 10, 8 << 20)  # bytes of sums whose times are told where they are long
+TOLD = (8 << 10, 8 << 20)  # bytes of the all-reduces timed where they are staged through the host
 
 
 class AllReduceChoice(NamedTuple):
-    """Which way sums go, and why."""
+    """The all-reduce algorithm chosen, and why."""
 
     how: str
     why: str
@@ -54,8 +54,8 @@ class AllReduceChoice(NamedTuple):
 class CudaGroup:
     """The ranks of one stage, and its neighbour stages. All ranks make the same calls in the same order, from one thread.
 
-    `host` connects them while they start. `num_cards` are the GPUs of this host, in the order of Mesh.card. `gathered_bytes` is
-    what a rank contributes to the largest all_gather; larger ones pass in pieces.
+    `host` connects them during start-up. `num_cards` is the number of GPUs of this host, indexed by Mesh.card. `gathered_bytes` is
+    a rank's contribution to the largest all_gather; larger ones are split.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CudaGroup:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether everything here may be part of a CUDA graph: not what passes through the host."""
+        """Whether every call can be part of a CUDA graph: not when staged through the host."""
         mesh = self._mesh
         is_linked = (mesh.is_first_stage or self._before is not None) and (
             mesh.is_last_stage or self._behind is not None
@@ -93,11 +93,11 @@ class CudaGroup:
 
     @property
     def _is_staged(self) -> bool:
-        """Whether sums pass through the host."""
+        """Whether all-reduces are staged through the host."""
         return isinstance(self._large, TorchComm)
 
     def measure(self) -> AllReduceChoice:
-        """Times every way once, and takes the fastest for each size; all ranks call it together. Says what was chosen."""
+        """Times every algorithm once, and takes the fastest for each size; all ranks call it together. Returns the choice."""
         if self.size == 1:
             return AllReduceChoice("none needed", "one GPU has all of a layer")
         if self._is_staged:
@@ -113,7 +113,7 @@ class CudaGroup:
         return self._met.all_lacks() if self._met is not None else ""
 
     def _cost(self) -> str:
-        """What sums through the host take, in words."""
+        """Time of all-reduces through the host, in words."""
         times = []
         with self.watch.guard(MEET_S):
             for size in TOLD:
@@ -139,7 +139,7 @@ class CudaGroup:
     # ------------------------------------------------------------ collectives
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, in place; the same bits everywhere."""
+        """Sum over ranks, in place; bit-identical on all ranks."""
         if self.size == 1 or x.numel() == 0:
             return x
         if not x.is_contiguous():
@@ -174,7 +174,7 @@ class CudaGroup:
         return joined.view(*x.shape[:-1], sum(sizes))
 
     def reduce_rows(self, x: Tensor) -> Tensor:
-        """The sum over ranks of this rank's part of x [T, ...], in its place there; the parts are equal, the others are spoilt."""
+        """Reduce-scatter in place: this rank's part of x [T, ...] becomes the sum; the other parts are garbage. Equal parts."""
         own = x.view(self.size, -1, *x.shape[1:])[self.rank]
         if self._nccl is not None:
             return self._nccl.reduce_scatter(x, own)
@@ -182,12 +182,12 @@ class CudaGroup:
         return own
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """Fills x [T, ...], of which each rank has its own part; of any type."""
+        """All-gather in place: fills x [T, ...], of which each rank has its own part. Any dtype."""
         parts = x.view(torch.uint8).view(self.size, -1)
         if self._nccl is not None:
             self._nccl.all_gather(parts[self.rank], parts)
             return x
-        halves = parts.view(torch.float16)  # (peer memory passes no single bytes)
+        halves = parts.view(torch.float16)  # (peer memory cannot pass single bytes)
         most = self._staged // halves.itemsize
         for start in range(0, halves.shape[1], most):
             of_all = halves[:, start : start + most]
@@ -197,13 +197,13 @@ class CudaGroup:
         return x
 
     def send_next(self, x: Tensor) -> None:
-        """Pass hidden states to the same tp rank of the next stage."""
+        """Sends hidden states to the same tp rank of the next stage."""
         if self._behind is not None:
             return self._behind.send(x.contiguous(), 1)
         return self._host.send_next(x.cpu().view(torch.uint8))
 
     def recv_prev(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Receive hidden states from the previous stage; the shape must be the sent one."""
+        """Receives hidden states from the previous stage; the shape must be the sent one."""
         return self.recv_into(torch.empty(shape, dtype=dtype, device="cuda"))
 
     def recv_into(self, x: Tensor) -> Tensor:
@@ -215,25 +215,25 @@ class CudaGroup:
         return x
 
     def barrier(self) -> None:
-        """Returns when the processes of all ranks of the stage are here; says nothing of their devices."""
+        """Returns when the processes of all ranks of the stage have arrived; does not wait for their devices."""
         if self.size > 1:
             self._host.barrier()
 
-    # ------------------------------------------------------------ trouble
+    # ------------------------------------------------------------ failures
 
     def guard(self, stuck_s: float) -> AbstractContextManager[None]:
-        """Bounds what is done inside, when other ranks have a part in it."""
+        """Bounds the time of work inside in which other ranks take part."""
         return self.watch.guard(stuck_s)
 
     def check(self) -> None:
-        """Raises CollectiveError when results since the last call cannot be trusted. Call it when the device has done a step."""
+        """Raises CollectiveError when results since the last call are invalid. Call it when the device has finished a step."""
         reason = self.watch.reason or (self._peers.failure() if self._peers is not None else "")
         if reason:
             self.abort()
             raise CollectiveError(f"rank {self._mesh.worker}: {reason}")
 
     def abort(self) -> None:
-        """Ends all that is under way on this rank's device, and makes the other ranks fail too."""
+        """Ends all work in flight on this rank's device, and makes the other ranks fail too."""
         met = self._met
         if met is not None and met.peers is not None:
             met.peers.abort()
@@ -242,11 +242,11 @@ class CudaGroup:
             comm.abort()
 
     def close(self) -> None:
-        """No more is looked after."""
+        """Stops the watchdog."""
         self.watch.close()
 
     def _comms(self) -> list[NcclComm | TorchComm]:
-        met = self._met  # (the watch may ask before there is one)
+        met = self._met  # (the watchdog may ask before there is one)
         found = (met.nccl, met.torch, met.before, met.behind) if met is not None else ()
         return [comm for comm in found if comm is not None]
 
@@ -254,7 +254,7 @@ class CudaGroup:
         return next((text for text in (comm.failure() for comm in self._comms()) if text), "")
 
     def _reason(self) -> str:
-        """Why the watch has ended everything."""
+        """Why the watchdog aborted the collectives."""
         return f"rank {self._mesh.worker}: {self.watch.reason}" if self.watch.reason else ""
 
 

@@ -1,6 +1,6 @@
-"""The engines that step together with this one, as its Runner meets them: agree first, then compute for each other.
+"""Lockstep peers of this engine, as its Runner uses them: agree on a step, then exchange tokens of the experts.
 
-Made by workers.cpu.worker for a model whose experts lie on several engines.
+Made by workers.cpu.worker for a model whose experts are split over several engines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trireme.workers.collectives.lockstep import Peers
 
 
 class ExpertParallelPeers:
-    """Satisfies runner.Company. `experts` goes into the model, which `join` brings back here."""
+    """Implements runner.LockstepPeers. `experts` goes into the model, which `join` brings back here."""
 
     def __init__(self, arena: str, mesh: Mesh, *, timeout_s: float) -> None:
         self._peers = Peers(arena, mesh.dp_rank, mesh.dp, timeout_s=timeout_s)
@@ -38,5 +38,5 @@ class ExpertParallelPeers:
         self._model.dummy_forward()
 
     def facts(self) -> dict[str, Any]:
-        """Steps taken together, and a checksum over what was agreed in them."""
+        """Steps taken in lockstep, and a checksum over what was agreed in them."""
         return {"collectives": self._peers.num_steps, "trace": self._peers.trace}

@@ -1,6 +1,6 @@
-"""Experts of a model on several engines, behind models.forward.ExpertGroup: tokens of all engines go to all, sums come back.
+"""Expert parallelism over several engines, behind models.forward.ExpertGroup: all-gather of tokens, sum of outputs.
 
-Every engine brings a batch of the agreed shape, filled up with zeros; one with nothing to do brings nothing but zeros.
+Every engine contributes a batch of the agreed shape, padded with zeros; one without work contributes only zeros.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from trireme.workers.collectives.lockstep import Peers, run
 
 
 class SplitExperts:
-    """This engine's share. `num_tokens` is the shape that all have agreed on for the step under way."""
+    """This engine's share. `num_tokens` is the padded batch size agreed for the running step."""
 
     def __init__(self, peers: Peers) -> None:
         self.rank, self.size = peers.rank, peers.size
@@ -20,13 +20,13 @@ class SplitExperts:
         self._peers = peers
 
     def spread(self, x: Tensor) -> Tensor:
-        """The rows of all engines, by rank, from this one's [T, H]."""
+        """All-gathers the tokens of all engines, by rank, from this one's [T, H]."""
         padded = torch.zeros(self.num_tokens, *x.shape[1:])
         padded[: x.shape[0]] = x
         return torch.from_numpy(self._peers.gather(padded.numpy())).flatten(0, 1)
 
     def collect(self, x: Tensor, count: int) -> Tensor:
-        """The first `count` of this engine's rows, each summed over all engines, from what each has computed for all rows."""
+        """The first `count` of this engine's tokens, each summed over the outputs that all engines computed for it."""
         x = x.float().contiguous()
         run(lambda: self._peers.comm.all_reduce(x.data_ptr(), x.numel()))
         return self.own(x, count)

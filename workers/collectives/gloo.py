@@ -62,30 +62,30 @@ class GlooGroup:
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
     def reduce_scatter(self, x: Tensor, sizes: list[int]) -> Tensor:
-        """Sum over ranks, of which rank i keeps its sizes[i] columns of the last dim."""
+        """Sum over ranks; rank i keeps its sizes[i] columns of the last dim."""
         if self.size == 1:
             return x
         start = sum(sizes[: self.rank])
         return self.all_reduce(x.clone())[..., start : start + sizes[self.rank]].contiguous()
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Every rank's x becomes that of rank `root`, in place."""
+        """Copies rank `root`'s x to every rank, in place."""
         if self.size > 1:
             _run(lambda: dist.broadcast(x, src=self._mesh.tp_group()[root], group=self._stage))
         return x
 
     def barrier(self) -> None:
-        """Returns when all ranks of the stage are here."""
+        """Returns when all ranks of the stage have arrived."""
         _run(lambda: dist.barrier(group=self._stage))
 
     def send_next(self, x: Tensor) -> None:
-        """Pass hidden states to the same tp rank of the next stage."""
+        """Sends hidden states to the same tp rank of the next stage."""
         work = _run(lambda: dist.isend(x.contiguous(), self._mesh.worker + self._mesh.tp))
         assert work is not None
         _run(lambda: work.wait(self._timeout))
 
     def recv_prev(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Receive hidden states from the previous stage."""
+        """Receives hidden states from the previous stage."""
         out = torch.empty(shape, dtype=dtype)
         work = _run(lambda: dist.irecv(out, self._mesh.worker - self._mesh.tp))
         assert work is not None
@@ -99,7 +99,7 @@ class GlooGroup:
 
 
 def _stage_groups(mesh: Mesh, limit: timedelta) -> list[Any]:
-    """Every process makes every stage's group, in the same order, as torch.distributed wants it."""
+    """Every process creates every stage's group, in the same order, as torch.distributed requires."""
     return [dist.new_group(mesh.at_worker(stage * mesh.tp).tp_group(), timeout=limit) for stage in range(mesh.pp)]
 
 

@@ -1,8 +1,8 @@
-"""This engine's end of what engines in lock step share: the agreement before each step, and batches of the agreed shape.
+"""Collectives between lockstep engines: the agreement before each step, and batches of the agreed shape.
 
-Used by workers of engines that split the experts of a model. Torch-free. Rests on the shared memory of
-trireme/topology/arena.py, so it never waits for ever: the death of another engine, an abort and a time-out raise
-CollectiveError, after which all must start again.
+Used by workers of engines that split the experts of a model. Torch-free. Uses the shared memory of
+trireme/topology/arena.py and never waits forever: the death of another engine, an abort and a time-out raise
+CollectiveError, after which all engines must restart.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Peers:
         self.rank = rank
         self.size = size
         self.num_steps = 0
-        self.trace = 0  # a checksum over all that was ever agreed: alike on all engines
+        self.trace = 0  # a checksum over everything agreed so far: equal on all engines
         native = load_native()
         self.comm: Any = run(lambda: native.Comm(arena, rank, 0, timeout_s, timeout_s))
 
     def agree(self, ballot: Ballot | None, num_tokens: int, num_pieces: int = 1) -> Agreed:
-        """What all engines say of this step: one gather."""
+        """Combines the ballots of all engines for this step: one all-gather."""
         if ballot is None:
             raise EngineError("a step came without a ballot to an engine that steps together with others")
         own = np.array(ballot._replace(num_tokens=num_tokens, num_pieces=num_pieces), np.int64)
@@ -44,7 +44,7 @@ class Peers:
         return agreed
 
     def gather(self, x: NDArray[Item]) -> NDArray[Item]:
-        """Every engine's x, by rank: they have one shape."""
+        """All engines' x, by rank; they have the same shape."""
         x = np.ascontiguousarray(x)
         out = np.empty((self.size, *x.shape), x.dtype)
         sizes = [x.nbytes] * self.size
@@ -52,7 +52,7 @@ class Peers:
         return out
 
     def abort(self) -> None:
-        """Fails every collective of the group, now and later. For an engine that cannot go on."""
+        """Fails every collective of the group, now and later. For an engine that cannot continue."""
         self.comm.abort()
 
 

@@ -1,4 +1,4 @@
-"""NCCL's communicators through ctypes: the library that torch brings along, called without torch.distributed.
+"""NCCL communicators through ctypes: the library that ships with torch, called without torch.distributed.
 
 Used by workers.collectives.cuda. Calls launch on torch's current stream, so they can be captured in a CUDA graph. A failure of a
 peer shows in `failure`, not in the call; `abort` ends kernels that wait for one. NVLink multicast stays off.
@@ -29,7 +29,7 @@ TYPES = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-SUM, MAX = 0, 2  # what a reduction can be
+SUM, MAX = 0, 2  # reduction operators
 IN_PROGRESS = 7
 # NCCL reads the process's environment when it is first used.
 SETTINGS = {b"NCCL_NVLS_ENABLE": b"0"}
@@ -38,7 +38,7 @@ _pointer, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 class UniqueId(ctypes.Structure):
-    """What the ranks of one communicator have in common; rank 0 makes it."""
+    """The id shared by the ranks of one communicator; rank 0 creates it."""
 
     _fields_ = (("internal", ctypes.c_ubyte * ID_BYTES),)
 
@@ -61,7 +61,7 @@ SIGNATURES: dict[str, list[Any]] = {
 
 
 class Nccl:
-    """The library. Its methods raise CollectiveError with NCCL's own words."""
+    """The library. Its methods raise CollectiveError with NCCL's own message."""
 
     def __init__(self, native: Any) -> None:
         for name, arguments in SIGNATURES.items():
@@ -76,24 +76,24 @@ class Nccl:
             raise CollectiveError(f"{name}: {self.text(status)}")
 
     def text(self, status: int) -> str:
-        """What a status means."""
+        """The message of a status code."""
         return str(self._native.ncclGetErrorString(status).decode())
 
     def version(self) -> int:
-        """22803 is 2.28.3."""
+        """The version as a number: 22803 is 2.28.3."""
         found = _int()
         self.call("ncclGetVersion", ctypes.byref(found))
         return found.value
 
     def unique_id(self) -> bytes:
-        """For one communicator; the same bytes go to all of its ranks."""
+        """An id for one communicator; all of its ranks must get the same bytes."""
         made = UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made.internal)
 
 
 def places() -> list[str]:
-    """Where the library may be, the likeliest first: torch's packages, what torch itself is linked with, where the system looks."""
+    """Candidate paths of the library, likeliest first: torch's packages, what torch is linked with, the system's search path."""
     found = []
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations or [] if spec else []:
@@ -104,7 +104,7 @@ def places() -> list[str]:
 
 
 def load_nccl(candidates: Iterable[str] | None = None) -> Nccl:
-    """The first of `candidates` (`places()`) that loads. Raises CollectiveError with what each attempt said."""
+    """The first of `candidates` (default `places()`) that loads. Raises CollectiveError listing every attempt's error."""
     libc = ctypes.CDLL(None)
     for name, value in SETTINGS.items():
         libc.setenv(name, value, 1)
@@ -120,7 +120,7 @@ def load_nccl(candidates: Iterable[str] | None = None) -> Nccl:
 
 
 class _Launch(NamedTuple):
-    """A tensor as NCCL takes it."""
+    """A tensor as NCCL arguments."""
 
     address: int
     values: int
@@ -128,9 +128,9 @@ class _Launch(NamedTuple):
 
 
 class NcclComm:
-    """One communicator. All its ranks make the same calls in the same order; each call returns at once.
+    """One communicator. All its ranks make the same calls in the same order; calls are asynchronous.
 
-    Raises CollectiveError when the ranks do not meet within `timeout_s`.
+    Raises CollectiveError when the ranks do not connect within `timeout_s`.
     """
 
     def __init__(self, nccl: Nccl, unique_id: bytes, rank: int, size: int, *, timeout_s: float) -> None:
@@ -161,29 +161,29 @@ class NcclComm:
         return out
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
-        """out = all ranks' x, one after the other."""
+        """out = all ranks' x, concatenated."""
         at, to = _launch(x), _launch(out)
         _need(to.values == self.size * at.values and at.type == to.type, f"{to.values} values for parts of {at.values}")
         self._run("ncclAllGather", at.address, to.address, at.values, at.type)
         return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Every rank's x becomes that of rank `root`, in place."""
+        """Copies rank `root`'s x to every rank, in place."""
         at = _launch(x)
         self._run("ncclBroadcast", at.address, at.address, at.values, at.type, root)
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """To one rank, which receives as many values."""
+        """Sends to one rank, which must receive as many values."""
         self._run("ncclSend", *_launch(x), to)
 
     def recv(self, x: Tensor, source: int) -> Tensor:
-        """From one rank, into x."""
+        """Receives from one rank, into x."""
         self._run("ncclRecv", *_launch(x), source)
         return x
 
     def failure(self) -> str:
-        """What has gone wrong since the start, "" while nothing has. Any thread may ask."""
+        """The first failure since the start, "" while there is none. Callable from any thread."""
         if not self._handle:
             return "the communicator was aborted"
         found = _int()
@@ -191,7 +191,7 @@ class NcclComm:
         return self._nccl.text(found.value) if found.value not in (0, IN_PROGRESS) else ""
 
     def abort(self) -> None:
-        """Ends kernels under way; the communicator is of no use afterwards. Any thread may, any number of times."""
+        """Ends kernels in flight; the communicator is unusable afterwards. Callable from any thread, any number of times."""
         handle, self._handle = self._handle, _pointer()
         if handle:
             self._nccl.call("ncclCommAbort", handle)
@@ -203,7 +203,7 @@ class NcclComm:
 
 
 def within(timeout_s: float, do: Callable[[], None], doing: str) -> None:
-    """Runs `do` in a thread of its own. Raises what it raises, or CollectiveError when it takes longer."""
+    """Runs `do` in a thread of its own. Raises what it raises, or CollectiveError after `timeout_s`."""
     failed: list[BaseException] = []
 
     def run() -> None:

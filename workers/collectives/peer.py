@@ -1,7 +1,7 @@
-"""Sums and concatenations over memory that GPUs of one host map into each other: models._cuda.Peers for tensors.
+"""All-reduce and all-gather over memory that GPUs of one host map into each other: models._cuda.Peers for tensors.
 
 Used by workers.collectives.cuda, which exchanges the handles. Calls launch on the current stream and can be captured in a graph;
-longer messages than the memory holds pass in pieces.
+messages longer than the buffer are split.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from trireme.errors import CollectiveError
 from trireme.models.cuda import ops as cuda_ops
 from trireme.workers.collectives.allreduce_algos import AllReduceAlgo
 
-DEADLINE_S = 14.0  # of one kernel; the watch aborts a little earlier
+DEADLINE_S = 14.0  # of one kernel; the watchdog aborts a little earlier
 _TEXTS = {1: "the collectives were aborted", 2: "another rank did not take part in a sum"}
 
 
 class PeerMemory:
-    """This rank's region and those of the others, once `open` has seen all handles. Raises CollectiveError."""
+    """This rank's region, and those of the others once `open` has all handles. Raises CollectiveError."""
 
     HANDLE_BYTES = 64
 
@@ -39,7 +39,7 @@ class PeerMemory:
             raise CollectiveError(f"no memory for collectives: {error}") from None
 
     def handle(self) -> bytes:
-        """For the other ranks."""
+        """This region's handle, for the other ranks."""
         try:
             return bytes(self._native.handle())
         except RuntimeError as error:
@@ -53,7 +53,7 @@ class PeerMemory:
             raise CollectiveError(str(error)) from None
 
     def all_reduce(self, x: Tensor, way: AllReduceAlgo) -> Tensor:
-        """Sum over ranks in rank order, in place, added in float32. x is contiguous and 16 divides its bytes."""
+        """Sum over ranks in rank order, in place, accumulated in float32. x is contiguous, its size a multiple of 16 bytes."""
         most, size, stream = self._most[way], x.itemsize, torch.cuda.current_stream().cuda_stream
         for start in range(0, x.nbytes, most):
             at, count = x.data_ptr() + start, min(most, x.nbytes - start) // size
@@ -61,7 +61,7 @@ class PeerMemory:
         return x
 
     def all_gather(self, x: Tensor, sizes: list[int]) -> Tensor:
-        """The ranks' x [rows, sizes[rank]] side by side."""
+        """Concatenates the ranks' x [T, sizes[rank]] along the last dim."""
         rows, stream = x.shape[0], torch.cuda.current_stream().cuda_stream
         out = torch.empty(rows, sum(sizes), dtype=x.dtype, device=x.device)
         widths = [size * x.itemsize for size in sizes]
@@ -72,10 +72,10 @@ class PeerMemory:
         return out
 
     def abort(self) -> None:
-        """Ends every kernel under way or to come. Any thread may call it."""
+        """Ends every kernel in flight or launched later. Callable from any thread."""
         self._native.abort()
 
     def failure(self) -> str:
-        """Why results cannot be trusted; "" while they can."""
+        """Why results are invalid; "" while they are valid."""
         status = int(self._native.status())
         return _TEXTS.get(status, f"status {status}") if status else ""

@@ -1,6 +1,6 @@
-"""How the ranks of an engine find out what reaches whom: peer memory, NCCL, and torch.distributed where a stage has neither.
+"""Rendezvous of an engine's ranks: sets up peer memory, NCCL, and torch.distributed where a stage has neither.
 
-Used once by workers.collectives.cuda, over the arena in which the ranks meet. What one rank cannot have, none of its stage has.
+Used once by workers.collectives.cuda, over the engine's arena. A transport that one rank lacks is used by no rank of its stage.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trireme.workers.collectives.peer import PeerMemory
 from trireme.workers.collectives.shm import ShmGroup
 from trireme.workers.collectives.torch_dist import TorchComm, lacks_torch
 
-PATH_BYTES = 512  # of where ranks meet for torch
+PATH_BYTES = 512  # of the path where ranks meet for torch.distributed
 
 
 class Rendezvous:
-    """What this rank has found; `lacks` are the ways that its stage cannot have, and why. Raises CollectiveError when all are.
+    """The transports available to this rank; `lacks` lists those missing in its stage, and why. Raises CollectiveError if all are.
 
     `reason` says why the collectives were aborted.
     """
@@ -45,7 +45,7 @@ class Rendezvous:
         self.peers: PeerMemory | None = None
         self.nccl: NcclComm | None = None
         self.torch: TorchComm | None = None
-        self.before: NcclComm | None = None  # with the stage before this one, and the one behind it
+        self.before: NcclComm | None = None  # with the previous stage, and with the next one
         self.behind: NcclComm | None = None
         if self._size > 1:
             self._open_peers(staged_bytes)
@@ -58,7 +58,7 @@ class Rendezvous:
         return "; ".join(f"no {way}: {why}" for way, why in self.lacks.items())
 
     def _open_peers(self, staged_bytes: int) -> None:
-        """Peer memory, if every rank can have it."""
+        """Peer memory, if every rank can use it."""
         peers: PeerMemory | None = None
         handle = torch.zeros(PeerMemory.HANDLE_BYTES, dtype=torch.uint8)
         try:
@@ -81,7 +81,7 @@ class Rendezvous:
             self.lacks.setdefault("peer memory", "another rank has none")
 
     def _open_nccl(self) -> None:
-        """A communicator of the stage, if every rank can have it."""
+        """A communicator of the stage, if every rank can use NCCL."""
         if len(self._cards(self._mesh.tp_group())) < self._size:
             self.lacks["NCCL"] = "ranks share a GPU"
             return
@@ -114,7 +114,7 @@ class Rendezvous:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _open_neighbours(self) -> None:
-        """A communicator with each; without one, stages pass through the host."""
+        """A communicator with each neighbour stage; without one, stages exchange through the host."""
         mesh = self._mesh
         if not mesh.is_first_stage and len(self._cards([mesh.worker - mesh.tp, mesh.worker])) == 2:
             unique_id = bytes(self._host.recv_prev((ID_BYTES,), torch.uint8).tolist())
@@ -127,7 +127,7 @@ class Rendezvous:
                 self.behind = NcclComm(library, unique_id, 0, 2, timeout_s=self._timeout_s)
 
     def _nccl_and_id(self) -> tuple[Nccl | None, bytes]:
-        """The library and a fresh id; zeros where there is none."""
+        """The library and a fresh id; zeros if it is not available."""
         try:
             library = load_nccl()
             return library, library.unique_id()
@@ -139,9 +139,9 @@ class Rendezvous:
         return {self._mesh.at_worker(worker).card(self._num_cards) for worker in workers}
 
     def _everywhere(self, is_so: bool) -> bool:
-        """Whether it is so on all ranks of the stage."""
+        """Whether `is_so` holds on all ranks of the stage."""
         return bool(self._host.all_gather(torch.tensor([int(is_so)]), [1] * self._size).all())
 
     def _of_first(self, data: bytes) -> bytes:
-        """What rank 0 has given; all give as many."""
+        """Rank 0's `data`; all ranks pass the same length."""
         return bytes(self._host.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8)).tolist())

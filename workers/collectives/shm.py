@@ -1,7 +1,7 @@
 """Collectives between the CPU ranks of one engine over its shared-memory arena: tensors in,
 csrc/cpu/collectives/collectives.cpp below.
 
-Implements models.forward.Group. Never waits for ever: time-outs, dead peers and the arena's abort word raise CollectiveError,
+Implements models.forward.Group. Never waits forever: time-outs, dead peers and the arena's abort word raise CollectiveError,
 after which the engine must be restarted (with a new arena).
 """
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class ShmGroup:
     """The ranks of one stage, and its neighbour stages. All ranks make the same calls in the same order, from one thread.
 
-    `timeout_s` bounds the wait for ranks of the same stage, `step_timeout_s` that for a neighbour stage to do its step.
+    `timeout_s` bounds the wait for ranks of the same stage, `step_timeout_s` that for a neighbour stage's step.
     """
 
     def __init__(self, arena: str, mesh: Mesh, *, timeout_s: float = 15.0, step_timeout_s: float = 60.0) -> None:
@@ -35,7 +35,7 @@ class ShmGroup:
         self._comm = _run(lambda: native.Comm(arena, mesh.tp_rank, mesh.pp_rank, timeout_s, step_timeout_s))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, in place, in rank order (float32; other dtypes are summed as float32 and rounded once)."""
+        """Sum over ranks, in place, in rank order (float32; other dtypes are accumulated in float32 and rounded once)."""
         if self.size == 1:
             return x
         if x.dtype is not torch.float32 or not x.is_contiguous():
@@ -58,7 +58,7 @@ class ShmGroup:
         return out
 
     def reduce_scatter(self, x: Tensor, sizes: list[int]) -> Tensor:
-        """Sum over ranks, of which rank i keeps its sizes[i] columns of the last dim; float32."""
+        """Sum over ranks; rank i keeps its sizes[i] columns of the last dim; float32."""
         if self.size == 1:
             return x
         _check_width(x, sum(sizes))
@@ -68,28 +68,28 @@ class ShmGroup:
         return out.to(x.dtype)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Every rank's x becomes that of rank `root`, in place. x is contiguous."""
+        """Copies rank `root`'s x to every rank, in place. x is contiguous."""
         assert x.is_contiguous()
         _run(lambda: self._comm.broadcast(x.data_ptr(), x.nbytes, root))
         return x
 
     def barrier(self) -> None:
-        """Returns when all ranks of the stage are here."""
+        """Returns when all ranks of the stage have arrived."""
         _run(self._comm.barrier)
 
     def send_next(self, x: Tensor) -> None:
-        """Pass hidden states to the same tp rank of the next stage. Returns once they are in the ring, usually at once."""
+        """Sends hidden states to the same tp rank of the next stage. Returns once they are in the ring, usually at once."""
         x = x.contiguous()
         _run(lambda: self._comm.send_next(x.data_ptr(), x.nbytes))
 
     def recv_prev(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Receive hidden states from the previous stage; the shape must be the sent one."""
+        """Receives hidden states from the previous stage; the shape must be the sent one."""
         out = torch.empty(shape, dtype=dtype)
         _run(lambda: self._comm.recv_prev(out.data_ptr(), out.nbytes))
         return out
 
     def abort(self) -> None:
-        """Fails every collective of this engine, now and later. Call it when this rank cannot go on."""
+        """Fails every collective of this engine, now and later. Call it when this rank cannot continue."""
         self._comm.abort()
 
 

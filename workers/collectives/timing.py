@@ -1,6 +1,6 @@
-"""How long a launch takes on the device, without what the host adds: a graph of several, the best of a few replays.
+"""Device time of a launch without host overhead: a CUDA graph of several launches, the best of a few replays.
 
-Used by workers.collectives.cuda to choose between ways; all ranks call it together.
+Used by workers.collectives.cuda to choose between algorithms; all ranks call it together.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ LAUNCHES, REPLAYS = 8, 4
 
 
 def time_ways(launch: Callable[[], object]) -> float:
-    """Microseconds of one launch."""
-    launch()  # connects what connects at first use
+    """Microseconds per launch."""
+    launch()  # sets up lazy connections
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,7 +1,7 @@
-"""Sums over GPUs by torch.distributed: a gloo process group over loopback, tensors staged in the host's memory.
+"""All-reduce over GPUs by torch.distributed: a gloo process group over loopback, tensors staged in host memory.
 
-Used by workers.collectives.cuda where neither peer memory nor NCCL can be had. Every call waits for the device and for the other
-ranks, so none can be part of a graph. A rank that died is noticed at once, one that is stuck by the watch or after `deadline_s`.
+Used by workers.collectives.cuda where neither peer memory nor NCCL is available. Every call waits for the device and for the other
+ranks, so none can be part of a graph. A dead rank is noticed at once, a hanging one by the watchdog or after `deadline_s`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from trireme.errors import CollectiveError
 
 dist: Any = torch.distributed  # (much of it has no types)
-DEADLINE_S = 14.0  # of one piece; the watch aborts a little earlier
+DEADLINE_S = 14.0  # of one piece; the watchdog aborts a little earlier
 PIECE_BYTES = 8 << 20
-_LOOK_S = 0.1  # between looks at whether the wait is still wanted
+_LOOK_S = 0.1  # between checks whether the wait was aborted
 
 
 def lacks_torch() -> str:
-    """Why this torch cannot do it; "" when it can."""
+    """What this torch lacks for it; "" if nothing."""
     if not dist.is_available():
         return "torch was built without torch.distributed"
     return "" if dist.is_gloo_available() else "torch was built without gloo"
@@ -33,8 +33,8 @@ def lacks_torch() -> str:
 class TorchComm:
     """One process group. All its ranks make the same calls in the same order, from one thread.
 
-    `meeting` is a path that all of them open. Raises CollectiveError when they do not meet within `timeout_s`; `reason` says why
-    the group was aborted.
+    `rendezvous` is a path that all of them open. Raises CollectiveError if they do not connect within `timeout_s`; `reason` says
+    why the group was aborted.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TorchComm:
         self._own = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
         self._all = torch.empty(size * PIECE_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
         self._options = dist.distributed_c10d.AllgatherOptions()
-        self._options.timeout = timedelta(seconds=deadline_s)  # so that no thread of gloo waits on
+        self._options.timeout = timedelta(seconds=deadline_s)  # so that no gloo thread waits longer
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         try:
@@ -64,7 +64,7 @@ class TorchComm:
             raise CollectiveError(f"torch.distributed: {_first_line(error)}") from None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, in place: in rank order, added in float32, rounded once. x is contiguous."""
+        """Sum over ranks, in place: in rank order, accumulated in float32, rounded once. x is contiguous."""
         for piece in _pieces(x):
             first, *others = self._gathered(piece)
             total = first.float()
@@ -74,7 +74,7 @@ class TorchComm:
         return x
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
-        """out = all ranks' x, one after the other. Both are contiguous."""
+        """out = all ranks' x, concatenated. Both are contiguous."""
         parts, start = out.view(self.size, x.numel()), 0
         for piece in _pieces(x):
             parts[:, start : start + piece.numel()].copy_(self._gathered(piece))
@@ -82,15 +82,15 @@ class TorchComm:
         return out
 
     def failure(self) -> str:
-        """ "" : what goes wrong shows in the call."""
+        """ "" : failures are raised by the calls."""
         return ""
 
     def abort(self) -> None:
-        """Ends a call that waits; later ones fail. Any thread may, any number of times."""
+        """Ends a waiting call; later ones fail. Callable from any thread, any number of times."""
         self._is_aborted = True
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """All ranks' x [n], as [size, n] where x is."""
+        """All ranks' x [n], as [size, n] on x's device."""
         count = x.nbytes
         own = self._own[:count]
         own.copy_(x.view(torch.uint8))
@@ -115,14 +115,14 @@ class TorchComm:
             raise CollectiveError(f"torch.distributed: {_first_line(error)}") from None
 
     def _is_over(self, work: Any) -> bool:
-        """After a slice of waiting. Raises RuntimeError when it failed."""
+        """Waits for one interval; whether the work is done. Raises RuntimeError when it failed."""
         slice_ = timedelta(seconds=_LOOK_S)
         try:
             work.wait(slice_)
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait(slice_)  # it ended, perhaps well, just after the slice: this call tells how
+            work.wait(slice_)  # it ended just after the interval: this call tells whether it failed
         return True
 
     def _need_alive(self) -> None:
@@ -131,11 +131,11 @@ class TorchComm:
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:
-    """The values of x, as many at a time as there is room for."""
+    """x in pieces that fit into the staging buffer."""
     return x.view(-1).split(PIECE_BYTES // x.itemsize) if x.numel() else ()
 
 
 def _first_line(error: RuntimeError) -> str:
-    """Without the place in gloo's sources, and what may have been the cause."""
+    """The message without the location in gloo's sources and the possible causes."""
     text = str(error).partition("\n")[0]
     return (text.partition("] ")[2] if text.startswith("[") else text).partition(". This")[0]

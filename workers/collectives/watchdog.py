@@ -1,8 +1,8 @@
-"""A thread that sees to it that no step of a GPU waits for another rank for ever.
+"""A thread that aborts collectives when a GPU step waits too long for another rank.
 
-Owned by workers.collectives.cuda.CudaGroup. It looks at how long the oldest step under way has run and at what the communicators
-report; then it aborts them once, so that whoever waits for the device goes on and finds `reason`. Time in which a rank of the
-engine wanted a processor and had none counts against nobody.
+Owned by workers.collectives.cuda.CudaGroup. It watches the age of the oldest step in flight and the failures that the communicators
+report; then it aborts them once, so that threads waiting for the device continue and find `reason`. Time in which a rank of the
+engine was runnable but had no processor is not counted.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STUCK_S = 12.0  # a step that has not ended by now waits for somebody who will not come
+STUCK_S = 12.0  # a step that has not ended by now waits for a rank that will not come
 LOOK_S = 0.25
-YOUNG_S = 1.0  # what is younger is not looked into
+YOUNG_S = 1.0  # younger steps are not checked
 
 
 class CollectiveWatchdog:
-    """`failure` is asked for trouble ("" is none) and `abort` called at most once, both from the watch's own thread.
+    """`failure` is polled for failures ("" is none) and `abort` called at most once, both from the watchdog's own thread.
 
-    `start_s` bounds what `guard` covers without a limit of its own.
+    `stuck_s` bounds work without a limit of its own.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class CollectiveWatchdog:
         clock: Callable[[], float] = time.monotonic,
         starved: Callable[[float], float] = lambda now: 0.0,
     ) -> None:
-        """`starved` says for how long since the last call, which may be long ago, a rank had no processor."""
+        """`starved` returns the seconds since its last call, which may be long ago, in which a rank had no processor."""
         self.reason = ""
         self._starved = starved
         self._failure, self._abort, self._clock = failure, abort, clock
         self._stuck_s = stuck_s
-        self._lost_s = 0.0  # in which a rank had no processor, in all
+        self._lost_s = 0.0  # seconds in which a rank had no processor, in total
         self._ends: dict[
             int, tuple[float, float]
-        ] = {}  # what is under way: when it began, and when it is stuck if no time is lost
+        ] = {}  # in flight: when it began, and when it is stuck if no time is lost
         self._numbers = itertools.count()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -50,19 +50,19 @@ class CollectiveWatchdog:
         self._thread.start()
 
     def begin(self, stuck_s: float | None = None) -> int:
-        """Something is under way that other ranks have a part in; any thread may call it."""
+        """Work in which other ranks take part has begun; returns its number. Callable from any thread."""
         number = next(self._numbers)
         now = self._clock()
         self._ends[number] = now, now + (stuck_s or self._stuck_s) - self._lost_s
         return number
 
     def end(self, number: int) -> None:
-        """It has ended."""
+        """The work has ended."""
         self._ends.pop(number, None)
 
     @contextmanager
     def guard(self, stuck_s: float | None = None) -> Iterator[None]:
-        """What happens inside may take `stuck_s`."""
+        """The work inside may take `stuck_s`."""
         number = self.begin(stuck_s)
         try:
             yield
@@ -70,7 +70,7 @@ class CollectiveWatchdog:
             self.end(number)
 
     def look(self) -> bool:
-        """One look; True once it is over."""
+        """One check; True once the watchdog is done."""
         if self.reason:
             return True
         reason, now = self._failure(), self._clock()

@@ -1,8 +1,8 @@
-"""Makes KV memory resident before requests need it: a page that is touched for the first time waits for the system.
+"""Faults in KV memory before requests need it: the first touch of a page waits for the kernel.
 
-Called by workers.cpu.worker. The thread is in the idle class, so it works only while nobody computes, and keeps a reserve
-beyond the highest block in use (blocks that never held anything are given out in ascending order); what it had no time for is
-taken from the system as blocks are first used.
+Called by workers.cpu.worker. The thread is in the idle scheduling class, so it runs only on idle cores, and keeps a reserve
+beyond the highest block in use (blocks that never held anything are given out in ascending order); pages that it did not reach are
+faulted in as blocks are first used.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Sequence
 
 from trireme.models.forward import HostKV
 
-SHARE, MOST_BYTES = 8, 512 << 20  # the reserve: an eighth of the KV memory, and at most so much
-_SLICE = 1 << 20  # bytes per call, of one layer's keys or values: few enough to end soon after `stop`
+SHARE, MOST_BYTES = 8, 512 << 20  # the reserve: an eighth of the KV memory, at most this many bytes
+_SLICE = 1 << 20  # bytes per call, of one layer's keys or values: small enough to end soon after `stop`
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
 class ResidentKv:
-    """Walks over the blocks of all layers in their order, a slice of each layer in turn, as far as the reserve reaches."""
+    """Faults in the blocks of all layers in block order, a slice of each layer at a time, up to the reserve."""
 
     def __init__(self, kv: Sequence[HostKV], *, yields: bool = True) -> None:
-        """The first axis of every array are the blocks. `yields`: only while nobody else computes, so that on a busy machine
-        it may never come to its end."""
+        """The first axis of every array is the block. `yields`: run only on idle cores, so that on a busy machine it may never
+        finish."""
         self._yields = yields
         self._arrays = [array for layer in kv for array in (layer.k, layer.v)]
         self.num_blocks = len(self._arrays[0]) if self._arrays else 0
@@ -39,19 +39,19 @@ class ResidentKv:
         self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
 
     def start(self) -> None:
-        """Begins in the background."""
+        """Starts the background thread."""
         self._thread.start()
 
     def follow(self, num_used: int) -> None:
-        """The blocks before `num_used` are in use or were; called at every step, so it costs next to nothing. What is missing
-        of the reserve is filled up once half of it is used."""
+        """The blocks before `num_used` are in use or were; called at every step, so it is cheap. The reserve is refilled once half
+        of it is used."""
         if num_used + self.reserve // 2 >= self._wanted and self._wanted < self.num_blocks:
             with self._turn:
                 self._wanted = min(num_used + self.reserve, self.num_blocks)
                 self._turn.notify()
 
     def stop(self) -> None:
-        """Returns when no memory is touched any more."""
+        """Returns once the thread touches no more memory."""
         with self._turn:
             self._is_stopped = True
             self._turn.notify()
@@ -59,7 +59,7 @@ class ResidentKv:
             self._thread.join()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all that is wanted now is resident, or never will be."""
+        """Whether the wanted pages are resident, or never will be."""
         with self._turn:
             return self._turn.wait_for(lambda: self._done >= self._wanted or not self._thread.is_alive(), timeout_s)
 
@@ -75,14 +75,14 @@ class ResidentKv:
                 if self._is_stopped:
                     return
                 if madvise(start, size, _POPULATE_WRITE) != 0:
-                    return  # an older system, or no memory left: pages come as they are used
+                    return  # an older kernel, or no memory left: pages are faulted in as they are used
                 self.num_bytes += size
             with self._turn:
                 self._done = stop
                 self._turn.notify_all()
 
     def _next_stop(self) -> int | None:
-        """The block before which the next slices end; waits until some are wanted. None: stopped."""
+        """The block before which the next slices end; waits for work. None: stopped."""
         with self._turn:
             self._turn.wait_for(lambda: self._is_stopped or self._done < self._wanted)
             if self._is_stopped:

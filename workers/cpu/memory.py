@@ -1,4 +1,4 @@
-"""Facts of this machine: free memory under the kernel's and the container's limits, usable cores, a worker's fair share.
+"""Facts of this machine: free memory under the kernel's and the container's limits, usable cores, a worker's share.
 
 Called by workers.cpu.worker. Reads /proc and /sys only; every reader takes its root directory, for tests.
 """
@@ -15,7 +15,7 @@ from trireme.machine.memory_budget import LOGITS_BYTES as LOGITS_BYTES
 from trireme.machine.memory_budget import activation_bytes as activation_bytes
 
 MIB = 1 << 20
-_SPARE = 0.10  # of all memory: left to the kernel, front ends and whatever else runs
+_SPARE = 0.10  # of all memory: left to the kernel, frontends and other processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class MemoryFacts:
 
 
 def read_memory(root: Path = Path("/")) -> MemoryFacts:
-    """Memory of the machine, cut to the limits of the control groups that this process is in."""
+    """Memory of the machine, within the limits of this process's control groups."""
     info, limits = _read_table(root / "proc/meminfo"), read_limits(root)
     total, available = info["MemTotal"], info["MemAvailable"]
     if limits.memory is not None:
@@ -51,16 +51,16 @@ def _read_table(path: Path) -> dict[str, int]:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores this process may use: its CPU mask, cut to a container's quota."""
+    """Cores this process may use: its CPU mask, limited by a container's quota."""
     return cores_within(len(os.sched_getaffinity(0)), read_limits(root))
 
 
 def kv_share(facts: MemoryFacts, step_bytes: int, num_workers: int, num_engine_workers: int) -> int:
     """Bytes that this worker can give to KV blocks, once its weights are loaded.
 
-    The workers of a machine load at the same time, so what is free at any moment says little about the others; each takes
-    an equal part of all memory less what it already holds. An engine that restarts alone beside others is kept from
-    overcommitting by the second bound: what is free now, shared by the workers of its engine.
+    The workers of a machine load at the same time, so the free memory at any moment says little about the others; each takes
+    an equal part of all memory less what it already holds. The second bound keeps an engine that restarts alone beside others from
+    overcommitting: the memory free now, shared by the workers of its engine.
     """
     spare = max(int(_SPARE * facts.total), 256 * MIB)
     fair = (facts.total - spare) // num_workers - facts.own - step_bytes

@@ -1,7 +1,7 @@
 """Carries out StepPlans: applies the deltas, builds inputs, runs the model, samples. Owned by workers.cpu.worker.
 
-One thread. An error that belongs to one row becomes a RowFault; the batch goes on. Every worker of an engine takes the same
-decisions from the same plan, so that collectives stay in step.
+One thread. An error that belongs to one sequence becomes a RowFault; the batch continues. Every worker of an engine takes the
+same decisions from the same plan, so that collectives stay in step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODEL_FAILED = "the model failed on this row"
 
 @dataclass(slots=True)
 class _Outcome:
-    """What one step has gathered so far."""
+    """Results of one step gathered so far."""
 
     sampled: Sampled = field(default_factory=Sampled)
     prompt_logprobs: list[LogprobRow] = field(default_factory=list)
@@ -41,14 +41,14 @@ class _Outcome:
 
 
 class LockstepPeers(Protocol):
-    """Engines in lock step, as workers.cpu.worker joins them."""
+    """Lockstep engines, as workers.cpu.worker joins them."""
 
     def meet(self, ballot: Ballot | None, num_tokens: int, num_pieces: int) -> Agreed:
         """Agrees on the step."""
         ...
 
     def dummy_forward(self) -> None:
-        """Takes part in a forward of others without rows of one's own."""
+        """Takes part in a forward of the lockstep peers without sequences of its own."""
         ...
 
 
@@ -56,8 +56,8 @@ class Runner:
     """One worker's step loop body over a loaded model and its KV.
 
     `keeper` is the group of ranks that keep the tokens they sample, for steps planned before anybody else knows them; with
-    None each plan brings the tokens of the steps before. `company` are engines that take every step with this one, in as many
-    forwards: then none is tried again.
+    None each plan brings the tokens of the steps before. `lockstep_peers` are the engines that take every step with this
+    one, in as many forwards: then no forward is retried.
     """
 
     def __init__(
@@ -90,19 +90,19 @@ class Runner:
 
     @property
     def num_rows(self) -> int:
-        """Rows in the persistent batch."""
+        """Sequences in the persistent batch."""
         return self._batch.num_rows()
 
     @property
     def num_used_blocks(self) -> int:
-        """One more than the highest KV block that any row was ever given."""
+        """One more than the highest KV block that any sequence was ever given."""
         return self._batch.num_used_blocks
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step. None on workers that do not report.
 
-        Raises EngineError for a plan that does not fit the batch, and whatever the model raises when no single row is to
-        blame (or when other workers take part and the step cannot be tried again).
+        Raises EngineError for a plan that does not fit the batch, and any error of the model that no single sequence causes (or
+        when other workers take part and the step cannot be retried).
         """
         started = time.perf_counter()
         batch = self._batch
@@ -122,7 +122,7 @@ class Runner:
         return result if agreed is None else msgspec.structs.replace(result, agreed=agreed)
 
     def _run_pieces(self, plan: StepPlan, step: StepRows, outcome: _Outcome) -> Agreed | None:
-        """All rows of a step; then, in company, the forwards that others still have to run. What all have agreed on."""
+        """Runs all pieces of a step; then, in lockstep, dummy forwards for the peers' further pieces. Returns what was agreed."""
         pieces, agreed = list(self._pieces(step)) if step.rows.size else [], None
         if self._lockstep_peers is not None:
             agreed = self._lockstep_peers.meet(plan.ballot, int(step.num_tokens.sum()), len(pieces))
@@ -134,7 +134,7 @@ class Runner:
         return agreed
 
     def _keep(self, group: Group, rows: NDArray[np.int64], sampled: Sampled) -> None:
-        """Makes the sampled tokens known to this worker's batch, on every rank those of rank 0."""
+        """Stores the sampled tokens in this worker's batch, on every rank those of rank 0."""
         if not rows.size:
             return
         tokens = np.full(rows.size, -1, np.int32)
@@ -155,8 +155,8 @@ class Runner:
         )
 
     def _pieces(self, step: StepRows) -> Iterator[StepRows]:
-        """The step, cut so that the logits of prompt positions stay within LOGITS_BYTES: first the front parts of the
-        rows that want them, then all the rest in one piece."""
+        """Splits the step so that the logits of prompt positions stay within LOGITS_BYTES: first the leading chunks of the
+        sequences that want them, then everything else in one piece."""
         wants = self._batch.wants_prompt[step.rows]
         if not wants.any():
             yield step
@@ -172,7 +172,7 @@ class Runner:
         yield step
 
     def _try(self, step: StepRows, outcome: _Outcome) -> None:
-        """Runs one forward. Raises EngineError when several rows were tried one by one and every one failed."""
+        """Runs one forward. Raises EngineError when several sequences were tried one by one and every one failed."""
         before = len(outcome.faults)
         self._run(step, outcome)
         failed = outcome.faults[before:]
@@ -180,8 +180,8 @@ class Runner:
             raise EngineError(f"the model failed on each of {len(failed)} rows; first: {failed[0].error}")
 
     def _run(self, step: StepRows, outcome: _Outcome) -> None:
-        """One forward and what its logits give. When it raises, the step is halved until the suspect row stands alone;
-        KV is then written again, which changes nothing."""
+        """One forward and the results from its logits. If it raises, the step is bisected down to the failing sequence; KV is
+        then written again, which changes nothing."""
         try:
             forward, wanted = self._inputs.build(self._batch, step)
             self.before_forward()
@@ -199,7 +199,7 @@ class Runner:
             self._read_logits(logits, wanted, outcome)
 
     def _read_logits(self, values: Logits, wanted: Wanted, outcome: _Outcome) -> None:
-        if values.shape[1] > self._batch.vocab_size:  # rows of the matrix that stand for no token
+        if values.shape[1] > self._batch.vocab_size:  # padding of the vocabulary
             values = values[:, : self._batch.vocab_size]
         for row, first, count, at in wanted.prompt:
             try:
@@ -219,7 +219,7 @@ def _halves(step: StepRows) -> list[StepRows]:
 
 
 def _merged(entries: list[LogprobRow]) -> list[LogprobRow]:
-    """One entry per row: a step cut in pieces gives several, in order of position."""
+    """One entry per sequence: a step in several pieces gives several, in order of position."""
     by_row: dict[int, list[LogprobRow]] = {}
     for entry in entries:
         by_row.setdefault(entry.rid, []).append(entry)
@@ -237,7 +237,7 @@ def _merged(entries: list[LogprobRow]) -> list[LogprobRow]:
 
 
 def _result(plan: StepPlan, outcome: _Outcome, elapsed_s: float) -> StepResult:
-    """Faulted rows give nothing but their first fault."""
+    """The result of the plan; a faulted sequence contributes only its first fault."""
     sampled, faults = outcome.sampled, [*outcome.faults, *outcome.sampled.faults]
     prompt_logprobs = _merged(outcome.prompt_logprobs)
     if not faults:

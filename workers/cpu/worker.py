@@ -1,4 +1,4 @@
-"""CpuWorker: one device's share of one engine: loads its slice of the model, owns its KV, carries out StepPlans.
+"""CpuWorker: one device's share of one engine: loads its slice of the model, owns its KV, executes StepPlans.
 
 Used by workers.main (own process) and by the engine's in-process executor, which imports this module by name. All calls
 come from one thread. workers.fake.FakeWorker has the same methods and no tensors.
@@ -53,7 +53,7 @@ class CpuWorker:
         self._native = _native_kernels()
         self._progress = progress
         self._loaded: tuple[ArchSpec, Model, KvDtype] | None = None
-        self._vocab_size = 0  # ids that can be sampled: the tokenizer's, of the model's
+        self._vocab_size = 0  # ids that can be sampled: the tokenizer's, within the model's
         self._kv: list[HostKV] = []
         self._runner: Runner | None = None
         self._pages: ResidentKv | None = None
@@ -97,7 +97,7 @@ class CpuWorker:
         if runtime.value == TORCH:
             from trireme.models.cpu.tensors import use_threads
 
-            # the pool of the native kernels computes where they are built; torch's own threads would only spin
+            # the native kernels' pool computes where they are built; torch's own threads would only spin
             use_threads(num_threads if self._native is None else 1)
         kv_dtype, kv_decision = choose_kv_dtype(self.config.cache.kv_dtype, arch, self.config.cache.block_size)
         self._loaded = arch, model, kv_dtype
@@ -110,15 +110,15 @@ class CpuWorker:
             block_bytes=block_bytes(model, self.config.cache.block_size, kv_dtype),
             free_bytes=kv_share(facts, step_bytes, parallel.dp * self.mesh.num_workers, self.mesh.num_workers),
             weight_bytes=max(0, facts.own - before.own),
-            phases={"weights": time.perf_counter() - started},  # reading the files and all that goes with it
+            phases={"weights": time.perf_counter() - started},  # reading the files and everything around it
             decisions=[
                 _as_tuple(choice) for choice in (*threads, runtime, *_kernel_decisions(self._native), kv_decision)
             ],
         )
 
     def setup_kv(self, num_blocks: int) -> dict[str, float]:
-        """Allocates `num_blocks` blocks and the persistent batch; the worker can run steps afterwards. Gives the parts of the
-        time that this takes."""
+        """Allocates `num_blocks` blocks and the persistent batch; the worker can run steps afterwards. Returns the seconds of each
+        phase."""
         phases = Phases()
         arch, model, kv_dtype = self._need_model()
         config = self.config
@@ -142,7 +142,7 @@ class CpuWorker:
         return phases.seconds
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Runs one step; see Runner.execute. When it raises, the other workers' collectives fail at once instead of waiting."""
+        """Runs one step; see Runner.execute. If it raises, the other workers' collectives fail at once instead of waiting."""
         if self._runner is None:
             raise EngineError("a step arrived before setup_kv")
         self._runner.before_forward = self.before_forward
@@ -168,7 +168,7 @@ class CpuWorker:
         raise EngineError(f"a worker has no method {method!r}; it has info, poison")
 
     def close(self) -> None:
-        """Forgets model and KV."""
+        """Releases model and KV."""
         if self._pages is not None:
             self._pages.stop()
         self._runner = self._pages = None
@@ -194,7 +194,7 @@ class CpuWorker:
         }
 
     def _set_threads(self) -> tuple[int, list[Decision]]:
-        """Sizes the native pool: no more threads on the machine than cores."""
+        """Sizes the native pool so that the machine has no more threads than cores."""
         parallel = self.config.parallel
         cores, num_workers = usable_cores(), parallel.dp * parallel.pp * parallel.tp
         if parallel.threads is not None:
@@ -206,7 +206,7 @@ class CpuWorker:
         return count, [Decision("threads", str(count), because), self._pin(count, num_workers)]
 
     def _pin(self, threads: int, num_workers: int) -> Decision:
-        """Keeps the pool's threads on cores of their own: the next ones after those of the workers before this one."""
+        """Pins the pool's threads to cores of their own, after those of the preceding workers."""
         mine = sorted(os.sched_getaffinity(0))
         first = (self.mesh.dp_rank * self.mesh.num_workers + self.mesh.worker) * threads
         cores = mine[first : first + threads]
@@ -217,7 +217,7 @@ class CpuWorker:
 
 
 def choose_pinning(asked: str, threads: int, cores: int) -> Decision:
-    """Whether `threads` compute threads of the whole deployment are kept on single cores of `cores`."""
+    """Whether to pin the `threads` compute threads of the whole deployment to single cores of `cores`."""
     if asked == "off":
         return Decision("pinned cores", "off", "--pin-cores off")
     if threads > cores:

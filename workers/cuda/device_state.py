@@ -1,7 +1,7 @@
-"""What a GPU remembers of the batch between steps: block tables, the newest token and the sampling job of every row.
+"""Batch state on the GPU between steps: block tables, newest token and sampling job of every batch slot.
 
-Owned by workers.cuda.runner. The host's batch (workers.batch) is the truth; the device gets the differences. One row more than
-the batch has is padding: it holds no request, and whatever steps of a fixed size write for nobody goes there.
+Owned by workers.cuda.runner. The host's batch (workers.batch) is authoritative; the device receives differences. One slot beyond
+the batch is padding: it holds no request, and absorbs the writes of padded steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Indices = NDArray[np.int64]
 
 
 class DeviceRows:
-    """Tables of num_rows + 1 rows on `device`."""
+    """Tables of num_rows + 1 slots on `device`."""
 
     def __init__(self, num_rows: int, max_blocks: int, device: torch.device) -> None:
         self.padding = num_rows
@@ -38,24 +38,24 @@ class DeviceRows:
 
     @property
     def nowhere(self) -> int:
-        """A place in the flat block table that nobody reads."""
+        """An index of the flat block table that is never read."""
         return self.padding * self.blocks.shape[1]
 
     def write_blocks(self, at: Tensor, blocks: Tensor) -> None:
-        """blocks[i] at place at[i] (row * max_blocks + index) of the flat table."""
+        """Writes blocks[i] at index at[i] (slot * max_blocks + index) of the flat table."""
         self.blocks.view(-1).index_copy_(0, at.long(), blocks)
 
     def newest(self, rows: Tensor, known: Tensor) -> Tensor:
-        """The tokens that `rows` compute: those known to the host, and for the others (< 0) what was sampled here."""
+        """The tokens that slots `rows` compute: `known` from the host, or where that is < 0 the token sampled here."""
         return torch.where(known < 0, self.last_token.index_select(0, rows), known)
 
     def keep(self, rows: Tensor, tokens: Tensor) -> None:
-        """Newly sampled tokens of `rows`."""
+        """Stores newly sampled tokens of slots `rows`."""
         self.last_token.index_copy_(0, rows.long(), tokens)
 
 
 def block_changes(plan: StepPlan, batch: Batch) -> tuple[Indices, Ints]:
-    """Where the device's block table (flat) differs after `plan`, which the batch has applied already, and what is there now."""
+    """Changes of the device's flat block table (indices and new values) by `plan`, which the batch has already applied."""
     width = batch.blocks.shape[1]
     parts = [_span(batch, new.row, 0) for new in plan.new]
     grown = unpack(plan.grown_rows).astype(np.int64)
@@ -63,7 +63,7 @@ def block_changes(plan: StepPlan, batch: Batch) -> tuple[Indices, Ints]:
         counts = dict.fromkeys(grown.tolist(), 0)
         if len(counts) == grown.size:
             at = batch.num_blocks[grown].astype(np.int64) - 1
-            sound = at >= 0  # a row that could not be placed has none
+            sound = at >= 0  # a sequence that could not be placed has none
             grown, at = grown[sound], at[sound]
             parts.append((grown * width + at, batch.blocks[grown, at]))
         else:
@@ -81,7 +81,7 @@ def _span(batch: Batch, row: int, start: int) -> tuple[Indices, Ints]:
 
 
 def job_of(params: RowParams, vocab_size: int) -> NDArray[Any]:
-    """A row's parameters as the device's sampler takes them; it has no rules yet (workers.cuda.logits_processors)."""
+    """A sequence's parameters as the device sampler takes them, without logits processors (workers.cuda.logits_processors)."""
     job = np.zeros((), JOB)
     job["seed"] = params.seed & (2**64 - 1)
     job["choice"] = params.choice

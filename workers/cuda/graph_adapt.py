@@ -1,7 +1,7 @@
-"""Changes of what is captured while a worker serves: one at a time, when the engine orders it, the same on all ranks.
+"""Changes the captured CUDA graphs while a worker serves: one at a time, when the engine orders it, the same on all ranks.
 
-Owned by workers.cuda.worker. What is decided depends on the plans seen and on the order's arguments alone, which are the same
-everywhere; what was measured here goes back to the engine (engine_core.lifecycle.graph_capture), and comes with the next order
+Owned by workers.cuda.worker. Decisions depend only on the plans seen and the order's arguments, which are the same
+everywhere; measurements made here go back to the engine (engine_core.lifecycle.graph_capture), and come with the next order
 as what all workers agree on.
 """
 
@@ -17,13 +17,13 @@ from trireme.workers.cuda.graph_policy import Change, Size
 from trireme.workers.cuda.graphs import DecodeGraphs, GraphMemory, GraphSet, MixedGraphs
 
 Known = Mapping[str, float]
-"""Of all workers: the most bytes that graphs hold (held), that another size takes (growth) and that graphs may hold (most_bytes),
-what a capture takes (capture_s), and what a row of padding costs at least (row_s)."""
+"""Maxima over all workers: bytes that graphs hold (held), that another size takes (growth) and that graphs may hold (most_bytes),
+and seconds of a capture (capture_s); the minimum of the seconds per padded slot (row_s)."""
 
 
 class Adaptation:
-    """What the device does for a change happens inside `together()`. With `is_alone` nobody waits for this worker, so that a change
-    may end where memory does."""
+    """Device work of a change runs inside `together()`. With `is_alone` no rank waits for this worker, so that a change may
+    stop when memory runs out."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Adaptation:
         self._row_s: float | None = None
 
     def adapt(self, known: Known | None, *, is_idle: bool) -> dict[str, Any]:
-        """Makes the best change there is, if it is worth it, and tells what was done and measured. While requests wait (not
-        `is_idle`) a change must save more than it costs, over steps as they were lately. Every earlier step is waited for first."""
+        """Makes the best change if it is worth it, and returns what was done and measured. While requests wait (not `is_idle`) a
+        change must save more than it costs, over steps like the recent ones. Waits for every earlier step first."""
         done = ""
         if self._row_s is None:
             with self._together():
@@ -52,7 +52,7 @@ class Adaptation:
         return {**self.report(), "done": done}
 
     def report(self) -> dict[str, Any]:
-        """Counts, and what other workers should know."""
+        """Counts, and the measurements for the other workers."""
         memory, sets = self._memory, self._sets
         return {
             "captured": sum(graphs.num_captured for graphs in sets),
@@ -67,7 +67,7 @@ class Adaptation:
         }
 
     def _best(self, known: Known, *, is_idle: bool) -> tuple[GraphSet, Change] | None:
-        """The change of either kind that saves most; one that gives memory back goes first."""
+        """The change of either kind that saves most; one that frees memory goes first."""
         least = 0
         if not is_idle:
             if not known["row_s"] > 0:
@@ -93,11 +93,11 @@ class Adaptation:
             except torch.OutOfMemoryError:
                 if not self._is_alone:
                     raise
-                self._memory.growth = self._memory.most_bytes + 1  # no more
+                self._memory.growth = self._memory.most_bytes + 1  # no more captures
                 done.append(f"no memory for {_name(change.add)}")
         return ", ".join(done)
 
 
 def _name(size: Size) -> str:
-    """40; 8+128 with prompts."""
+    """`40`, or `8+128 with prompts`."""
     return "+".join(map(str, size))

@@ -1,9 +1,9 @@
-"""Which sizes of steps are worth a CUDA graph, by the shapes of the steps seen. Pure: no torch, no clock, no randomness, so that
-ranks which see the same plans decide the same.
+"""Which step sizes are worth a CUDA graph, from the shapes of the steps seen. Pure: no torch, no clock, no randomness, so that
+ranks which see the same plans decide alike.
 
-Asked by workers.cuda.runner for every step, and by workers.cuda.graph_adapt when there is time for a change. A shape is one or
-two counts ((rows,), or (decoding rows, prompt tokens)); a size holds the shapes that exceed it nowhere, and costs the rows it
-computes.
+Queried by workers.cuda.runner for every step, and by workers.cuda.graph_adapt when a change is due. A shape is one or two counts
+((sequences,), or (decoding sequences, prompt tokens)); a size covers the shapes that exceed it in no count, and costs the tokens
+that it computes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 Size = tuple[int, ...]
 
-WINDOW = 1024  # steps after which what was seen counts half
-LEAST_STEPS = 64  # seen lately, that a new size must have been better for
-LEAST_SHARE = 50  # a new size saves at least one row in so many
-MARGIN = 2  # times what the size that goes for it still saves
-MOST_KNOWN = 4096  # shapes whose place is remembered
+WINDOW = 1024  # steps after which counts are halved
+LEAST_STEPS = 64  # recent steps that must have gained from a new size
+LEAST_SHARE = 50  # a new size saves at least one in so many of the computed tokens
+MARGIN = 2  # a new size must save this many times what the size dropped for it still saves
+MOST_KNOWN = 4096  # cached lookups of shapes
 
 
 class Change(NamedTuple):
-    """`gain`: the rows that the steps seen lately would not have computed."""
+    """`gain`: the padding that the recent steps would have avoided."""
 
     add: Size | None
     drop: Size | None
@@ -29,9 +29,9 @@ class Change(NamedTuple):
 
 
 class GraphPolicy:
-    """The captured sizes, at first those of `first`, and what was seen. Sizes of `grid` may be added, until `most` are captured.
+    """The captured sizes, initially those of `first`, and the shapes seen. Sizes of `grid` may be added, until `most` are captured.
 
-    The largest sizes of `first` and its least one are never dropped: what was held at first always is.
+    The largest sizes of `first` and its smallest are never dropped: a shape covered at first stays covered.
     """
 
     def __init__(self, first: Iterable[Size], grid: Iterable[Size] = (), *, most: int = 0) -> None:
@@ -40,32 +40,32 @@ class GraphPolicy:
         self._kept = _cover(self._last_used)
         covered = (size for size in grid if any(_holds(kept, size) for kept in self._kept))
         self._grid = sorted({*covered, *self._last_used}, key=_order)
-        self._counts: dict[Size, int] = {}  # steps, by the least size of the grid that holds them
+        self._counts: dict[Size, int] = {}  # steps, by the smallest size of the grid that covers them
         self._places: dict[Size, tuple[Size | None, Size | None]] = {}  # shape -> that size, and the captured one
         self._num_seen = 0
-        self._vain_bytes: int | None = None  # what was held when a drop for the sake of memory was asked for
+        self._vain_bytes: int | None = None  # bytes held when a drop was last requested to free memory
 
     @property
     def captured(self) -> list[Size]:
-        """The cheapest first."""
+        """The captured sizes, cheapest first."""
         return sorted(self._last_used, key=_order)
 
     @property
     def grid(self) -> list[Size]:
-        """All sizes that ever may be captured: those that one of `first` holds."""
+        """All sizes that may ever be captured: those covered by one of `first`."""
         return self._grid
 
     @property
     def kept(self) -> frozenset[Size]:
-        """Those that are never dropped."""
+        """The sizes that are never dropped."""
         return self._kept
 
     def fit(self, shape: Size) -> Size | None:
-        """The captured size that holds `shape` at least cost."""
+        """The cheapest captured size that covers `shape`."""
         return self._place(shape)[1]
 
     def note(self, shape: Size) -> None:
-        """A step has this shape."""
+        """Counts a step of this shape."""
         needed, used = self._place(shape)
         self._num_seen += 1
         if used is not None:
@@ -76,10 +76,10 @@ class GraphPolicy:
             self._counts = {size: count // 2 for size, count in self._counts.items() if count > 1}
 
     def change(self, held: int = 0, growth: int = 0, most_bytes: int = 1, *, least_gain: int = 0) -> Change | None:
-        """What is worth doing now, if anything is; does nothing itself. All captured sizes hold `held` bytes, another one may take
-        `growth`, and `most_bytes` is what they may hold. A new size must save more than `least_gain` rows."""
+        """The change worth making now, if any (a question). All captured sizes hold `held` bytes, a further one may take
+        `growth`, and `most_bytes` is the limit. A new size must save more than `least_gain` tokens of padding."""
         oldest = self._least_recent()
-        if held > most_bytes:  # one after the other, as long as that gives memory back
+        if held > most_bytes:  # one after the other, as long as that frees memory
             is_vain = self._vain_bytes is not None and held >= self._vain_bytes
             return Change(None, oldest, 0) if oldest is not None and not is_vain else None
         if held + growth > most_bytes:
@@ -94,12 +94,12 @@ class GraphPolicy:
         return Change(size, oldest, gain)
 
     def add(self, size: Size) -> None:
-        """It is captured."""
+        """The size has been captured."""
         self._last_used[size] = self._num_seen
         self._places.clear()
 
     def drop(self, size: Size, *, held: int | None = None) -> None:
-        """It is no longer. `held`: the bytes that all held when this was asked for their sake."""
+        """The size has been dropped. `held`: the bytes all sizes held when the drop was requested to free memory."""
         assert size not in self._kept
         del self._last_used[size]
         self._places.clear()
@@ -117,7 +117,7 @@ class GraphPolicy:
         return place
 
     def _best(self) -> tuple[int, Size]:
-        """The size that would have saved most rows, and how many; 0 where none saves enough."""
+        """The size that would have saved most padding, and how much; 0 if none saves enough."""
         seen = [(needed, count, sum(used)) for needed, count in self._counts.items() if (used := self.fit(needed))]
         least = sum(count * cost for _, count, cost in seen) / LEAST_SHARE
         best: tuple[int, Size] = (0, ())
@@ -132,7 +132,7 @@ class GraphPolicy:
         return best
 
     def _loss(self, size: Size, added: Size) -> int:
-        """The rows that would be computed more without a captured size, once `added` is there."""
+        """The extra padding without a captured size, once `added` is captured."""
         others = sorted({*self._last_used, added} - {size}, key=_order)
         loss = 0
         for needed, count in self._counts.items():
@@ -141,7 +141,7 @@ class GraphPolicy:
         return loss
 
     def _least_recent(self) -> Size | None:
-        """Of those that may be dropped; of equals the largest."""
+        """The least recently used size that may be dropped; among equals the largest."""
         free = [size for size in self._last_used if size not in self._kept]
         return min(free, key=lambda size: (self._last_used[size], [-count for count in size]), default=None)
 
@@ -155,6 +155,6 @@ def _order(size: Size) -> tuple[int, Size]:
 
 
 def _cover(sizes: Iterable[Size]) -> frozenset[Size]:
-    """The sizes that no other one holds, and the least."""
+    """The sizes that no other one covers, and the smallest."""
     found = {size for size in sizes if not any(size != other and _holds(other, size) for other in sizes)}
     return frozenset(found | {min(sizes, key=_order)} if found else ())

@@ -1,8 +1,8 @@
-"""The sizes of steps that are captured as CUDA graphs: at the start, and those that may be added. Pure; used by
+"""Step sizes captured as CUDA graphs: the initial ones, and those that may be added. Pure; used by
 workers.cuda.worker.
 
-Few are captured at the start. Steps of one token per row may be padded to nearly twice their rows then, which costs little: their
-time is that of the weights. Prompts are computed for what they are padded to, so their list is whole from the start.
+Few are captured at the start. Decode steps may then be padded to nearly twice their batch size, which costs little: their time is
+that of reading the weights. Prompts cost what they are padded to, so their list is complete from the start.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from trireme.machine.graph_sizes import GraphSizes
 from trireme.workers.cuda.graph_policy import GraphPolicy, Size
 
-MOST_ROWS = 512  # beyond it a step is long enough to be launched kernel by kernel
-DECODES = (0, 8, 32, 64, 128, 256)  # rows beside prompts
+MOST_ROWS = 512  # larger steps are long enough to be launched kernel by kernel
+DECODES = (0, 8, 32, 64, 128, 256)  # decoding sequences beside prompts
 PROMPT_TOKENS = (32, 128, 256, 512)
 MORE_DECODES = (0, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 MORE_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
@@ -34,12 +34,12 @@ def first_sizes(max_rows: int) -> list[int]:
 
 
 def mixed_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
-    """(decoding rows, prompt tokens) of small steps, for batches of `max_rows` and steps of `max_tokens`."""
+    """(decoding sequences, prompt tokens) of small steps, for batches of `max_rows` and steps of `max_tokens`."""
     return _mixed(DECODES, PROMPT_TOKENS, max_rows, max_tokens)
 
 
 def decode_policy(asked: GraphSizes, max_rows: int) -> GraphPolicy:
-    """Of steps with one token for each row. Sizes that somebody has named stay as they are."""
+    """The policy of decode steps. Sizes named by the user stay fixed."""
     if not asked.adapts:
         return fixed((size,) for size in asked.named)
     grid = [(size,) for size in sizes_up_to(max_rows)]
@@ -47,7 +47,7 @@ def decode_policy(asked: GraphSizes, max_rows: int) -> GraphPolicy:
 
 
 def mixed_policy(asked: GraphSizes, max_rows: int, max_tokens: int) -> GraphPolicy:
-    """Of small steps with prompts, beside as many rows as the largest named size has."""
+    """The policy of small steps with prompts, beside as many sequences as the largest named size has."""
     if not asked.adapts:
         return fixed(mixed_sizes(max(asked.named), max_tokens) if asked.named else ())
     grid = _mixed(MORE_DECODES, MORE_TOKENS, max_rows, max_tokens)
@@ -55,7 +55,7 @@ def mixed_policy(asked: GraphSizes, max_rows: int, max_tokens: int) -> GraphPoli
 
 
 def fixed(sizes: Iterable[Size]) -> GraphPolicy:
-    """These and no others."""
+    """Exactly these sizes."""
     return GraphPolicy(sizes)
 
 

@@ -1,9 +1,9 @@
-"""CUDA graphs of steps: decode steps, one for each padded number of rows (and for how finely contexts are cut), and small steps
-with prompts, one for each padded number of decoding rows and of prompt tokens.
+"""CUDA graphs of steps: decode steps, one per padded batch size (and per number of context splits), and small steps with
+prompts, one per padded number of decoding sequences and of prompt tokens.
 
-Used by workers.cuda.runner, and by workers.cuda.graph_adapt, which changes what is captured. A step is padded up to the least
-captured size that holds it; all graphs share one memory pool, and those of a kind one place for their inputs. On the CPU
-(tests) the same steps run as they are.
+Used by workers.cuda.runner, and by workers.cuda.graph_adapt, which changes what is captured. A step is padded to the smallest
+captured size that covers it; all graphs share one memory pool, and those of a kind one input buffer. On the CPU (tests) the
+same steps run uncaptured.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ Progress = Callable[[str, int, int], None]
 Launch = Callable[[], Any]
 Drawn = tuple[Tensor, Tensor]
 MOST_PIECES = 32
-MOST_CHANGES = 128  # block-table entries in a step; more go ahead of it
+MOST_CHANGES = 128  # block-table entries in a step; more are written ahead of it
 TIMED = 3  # replays
 LATELY = 16  # captures
 
 
 class GraphMemory:
-    """The pool that all graphs share, and what captures cost, as measured around each.
+    """The pool that all graphs share, and the cost of captures, measured around each.
 
-    The pool is as large as the largest graphs need, and gives nothing back while one graph is left; a graph that goes gives back
-    what the driver holds for it. `most_bytes` is what all may hold; the largest ones, which must be there, leave a quarter of it to
-    the others in any case.
+    The pool is as large as the largest graphs need, and shrinks only when no graph is left; a dropped graph frees what the driver
+    holds for it. `most_bytes` is the limit for all; the largest graphs, which are mandatory, leave at least a quarter of it to
+    the others.
     """
 
     def __init__(self, device: torch.device, most_bytes: int = GPU_GRAPHS) -> None:
         self._is_real = device.type == "cuda"
         self._most_bytes = most_bytes
         self.pool = graph_pool(device)
-        self.held = 0  # bytes of the card, pool and all
+        self.held = 0  # bytes of GPU memory, pool included
         self.base = 0  # those of the largest graph of each kind
         self.growth = 0  # the most that any other size took
         self._times: list[float] = []  # of the other captures: the first ones load kernels
@@ -67,16 +67,16 @@ class GraphMemory:
 
     @property
     def capture_s(self) -> float:
-        """What the capture of a size takes."""
+        """Seconds to capture a size."""
         return sum(self._times) / max(1, len(self._times))
 
     @property
     def has_room(self) -> bool:
-        """Whether one more size will fit."""
+        """Whether one more size fits."""
         return self.held + self.growth <= self.most_bytes
 
     def note(self, seconds: float, taken: int, *, is_largest: bool) -> None:
-        """A size was captured, the largest of its kind or another one."""
+        """Records the capture of a size: `is_largest` of its kind, or another one."""
         if is_largest:
             self.base += taken
             return
@@ -85,7 +85,7 @@ class GraphMemory:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around whatever changes what graphs hold."""
+        """Measures the memory of graphs around a change."""
         before = self._free_now()
         yield
         self.held = max(0, self.held + before - self._free_now())
@@ -99,18 +99,18 @@ class GraphMemory:
 
 
 class GraphSet:
-    """The graphs of one kind of step: for each size those of its variants. `make` captures all variants of a size."""
+    """The graphs of one kind of step: per size, those of its variants. `make` captures all variants of a size."""
 
     def __init__(self, policy: GraphPolicy, memory: GraphMemory, make: Callable[[Size], Mapping[int, Launch]]) -> None:
         self.policy = policy
         self.launches: dict[Size, Mapping[int, Launch]] = {}
         self._memory, self._make = memory, make
         self.num_captured = self.num_dropped = self.num_replays = 0
-        self.num_padded = 0  # rows computed for nobody so far
+        self.num_padded = 0  # padding computed so far
 
     def capture_all(self, phase: str, progress: Progress, *, leaves_out: bool = False) -> list[Size]:
-        """Captures what the policy begins with, the largest first, so that the smaller ones fit into its memory. With `leaves_out`
-        those that there is no memory for are not, but for the sizes that must be there; gives which."""
+        """Captures the policy's initial sizes, largest first, so that the smaller ones fit into its memory. With `leaves_out`,
+        optional sizes that do not fit into memory are skipped; returns those."""
         wanted, left_out = self.policy.captured[::-1], list[Size]()
         for done, size in enumerate(wanted):
             progress(phase, done, len(wanted))
@@ -123,12 +123,12 @@ class GraphSet:
         return left_out
 
     def add(self, size: Size) -> None:
-        """Captures one more size. Nothing may be under way on the device."""
+        """Captures one more size. Nothing may be in flight on the device."""
         self._capture(size)
         self.policy.add(size)
 
     def drop(self, size: Size, *, held: int | None = None) -> None:
-        """Forgets a size; see GraphPolicy.drop. Nothing may be under way on the device."""
+        """Drops a size; see GraphPolicy.drop. Nothing may be in flight on the device."""
         with self._memory.measured():
             del self.launches[size]
         self.policy.drop(size, held=held)
@@ -147,7 +147,7 @@ class GraphSet:
 
 
 class DecodeGraphs:
-    """Decode steps of up to as many rows as the largest size of `policy` has; without sizes, none."""
+    """Decode steps of up to the largest batch size of `policy`; without sizes, none."""
 
     def __init__(self, steps: Steps, policy: GraphPolicy, memory: GraphMemory) -> None:
         self._steps, self._device, self._memory = steps, steps.device, memory
@@ -158,7 +158,7 @@ class DecodeGraphs:
         self.set = GraphSet(policy, memory, self._captured)
 
     def run(self, size: Size, batch: Batch, step: StepRows, changes: tuple[Indices, Ints], rows: DeviceRows) -> Drawn:
-        """Launches the step; the tokens [R] it samples, and their log-probabilities, are valid until the next one is launched."""
+        """Launches the step; its sampled tokens [R] and their log-probabilities are valid until the next launch."""
         count, (most,) = step.rows.size, size
         if changes[0].size > most:
             self._steps.change_blocks(changes)
@@ -170,7 +170,7 @@ class DecodeGraphs:
         return self._tokens[:count], self._logprobs[:count]
 
     def seconds_per_row(self) -> float:
-        """What a row of padding costs, by steps without any row in the least and the largest size; 0 where that cannot be told."""
+        """Seconds per padded slot, from empty steps of the smallest and the largest size; 0 where that is unknown."""
         sizes = self.set.policy.captured
         if self._device.type != "cuda" or len(sizes) < 2:
             return 0.0
@@ -214,7 +214,7 @@ class DecodeGraphs:
         return self._inputs[: len(COLUMNS) * rows].view(len(COLUMNS), rows)
 
     def _pad(self, inputs: Tensor) -> None:
-        """Rows of padding only."""
+        """Fills the inputs with padding."""
         rows = self._steps.rows
         values = {"rows": rows.padding, "slots": -1, "jobs": -1, "at": rows.nowhere}
         for column, name in zip(inputs, COLUMNS, strict=True):
@@ -222,7 +222,7 @@ class DecodeGraphs:
 
 
 class MixedGraphs:
-    """Small steps with prompts: a first token is there after one launch. All that is read back goes through pieces."""
+    """Small steps with prompts, so that a first token takes a single launch. Prompts read the cache through pieces only."""
 
     def __init__(self, steps: Steps, policy: GraphPolicy, memory: GraphMemory) -> None:
         self._steps, self._device, self._memory = steps, steps.device, memory
@@ -234,8 +234,8 @@ class MixedGraphs:
         self.set = GraphSet(policy, memory, self._captured)
 
     def run(self, size: Size, step: PrefillDecodeStep) -> Drawn:
-        """Launches a step whose plan has pieces only; the tokens [S] it samples, and their log-probabilities, are valid until the
-        next one is launched."""
+        """Launches a step whose plan has only pieces; its sampled tokens [S] and their log-probabilities are valid until the next
+        launch."""
         at, blocks = step.columns[-2:]
         if at.size > MOST_CHANGES:
             self._steps.change_blocks((at, blocks))
@@ -267,19 +267,19 @@ class MixedGraphs:
 
 
 PADDED = plan_prompts(np.full(MOST_PIECES, 2, np.int32), np.zeros(MOST_PIECES, np.int32), PIECES)
-"""The plan of a graph: so many pieces, whose sizes are known on the device alone."""
+"""The plan of a graph: MOST_PIECES pieces, whose sizes are known only on the device."""
 EMPTY = PrefillDecodeStep(0, 0, PADDED, [np.zeros(int(name in ("bounds", "fresh")), np.int32) for name in STEP_COLUMNS])
 
 
 def captured(
     launch: Launch, device: torch.device, pool: Any, measured: AbstractContextManager[None] | None = None
 ) -> Launch:
-    """`launch` as a graph; on a CPU as it is. `measured` is entered when all that remains is to capture it."""
+    """Captures `launch` as a graph; on a CPU returns it as it is. `measured` is entered just before the capture."""
     if device.type != "cuda":
         return launch
-    launch()  # kernels are loaded and products chosen before anything is recorded
+    launch()  # loads kernels and selects GEMMs before the capture
     graph = torch.cuda.CUDAGraph()
-    # (thread_local: another thread may be about to wait for a step that has ended)
+    # (thread_local: another thread may be about to wait for a finished step)
     with (
         measured or nullcontext(),
         _nothing_collected(),
@@ -291,7 +291,7 @@ def captured(
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Around a capture: what the collector would end may own graphs or device memory, and freeing those makes a capture invalid."""
+    """Disables garbage collection during a capture: freeing a graph or device memory would invalidate it."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -302,12 +302,12 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def graph_pool(device: torch.device) -> Any:
-    """Memory that graphs share, since only one of them runs at a time."""
+    """A memory pool shared by graphs, since only one of them runs at a time."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def _widths(decodes: int, tokens: int) -> list[int]:
-    """Of the columns of MIXED in a graph."""
+    """Widths of the columns of MIXED in a graph."""
     pieces, asking = MOST_PIECES, decodes + MOST_PIECES
     return [
         *([decodes + tokens] * 3),

@@ -1,7 +1,7 @@
-"""Rows whose logit rules the device applies by itself (csrc/cuda/sampling/logits.cuh), and the record of rules that each has there.
+"""Logits processors applied on the device (csrc/cuda/sampling/logits.cuh), and the record that each sequence with any has there.
 
-Owned by workers.cuda.runner. Which rows they are follows from plans alone, so all ranks agree; a row that finds no room stays with
-the host. A record is made when its row is placed, takes memory while the row is there, and counts the row's outputs on the device.
+Owned by workers.cuda.runner. Which sequences are handled follows from plans alone, so all ranks agree; one that finds no room stays
+with the host. A record is made when its sequence is placed, lives as long as it, and counts its outputs on the device.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Send = Callable[[Ids, Ints], tuple[Tensor, Tensor]]
 """workers.cuda.steps.Steps.send."""
 POOL_BYTES = 160 << 20  # of all records
 MOST_POSITION = 2**31 - 1
-PAST = MOST_WORD - 1  # tokens of a row that its record remembers
+PAST = MOST_WORD - 1  # tokens of a sequence that its record remembers
 
 
 def is_for_device(params: RowParams) -> bool:
-    """Whether the device can draw a row's tokens where it finds room for the rules: no more log-probabilities than it writes, and
-    no bad words of more tokens than it remembers."""
+    """Whether the device can sample for these parameters if it has room for the record: no more log-probabilities than it
+    writes, and no bad words longer than it remembers."""
     return params.logprobs < MOST_LOGPROBS and all(len(word) <= MOST_WORD for word in params.bad_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a row's record begins with: values[i] at word at[i] of `size`, 0 elsewhere."""
+    """The initial contents of a record: values[i] at word at[i] of `size`, 0 elsewhere."""
 
     size: int
     num_listed: int
@@ -55,7 +55,7 @@ class Record:
 
 
 def record_of(parts: RuleParts, past: Tokens, vocab_size: int) -> Record:
-    """The layout of csrc/cuda/ops.h; `past` are the row's tokens."""
+    """The layout of csrc/cuda/ops.h; `past` are the sequence's tokens."""
     tokens = np.concatenate([parts.bias_ids, parts.ends])
     last = np.array([word[-1] for word in parts.words], np.int64)
     named = (parts.seen, parts.allowed, parts.masked, last, tokens)
@@ -87,7 +87,7 @@ def _aligned(tokens: Sequence[int], width: int) -> list[int]:
 
 
 class DeviceRules:
-    """At most so many records as fit into POOL_BYTES."""
+    """As many records as fit into POOL_BYTES."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, *, pool_bytes: int = POOL_BYTES) -> None:
         self.most = min(num_rows, pool_bytes // (4 * (touched_words(vocab_size) + vocab_size)))
@@ -99,19 +99,19 @@ class DeviceRules:
         return row in self._rows
 
     def admit(self, row: int) -> bool:
-        """Takes room for a row's record, where there is some."""
+        """Allocates a record for the sequence in slot `row`; False if there is no room."""
         if len(self._rows) >= self.most:
             return False
         self._rows.add(row)
         return True
 
     def drop(self, row: int) -> None:
-        """The row has no rules any more. Steps under way may still read its record: the memory goes to later work of the stream."""
+        """Frees a slot's record. Steps in flight may still read it: the memory is reused only by later work of the stream."""
         self._rows.discard(row)
         self._records.pop(row, None)
 
     def write(self, jobs: NDArray[Any], rules: dict[int, tuple[int, LogitRules, Tokens]], send: Send) -> None:
-        """Makes records; rules[i] are the row that jobs[i] is about, its rules, and its tokens."""
+        """Writes records; rules[i] are the slot that jobs[i] is about, its logits processors, and its tokens."""
         records = [record_of(each.parts(), tokens, self._vocab_size) for _, each, tokens in rules.values()]
         sizes = [record.at.size for record in records]
         at, values = send(np.concatenate([r.at for r in records]), np.concatenate([r.values for r in records]))
@@ -124,7 +124,7 @@ class DeviceRules:
             job["only_allowed"], job["ends_from"] = each.has_allowed, min(each.ends_from, MOST_POSITION)
 
     def count(self, row: int, token: int) -> None:
-        """Takes note of a token that the host has sampled."""
+        """Counts a token that the host has sampled."""
         record = self._records.get(row)
         if record is None:
             return

@@ -1,6 +1,6 @@
-"""What fits on a GPU beside the weights: the largest step is computed once and measured, and the rest is for keys and values.
+"""GPU memory beside the weights: the largest step is run once and measured, and the rest is for the KV cache.
 
-Called by workers.cuda.worker while it loads. The arithmetic and the refusal are pure; `measure_step` alone touches the device.
+Called by workers.cuda.worker while it loads. The arithmetic and the refusal are pure; only `measure_step` touches the device.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from trireme.models.cuda.host_adapter import upload
 from trireme.models.forward import HostBatch
 from trireme.sizes import GIB, format_bytes
 
-MAX_SHARE = 0.97  # what can be suggested
+MAX_SHARE = 0.97  # the largest value that is suggested
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Bytes of one card. `others` is what was taken before the model came: driver, libraries, other processes."""
+    """Bytes of one GPU. `others` was taken before the model was loaded: driver, libraries, other processes."""
 
     name: str
     total: int
@@ -33,14 +33,14 @@ class GpuMemory:
 
     @property
     def left(self) -> int:
-        """For keys and values, under the share that may be used."""
+        """Bytes for the KV cache, within the share that may be used."""
         return self._left_at(self.share)
 
     def _left_at(self, share: float) -> int:
         return max(0, int(self.total * share) - self.others - self.weights - self.activations - GRAPHS)
 
     def check(self, max_len: int, token_bytes: int, *, can_be_narrower: bool = False) -> None:
-        """Raises ConfigError when not even one request of `max_len` tokens fits, with what would."""
+        """Raises ConfigError when not even one request of `max_len` tokens fits, with settings that would."""
         needed = max_len * token_bytes
         if needed <= self.left:
             return
@@ -78,7 +78,7 @@ def check_weights(name: str, weight_bytes: int, free: int) -> None:
 
 
 def largest_step(num_tokens: int, max_len: int, num_logits: int, block_size: int) -> HostBatch:
-    """A step of `num_tokens` tokens in prompts as long as can be, with blocks 0, 1, ... in order."""
+    """A step of `num_tokens` tokens in prompts as long as possible, with blocks 0, 1, ... in order."""
     lengths = [max_len] * (num_tokens // max_len)
     lengths += [num_tokens - sum(lengths)] if num_tokens % max_len else []
     sizes = np.array(lengths, np.int32)
@@ -102,7 +102,7 @@ def largest_step(num_tokens: int, max_len: int, num_logits: int, block_size: int
 
 
 def measure_step(model: CudaModel, batch: HostBatch, block_size: int) -> int:
-    """Bytes that the step needs at its peak beside the weights; its own small cache is not counted."""
+    """Peak bytes of the step beside the weights; its own small cache is not counted."""
     with torch.inference_mode():
         kv = model.allocate_kv(int(batch.block_table.max()) + 1, block_size)
         torch.cuda.synchronize()

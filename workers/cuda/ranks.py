@@ -1,7 +1,7 @@
-"""Several GPUs that carry out the same steps: a launched step of one of them, bounded in time. Used by workers.cuda.worker.
+"""Several GPUs that execute the same steps: a launched step of one rank, bounded in time. Used by workers.cuda.worker.
 
-Every rank of a stage samples every row by itself: logits are gathered, so all see the same bits, and noise is a function of the
-request alone. So no token waits for a broadcast, and what the host samples is the same everywhere too.
+Every rank of a stage samples every sequence by itself: logits are gathered, so all see the same bits, and noise is a function of
+the request alone. So no token waits for a broadcast, and tokens sampled on the host are the same everywhere too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALONE = Mesh(1, 1, 1)
 
 
 class Ranks(Protocol):
-    """What is needed of workers.collectives.cuda.CudaGroup."""
+    """The part of workers.collectives.cuda.CudaGroup that is used here."""
 
     watch: CollectiveWatchdog
 
@@ -31,7 +31,7 @@ class Ranks(Protocol):
 
 
 class RankTicket:
-    """A step that other ranks have a part in. Its result is None on all workers but the one that reports."""
+    """A step that other ranks take part in. Its result is None on all workers but the reporting one."""
 
     def __init__(self, ticket: LaunchedStep, group: Ranks, number: int, device: torch.device, *, reports: bool) -> None:
         self._ticket, self._group, self._number, self._reports = ticket, group, number, reports
@@ -39,7 +39,7 @@ class RankTicket:
         self._end.record()
 
     def result(self) -> StepResult | None:
-        """Waits for the step. Raises CollectiveError where another rank did not do its part in time."""
+        """Waits for the step. Raises CollectiveError when another rank did not do its part in time."""
         try:
             found = self._ticket.result()
             self._end.wait()
@@ -50,7 +50,7 @@ class RankTicket:
 
 
 def launch_with(group: Ranks, launch: Callable[[], LaunchedStep], device: torch.device, *, reports: bool) -> RankTicket:
-    """Launches a step. When that raises, the other ranks are not kept waiting."""
+    """Launches a step. If that raises, the other ranks are aborted instead of waiting."""
     number = group.watch.begin()
     try:
         return RankTicket(launch(), group, number, device, reports=reports)
@@ -60,5 +60,5 @@ def launch_with(group: Ranks, launch: Callable[[], LaunchedStep], device: torch.
 
 
 def sampling_mesh(mesh: Mesh) -> Mesh:
-    """How the host's runner sees its place: on the last stage every rank samples as if it were alone."""
+    """The mesh as the host's runner sees it: on the last stage every rank samples as if it were alone."""
     return ALONE if mesh.is_last_stage else mesh

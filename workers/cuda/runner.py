@@ -1,9 +1,9 @@
-"""Carries out StepPlans on a GPU: launches a step, and gives a LaunchedStep that waits for its tokens. Owned by
+"""Executes StepPlans on a GPU: launches a step, and returns a LaunchedStep that waits for its tokens. Owned by
 workers.cuda.worker.
 
-While a step runs the next one may be launched: the tokens in between stay on the device. A step with rows that the host must
-sample (rules that the device cannot apply) is waited for, and their logits alone come over; one that scores a
-prompt takes the way of workers.cpu.runner. One thread launches; any thread may wait.
+While a step runs the next one may be launched: the tokens in between stay on the device. A step with sequences that the host
+must sample (logits processors that the device lacks) is waited for, and only their logits are copied; one that scores a
+prompt goes through workers.cpu.runner. One thread launches; any thread may wait.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NOT_FINITE = "sampling failed: the model gave logits that are not finite"
 
 
 def logprob_rows(rows: NDArray[np.int64], tokens: Ints, counts: Ints, words: Ints) -> list[LogprobRow]:
-    """What the device's words [n, LOGPROB_WORDS] say of rows that got a token and want so many log-probabilities."""
+    """Decodes the device's words [n, LOGPROB_WORDS] for the slots `rows` that got a token and want counts[i] log-probabilities."""
     found = []
     for i in np.flatnonzero((counts > 0) & (tokens >= 0)).tolist():
         ranks, ids, values = np.split(words[i : i + 1].copy(), (1, 1 + MOST_LOGPROBS), axis=1)
@@ -48,16 +48,16 @@ def logprob_rows(rows: NDArray[np.int64], tokens: Ints, counts: Ints, words: Int
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step. `rows` sample, in plan order; `at` are the positions of their new tokens."""
+    """A launched step. `rows` are the sampling slots, in plan order; `at` are the positions of their new tokens."""
 
     step: int
     started: float
     rows: NDArray[np.int64]
     at: NDArray[np.int32]
-    answer: Answer | None  # None: the result is there
+    answer: Answer | None  # None: the result is available
     faults: list[RowFault]
     found: StepResult | None = None
-    num_logprobs: Ints | None = None  # of each row, where the answer holds any
+    num_logprobs: Ints | None = None  # per slot, where the answer holds any
 
     def result(self) -> StepResult:
         """Waits for the step."""
@@ -71,7 +71,7 @@ class LaunchedStep:
         return self.filled(tokens, logprob_rows(self.rows, tokens, self.num_logprobs, words))
 
     def filled(self, tokens: NDArray[np.int32], logprobs: list[LogprobRow]) -> StepResult:
-        """The result, from the tokens of `rows`; those below 0 are faults, of the model where nobody has said so yet."""
+        """The result, from the tokens of `rows`; negative ones are faults, of the model unless already reported."""
         rows, faults = self.rows, self.faults
         bad = tokens < 0
         if bad.any():
@@ -90,7 +90,7 @@ class LaunchedStep:
 
 
 class GpuRunner:
-    """The step loop body of one device. `slow` is the runner over the same batch and cache whose logits come to the host."""
+    """The step loop body of one device. `slow` is the runner over the same batch and cache that copies logits to the host."""
 
     def __init__(
         self, steps: Steps, graphs: DecodeGraphs, batch: Batch, slow: Runner, mixed: MixedGraphs | None = None
@@ -102,8 +102,8 @@ class GpuRunner:
         self._rules = DeviceRules(num_rows, batch.vocab_size, steps.device)
         self._needs_host = np.zeros(num_rows, np.bool_)
         self._num_logprobs = np.zeros(num_rows, np.int32)
-        self._scores = np.zeros(num_rows, np.bool_)  # rows that want log-probabilities of their prompt
-        self._placed = np.zeros(num_rows, np.int64)  # launches before the row got its request
+        self._scores = np.zeros(num_rows, np.bool_)  # sequences that want log-probabilities of their prompt
+        self._placed = np.zeros(num_rows, np.int64)  # launches before the slot got its request
         self._unseen: deque[tuple[int, LaunchedStep]] = deque()  # launches whose tokens the host's batch lacks
         self.num_launched = 0
         self.max_logits = slow.max_logits
@@ -116,7 +116,7 @@ class GpuRunner:
 
     @property
     def num_rows(self) -> int:
-        """Rows in the persistent batch."""
+        """Sequences in the persistent batch."""
         return self._batch.num_rows()
 
     @property
@@ -128,7 +128,7 @@ class GpuRunner:
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Starts a step behind those under way. Raises EngineError for a plan that does not fit the batch."""
+        """Launches a step behind those in flight. Raises EngineError for a plan that does not fit the batch."""
         started = time.perf_counter()
         for row in plan.freed:
             self._rules.drop(row)
@@ -157,7 +157,7 @@ class GpuRunner:
         )
         shape = self._shape_of(step)
         if (graphs := self._set_of(shape)) is not None:
-            graphs.policy.note(shape)  # as the plan has it: what has failed so far, other ranks may not know yet
+            graphs.policy.note(shape)  # by the plan: other ranks may not know yet which sequences have failed
         faults = batch.row_faults(step.rows)
         if faults:
             step = step.where(~np.isin(step.rows, list(batch.faults)))
@@ -193,8 +193,8 @@ class GpuRunner:
         return ticket
 
     def _shape_of(self, step: StepRows) -> Size:
-        """(rows,) of a decode step, (decoding rows, prompt tokens) of a small one with prompts, () of one without a graph: the same
-        on all stages, since what passes between them is padded."""
+        """(sequences,) of a decode step, (decoding sequences, prompt tokens) of a small one with prompts, () of one without a
+        graph: the same on all stages, since the hidden states passed between them are padded."""
         sampling, is_one = step.rows[step.sample], step.num_tokens == 1
         if not step.rows.size or bool(self._needs_host[sampling].any()):
             return ()
@@ -213,7 +213,7 @@ class GpuRunner:
     def _launch_and_sample(
         self, ticket: LaunchedStep, step: PrefillDecodeStep, at_host: NDArray[np.bool_]
     ) -> LaunchedStep:
-        """A step of which the host samples the rows `at_host`, as soon as their logits are there."""
+        """A step in which the host samples the slots `at_host`, as soon as their logits have arrived."""
         on_device, logprobs, logits = self._steps.mixed(step)
         wanted = torch.from_numpy(np.flatnonzero(at_host)).to(logits.device)
         values = logits.index_select(0, wanted).float().cpu().numpy()
@@ -233,7 +233,7 @@ class GpuRunner:
         return ticket
 
     def _wait_out(self, plan: StepPlan) -> LaunchedStep:
-        """The whole step with the host in between; then the device is told what it would know by itself."""
+        """Runs the whole step through the host; then the device gets the tokens that it would otherwise have kept."""
         self.num_slow += 1
         started = time.perf_counter()
         result = self._slow.execute(msgspec.structs.replace(plan, copies=[]) if plan.copies else plan)
@@ -243,14 +243,14 @@ class GpuRunner:
             return LaunchedStep(plan.step, started, np.zeros(0, np.int64), np.zeros(0, np.int32), None, [])
         rows, tokens = unpack(result.rows), unpack(result.tokens)
         self._steps.tell_tokens(rows, tokens)
-        counted = {new.row for new in plan.new} if self.keeps_tokens else ()  # in their records already
+        counted = {new.row for new in plan.new} if self.keeps_tokens else ()  # already counted in their records
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             if row not in counted:
                 self._rules.count(row, token)
         return LaunchedStep(plan.step, started, rows.astype(np.int64), np.zeros(0, np.int32), None, [], result)
 
     def _place(self, new: list[NewRow]) -> None:
-        """The jobs of new rows, and since when they are here."""
+        """The jobs of new sequences, and the launch from which on they are here."""
         if not new:
             return
         rows = np.array([row.row for row in new], np.int32)
@@ -267,7 +267,7 @@ class GpuRunner:
         self._steps.write_jobs(rows, jobs)
 
     def _catch_up(self, *, wait: bool) -> None:
-        """Gives the host's batch the tokens that have come; with `wait` all of them."""
+        """Copies arrived tokens into the host's batch; with `wait` all of them."""
         while self._unseen:
             launch, ticket = self._unseen[0]
             assert ticket.answer is not None

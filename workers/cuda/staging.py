@@ -1,7 +1,7 @@
-"""Pinned host memory through which a step's numbers go to the device and its tokens come back, without anybody waiting.
+"""Pinned host memory for asynchronous copies: a step's inputs to the device, and its tokens back.
 
-Owned by workers.cuda.runner. Buffers are used in turn; one is filled again only when the device has read it. On the CPU (tests)
-the same copies happen at once.
+Owned by workers.cuda.runner. Buffers rotate; one is refilled only when the device has read it. On the CPU (tests) the same
+copies are synchronous.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int32]
-TURNS = 4  # more than steps can be under way
+TURNS = 4  # more than the steps that can be in flight
 
 
 class Event:
-    """A point in the device's work."""
+    """A point in the device's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -26,7 +26,7 @@ class Event:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the device has come here; at once where it never was recorded."""
+        """Waits until the device has reached this point; returns at once if it was never recorded."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -35,7 +35,7 @@ class Event:
 
 
 class Upload:
-    """int32 numbers on their way to the device, `size` at most at a time."""
+    """int32 uploads to the device, of up to `size` numbers each."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device = device
@@ -53,7 +53,7 @@ class Upload:
         return found
 
     def send(self, size: int, out: Tensor | None = None) -> Tensor:
-        """What was filled in, on the device: in `out` or in memory of its own."""
+        """Copies the filled buffer to the device: to `out` or to newly allocated memory."""
         held = self._buffers[self._turn][:size]
         sent = (
             held.to(self._device, non_blocking=True, copy=True) if out is None else out.copy_(held, non_blocking=True)
@@ -67,7 +67,7 @@ def _pinned(size: int, device: torch.device) -> Tensor:
 
 
 class Answer:
-    """Tokens [n] of one step, and what else it gives of each, on their way back."""
+    """Tokens [n] of one step, and their further outputs, being copied to the host."""
 
     def __init__(self, tokens: Tensor, more: Tensor | None = None) -> None:
         self._tokens = _sent_back(tokens)
@@ -79,13 +79,13 @@ class Answer:
         return self._event.has_passed()
 
     def read(self) -> Ints:
-        """The tokens; waits for them. Any thread may, any number of times."""
+        """Waits for the tokens. Callable from any thread, any number of times."""
         self._event.wait()
         found: Ints = self._tokens.numpy()
         return found
 
     def read_more(self) -> Ints | None:
-        """The rest, likewise."""
+        """The further outputs, likewise."""
         self._event.wait()
         return None if self._more is None else self._more.numpy()
 

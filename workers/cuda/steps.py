@@ -1,8 +1,8 @@
-"""The two kinds of steps on a GPU, from the host's columns to sampled tokens that never leave the device: one token for every
-row (`decode`, fit for a CUDA graph), and anything else (`mixed`). Used by workers.cuda.runner and workers.cuda.graphs.
+"""The two kinds of steps on a GPU, from the host's columns to sampled tokens that stay on the device: decode steps of one token
+per sequence (`decode`, capturable in a CUDA graph), and all others (`mixed`). Used by workers.cuda.runner and workers.cuda.graphs.
 
-Nothing here waits for the device. Legend: P rows with padding, R rows, T tokens, S rows that sample, K changed block entries;
-pieces as in models.cuda.attention.prefill_plan.
+Nothing here waits for the device. Legend: P padded batch size, R sequences, T tokens, S sequences that sample, K changed
+block-table entries; pieces as in models.cuda.attention.prefill_plan.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from trireme.workers.inputs import StepRows, check_rows, slot_values
 from trireme.workers.kv.tensors import independent
 
 COLUMNS = ("rows", "ids", "positions", "slots", "context", "jobs", "at", "blocks")  # of a decode step, each [P]
-MOST_BLOCKS = 528  # thread blocks of decode attention that a card runs side by side
-SHORT = 512  # tokens; contexts up to here are cut in FEW_SPLITS parts at most
+MOST_BLOCKS = 528  # CTAs of decode attention that a GPU runs concurrently
+SHORT = 512  # tokens; contexts up to here are split into at most FEW_SPLITS parts
 FEW_SPLITS, MANY_SPLITS = 4, 32
 Sample = Callable[..., Tensor]
 """models.cuda.ops.sample_rows."""
 
 
 class DeviceModel(Protocol):
-    """What a step needs of models.cuda.decoder.CudaModel."""
+    """The part of models.cuda.decoder.CudaModel that a step uses."""
 
     vocab_size: int
     kv_heads: int
@@ -52,15 +52,15 @@ class DeviceModel(Protocol):
 
 
 def choose_splits(rows: int, kv_heads: int, longest: int) -> int:
-    """Into how many parts decode attention cuts each context: enough to fill the card, a power of two."""
+    """Number of context splits of decode attention: enough to fill the GPU, a power of two."""
     most = min(FEW_SPLITS if longest <= SHORT else MANY_SPLITS, MOST_BLOCKS // max(rows * kv_heads, 1))
     return 1 << max(most, 1).bit_length() - 1
 
 
 def fill_decode(out: Ints, batch: Batch, step: StepRows, changes: tuple[Indices, Ints], device: DeviceRows) -> None:
-    """Writes COLUMNS of a step that computes one token of each row into `out` [8, P]; P may be more than there are rows.
+    """Writes COLUMNS of a decode step (one token per sequence) into `out` [8, P]; P may exceed the number of sequences.
 
-    Raises EngineError when a row lacks the token or block that the plan counts on.
+    Raises EngineError when a sequence lacks the token or block that the plan relies on.
     """
     rows, positions, count = step.rows, step.num_computed, step.rows.size
     at, blocks = changes
@@ -80,12 +80,12 @@ def fill_decode(out: Ints, batch: Batch, step: StepRows, changes: tuple[Indices,
 
 @dataclass(slots=True)
 class PrefillDecodeStep:
-    """A step of any kind. On the device rows with one token come first; those that sample are in plan order."""
+    """A step of any kind. On the device sequences with one token come first; sampling ones are in plan order."""
 
     num_decodes: int
-    longest: int  # context of a decoding row
+    longest: int  # context of a decoding sequence
     plan: PromptPlan
-    columns: list[NDArray[Any]]  # by the names of MIXED
+    columns: list[NDArray[Any]]  # in the order of MIXED
 
     @property
     def sizes(self) -> list[int]:
@@ -95,8 +95,8 @@ class PrefillDecodeStep:
 STEP_COLUMNS = (
     *("ids", "positions", "slots"),  # of tokens
     *("rows", "contexts"),  # of decodes
-    *("places", "firsts", "bounds", "reach", "fresh"),  # of pieces, and where packed prompts begin
-    *("last", "asking", "jobs", "asking_at"),  # of rows that sample
+    *("places", "firsts", "bounds", "reach", "fresh"),  # of pieces, and the start offsets of packed prompts
+    *("last", "asking", "jobs", "asking_at"),  # of sequences that sample
     *("at", "blocks"),
 )
 
@@ -109,8 +109,8 @@ def mix(
     table_rows: TableRows,
     at_host: NDArray[np.bool_] | None = None,
 ) -> PrefillDecodeStep:
-    """The columns of `step` in the order of MIXED. Of the rows that sample, those of `at_host` get no token on the device. Raises
-    EngineError like fill_decode."""
+    """The columns of `step` in the order of MIXED. Sampling slots in `at_host` get no token on the device. Raises EngineError
+    like fill_decode."""
     context = step.num_computed + step.num_tokens
     check_rows(batch, step, context)
     is_decode = step.num_tokens == 1
@@ -143,7 +143,7 @@ def mix(
 def drawn_tensors(
     num_rows: int, device: torch.device, make: Callable[..., Tensor] = torch.zeros
 ) -> tuple[Tensor, Tensor]:
-    """Where the tokens of so many rows go, and their log-probabilities."""
+    """Output tensors for tokens, and for their log-probabilities."""
     tokens, logprobs = (
         make(size, dtype=torch.int32, device=device) for size in ((num_rows,), (num_rows, LOGPROB_WORDS))
     )
@@ -151,7 +151,7 @@ def drawn_tensors(
 
 
 class Steps:
-    """A model, its cache and the rows' tables on one device, and how a step is launched over them."""
+    """A model, its cache and the slot tables on one device, and how steps are launched over them."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Steps:
 
     @property
     def rules(self) -> Rules:
-        """How the prompts of a step are planned."""
+        """How the prompts of a step are split."""
         found: Rules = self._model.prompt_attention.rules
         return found
 
@@ -184,7 +184,7 @@ class Steps:
         return choose_splits(rows, self._model.kv_heads, longest)
 
     def decode(self, inputs: Tensor, tokens: Tensor, splits: int, logprobs: Tensor | None = None) -> None:
-        """One token for each row of `inputs` [8, P]; what they sample goes to `tokens` [P] and `logprobs` [P, LOGPROB_WORDS].
+        """One token for each slot of `inputs` [8, P]; sampled tokens go to `tokens` [P] and `logprobs` [P, LOGPROB_WORDS].
         Allocates only what a graph may."""
         rows, known, positions, slots, context, jobs, at, blocks = inputs
         table = self.rows
@@ -205,7 +205,7 @@ class Steps:
             table.keep(rows, tokens)
 
     def _run(self, batch: CudaBatch) -> Tensor:
-        """Logits of the tokens that may be sampled, a view; on the other stages whatever the model gives."""
+        """Logits of the tokens that may be sampled, a view; on other stages the model's output."""
         found = self._model.run(batch, self._kv, self._scratch)
         return found[:, : self._vocab_size] if self.samples else found
 
@@ -218,12 +218,12 @@ class Steps:
         rules: Rules | None = None,
         at_host: NDArray[np.bool_] | None = None,
     ) -> PrefillDecodeStep:
-        """`mix` for this model, its prompts by its own rules or by `rules`."""
+        """`mix` for this model; prompts are split by `rules`, or by the model's own."""
         return mix(batch, step, changes, rules or self.rules, self._model.table_rows, at_host)
 
     def mixed(self, step: PrefillDecodeStep) -> tuple[Tensor, Tensor, Tensor]:
-        """Launches any step; returns tokens [S], log-probabilities [S, LOGPROB_WORDS] and logits [S, V] of the rows that sample, in
-        plan order."""
+        """Launches any step; returns tokens [S], log-probabilities [S, LOGPROB_WORDS] and logits [S, V] of the sequences that
+        sample, in plan order."""
         host = self._upload.take(sum(step.sizes))
         np.concatenate(step.columns, out=host, casting="same_kind")
         parts = self._upload.send(host.size).split(step.sizes)
@@ -241,8 +241,8 @@ class Steps:
         most_queries: int = 0,
         logprobs: Tensor | None = None,
     ) -> Tensor:
-        """A step from its columns on the device: tokens [S] and logprobs [S, LOGPROB_WORDS] are filled, and logits [S, V] returned.
-        Allocates only what a graph may where `plan` has nothing but pieces, of `most_queries` queries at most."""
+        """Launches a step from its columns on the device: fills tokens [S] and logprobs [S, LOGPROB_WORDS], returns logits [S, V].
+        Allocates only what a graph may if `plan` has only pieces, of at most `most_queries` queries."""
         ids, positions, slots, rows, contexts, *of_prompts, last, asking, jobs, asking_at, at, blocks = parts
         table, decodes = self.rows, rows.numel()
         if at.numel():
@@ -270,7 +270,7 @@ class Steps:
         return logits
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copies (source, destination) blocks of all layers, as if one after the other."""
+        """Copies (source, destination) blocks of all layers, as if sequentially."""
         for batch in independent(copies):
             columns = np.array(batch, np.int32).T
             pairs = torch.stack(self.send(*columns), 1)
@@ -279,24 +279,24 @@ class Steps:
                     cuda_ops.copy_blocks(side, pairs)
 
     def change_blocks(self, changes: tuple[Indices, Ints]) -> None:
-        """Block-table differences by themselves."""
+        """Writes block-table changes separately from a step."""
         at, blocks = changes
         if at.size:
             self.rows.write_blocks(*self.send(at, blocks))
 
     def tell_tokens(self, rows: NDArray[Any], tokens: NDArray[Any]) -> None:
-        """Newest tokens that the host has sampled."""
+        """Writes newest tokens that the host has sampled."""
         if rows.size:
             self.rows.keep(*self.send(rows, tokens))
 
     def write_jobs(self, rows: NDArray[Any], jobs: NDArray[Any]) -> None:
-        """Sampling jobs of rows that are new."""
+        """Writes sampling jobs of new sequences."""
         words = jobs.view(np.int32)
         at, values = self.send(rows, words)
         self.rows.jobs.view(torch.int32).index_copy_(0, at.long(), values.view(rows.size, -1))
 
     def send(self, first: NDArray[Any], second: NDArray[Any]) -> tuple[Tensor, Tensor]:
-        """Both on the device, as int32."""
+        """Copies both to the device, as int32."""
         host = self._upload.take(first.size + second.size)
         host[: first.size], host[first.size :] = first, second.reshape(-1)
         sent = self._upload.send(host.size)

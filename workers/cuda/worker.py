@@ -1,7 +1,7 @@
-"""CudaWorker: one NVIDIA GPU's share of an engine. The same calls as workers.cpu.worker.CpuWorker, and `launch`, which does
-not wait.
+"""CudaWorker: one NVIDIA GPU's share of an engine. The same calls as workers.cpu.worker.CpuWorker, and an asynchronous
+`launch`.
 
-Used like that one, by module name. All calls but those of a LaunchedStep come from one thread. Each worker has a card of its
+Used like that one, by module name. All calls but those of a LaunchedStep come from one thread. Each worker has a GPU of its
 own (see Mesh.card), with its share of the layers.
 """
 
@@ -60,8 +60,8 @@ from trireme.workers.inputs import InputBuilder
 
 log = logging.getLogger("trireme.worker")
 
-START_S = 120.0  # what ranks do together at the start takes less
-HOST_THREADS = 8  # of the sampler for rows whose logits the host must see
+START_S = 120.0  # limit for the joint work of ranks at the start
+HOST_THREADS = 8  # of the sampler for sequences whose logits the host must see
 
 
 class CudaWorker:
@@ -75,16 +75,16 @@ class CudaWorker:
         self._group: CudaGroup | None = None
         self._device = torch.device("cuda")
         self._loaded: tuple[ArchSpec, CudaModel] | None = None
-        self._vocab_size = 0  # ids that can be sampled: the tokenizer's, of the model's
+        self._vocab_size = 0  # ids that can be sampled: the tokenizer's, within the model's
         self._batch: Batch | None = None
         self._num_blocks = 0
-        self._shelf: OffloadedWeights | None = None  # the weights of a model that sleeps, where they are kept
+        self._shelf: OffloadedWeights | None = None  # offloaded weights of a sleeping model
         self._is_asleep = False
         self._runner: GpuRunner | None = None
         self._adaptation: Adaptation | None = None
-        self._policies: tuple[GraphPolicy, GraphPolicy] | None = None  # what was learned outlives a sleep
+        self._policies: tuple[GraphPolicy, GraphPolicy] | None = None  # graph policies outlive a sleep
         self._kv: list[Any] = []
-        self.before_forward: Callable[[], object] = lambda: None  # nobody needs to be told: launching takes no time
+        self.before_forward: Callable[[], object] = lambda: None  # no-op: launching takes no time
 
     def load(self) -> WorkerLoaded:
         """Loads the weights onto the device and measures the largest step. Raises ModelError or ConfigError with the cause."""
@@ -117,7 +117,7 @@ class CudaWorker:
         self._progress("measure", 1, 1)
         held = torch.cuda.memory_reserved()
         in_use = total - torch.cuda.mem_get_info()[0]
-        kept = sum(buffer.nbytes for buffer in model.buffers)  # of the activations, counted in `held` already
+        kept = sum(buffer.nbytes for buffer in model.buffers)  # of the activations, already counted in `held`
         memory = GpuMemory(_name_of(device), total, in_use - held, held - kept, activations, share)
         token_bytes = 2 * model.num_kv_layers * model.kv_heads * model.head_dim * model.kv_dtype.itemsize
         if config.cache.kv_memory is None and config.cache.num_blocks is None:
@@ -140,7 +140,7 @@ class CudaWorker:
         )
 
     def _load_model(self, arch: ArchSpec, device: torch.device, shares: RankSpans) -> CudaModel:
-        """This worker's weights on the device."""
+        """Loads this worker's weights onto the device."""
         config = self.config
         stored = open_checked(files_of(config.model), arch, dummy=config.model.load_format == "dummy")
         source = as_decoder(stored, arch)
@@ -161,8 +161,8 @@ class CudaWorker:
         return model
 
     def setup_kv(self, num_blocks: int) -> dict[str, float]:
-        """Allocates `num_blocks` blocks and the batch, and captures the graphs; the worker can run steps afterwards. Gives the
-        parts of the time that this takes."""
+        """Allocates `num_blocks` blocks and the batch, and captures the graphs; the worker can run steps afterwards. Returns the
+        seconds of each phase."""
         if self._loaded is None:
             raise EngineError("setup_kv was called before load")
         arch, model = self._loaded
@@ -184,7 +184,7 @@ class CudaWorker:
         return phases.seconds
 
     def _make_runner(self, arch: ArchSpec, model: CudaModel, batch: Batch, phases: Phases) -> None:
-        """Everything on the device but the weights, over a batch that has no rows, or none that will be computed again."""
+        """Makes everything on the device but the weights, over a batch that is empty or will not be computed again."""
         config, self._batch = self.config, batch
         block_size, max_rows = config.cache.block_size, config.scheduler.num_rows
         max_tokens, max_len = config.scheduler.num_tokens, config.model.max_len or arch.max_position
@@ -210,7 +210,7 @@ class CudaWorker:
         phases.end("graphs")
 
     def _make_policies(self, model: CudaModel) -> tuple[GraphPolicy, GraphPolicy]:
-        """Which steps with one token for each row are captured, and which with prompts."""
+        """The policies of which decode steps are captured, and which steps with prompts."""
         scheduler = self.config.scheduler
         asked = graph_sizes(self.config.parallel.graph_sizes, scheduler.num_rows)
         if not (self._group is None or self._group.can_be_captured):
@@ -222,7 +222,7 @@ class CudaWorker:
         )
 
     def _capture(self, graphs: DecodeGraphs, mixed: MixedGraphs, memory: GraphMemory) -> None:
-        """What a start begins with. Ranks cannot leave out what they have no memory for before they have agreed: see Adaptation."""
+        """Initial captures. Ranks cannot skip sizes that do not fit before they have agreed: see Adaptation."""
         is_alone = self._group is None
         with self._together():
             left_out = graphs.set.capture_all("graphs", self._progress, leaves_out=is_alone)
@@ -236,7 +236,7 @@ class CudaWorker:
 
     @contextmanager
     def _as_in_a_step(self) -> Iterator[None]:
-        """Around a change of what is captured while this worker serves: other ranks make it too, and are not kept waiting."""
+        """Around a change of the captured graphs while serving: other ranks make it too, and must not be kept waiting."""
         torch.cuda.synchronize()
         try:
             with torch.inference_mode(), self._together(STUCK_S):
@@ -247,7 +247,7 @@ class CudaWorker:
             raise
 
     def launch(self, plan: StepPlan) -> LaunchedStep | RankTicket:
-        """Starts one step behind those under way; its LaunchedStep waits for the result, in any thread."""
+        """Starts one step behind those in flight; its LaunchedStep waits for the result, in any thread."""
         runner = self._need_runner()
         with torch.inference_mode():
             if self._group is None:
@@ -256,11 +256,11 @@ class CudaWorker:
             return launch_with(self._group, lambda: runner.launch(plan), self._device, reports=reports)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Runs one step to its end."""
+        """Runs one step to completion."""
         return self.launch(plan).result()
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        """Rare requests, by name: `info`, `adapt` (what is captured), `sleep` and `wake`, and `poison` (fills KV blocks with NaN;
+        """Rare requests, by name: `info`, `adapt` (captured graphs), `sleep` and `wake`, and `poison` (fills KV blocks with NaN;
         tests). Others raise EngineError."""
         if method == "info":
             return self._info()
@@ -279,8 +279,8 @@ class CudaWorker:
         raise EngineError(f"a worker has no method {method!r}; it has info, adapt, sleep, wake, poison")
 
     def _sleep(self, level: int) -> None:
-        """Gives the memory of keys, values, graphs and activations back, and that of the weights: level 1 keeps them in the host's
-        memory. A worker that sleeps with its weights kept drops them for level 2. Every earlier step must have ended."""
+        """Frees the memory of KV cache, graphs and activations, and that of the weights: level 1 offloads them to host memory.
+        A worker that sleeps with offloaded weights drops them for level 2. Every earlier step must have ended."""
         if self._is_asleep:
             self._loaded = self._shelf = None
             _collect()
@@ -302,7 +302,7 @@ class CudaWorker:
         torch.cuda.empty_cache()
 
     def _wake(self) -> None:
-        """As before the sleep, with no key or value. Raises ConfigError where others have taken the memory."""
+        """Restores the state before the sleep, with an empty KV cache. Raises ConfigError when other processes took the memory."""
         try:
             if self._shelf is not None:
                 self._shelf.restore()
@@ -324,7 +324,7 @@ class CudaWorker:
         self._is_asleep = False
 
     def close(self) -> None:
-        """Forgets model and KV and gives their memory back."""
+        """Releases model and KV and frees their memory."""
         if self._group is not None:
             self._group.close()
         self._runner = self._adaptation = None
@@ -333,7 +333,7 @@ class CudaWorker:
         torch.cuda.empty_cache()
 
     def _open_device(self) -> torch.device:
-        """This worker's card. Raises ConfigError where torch sees none, or the kernels are not built."""
+        """This worker's GPU. Raises ConfigError when torch sees none, or the kernels are not built."""
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"--device cuda: torch {torch.__version__} sees no NVIDIA GPU (built for CUDA {torch.version.cuda})",
@@ -357,7 +357,7 @@ class CudaWorker:
         return -(-self.mesh.dp * self.mesh.num_workers // torch.cuda.device_count())
 
     def _open_group(self, gathered_bytes: int) -> CudaGroup | None:
-        """The ranks of this engine, None for one that is alone."""
+        """The group of this engine's ranks, None for a single rank."""
         if self.mesh.num_workers == 1:
             return None
         wait_s = self.config.launch.start_timeout
@@ -366,7 +366,7 @@ class CudaWorker:
         )
 
     def _meet(self) -> list[tuple[str, str, str]]:
-        """Waits until all ranks have their weights. What was chosen for their sums, as decisions."""
+        """Waits until all ranks have their weights. Returns the all-reduce choices, as decisions."""
         if self._group is None:
             return []
         with self._group.guard(self.config.launch.start_timeout):
@@ -407,8 +407,8 @@ class CudaWorker:
 
 
 def _collect() -> None:
-    """Ends what only refers to itself, as graphs and caches do: also where it dates from a start, whose objects the collector was
-    told to pass over (transport.process.boot.settle_memory)."""
+    """Collects reference cycles, as graphs and caches are: also those from start-up, which the collector was told to skip
+    (transport.process.boot.settle_memory)."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Allocates the paged KV memory of one worker and does their arithmetic: element type, bytes per block, block copies.
+"""Paged KV memory of one worker: element type, bytes per block, allocation, block copies.
 
 Called by workers.cpu.worker (sizes, allocation), workers.cpu.runner and workers.cuda.steps (copies). Layout:
 models.forward.PagedKV.
@@ -28,11 +28,11 @@ KV_DTYPES: dict[str, KvDtype] = {
     "int8": np.dtype(np.int8),
     "int16": np.dtype(np.int16),
 }
-_ALIGNMENT = 64  # of every block, in bytes: loads of whole vectors then stay within a cache line
+_ALIGNMENT = 64  # of every block, in bytes: vector loads then stay within a cache line
 
 
 def choose_kv_dtype(asked: str, arch: ArchSpec, block_size: int) -> tuple[KvDtype, Decision]:
-    """Element type of keys and values for `--kv-dtype`. auto: as exact as the weights, so float32 only under float32 ones.
+    """Element type of keys and values for `--kv-dtype`. auto: as precise as the weights, so float32 only for float32 weights.
 
     Raises ConfigError for integers where the head_dim or the block size is odd.
     """
@@ -52,14 +52,14 @@ def choose_kv_dtype(asked: str, arch: ArchSpec, block_size: int) -> tuple[KvDtyp
 
 
 def block_bytes(model: KVShape, block_size: int, dtype: KvDtype) -> int:
-    """Bytes that one block costs on this worker: keys and values of all layers of its stage."""
+    """Bytes of one block on this worker: keys and values of all layers of its stage."""
     shapes = kv_shapes(1, model.kv_heads, model.head_dim, block_size, dtype.name)
     return model.num_kv_layers * dtype.itemsize * sum(math.prod(shape) for shape in shapes)
 
 
 def allocate_kv(model: KVShape, num_blocks: int, block_size: int, dtype: KvDtype) -> list[HostKV]:
-    """Zeroed KV of every layer of this stage. Pages are taken from the system as blocks are first used. Raises ConfigError where
-    the system has no such range of addresses."""
+    """Zeroed KV of every layer of this stage. Pages are allocated as blocks are first used. Raises ConfigError when the address
+    range cannot be reserved."""
     k_shape, v_shape = kv_shapes(num_blocks, model.kv_heads, model.head_dim, block_size, dtype.name)
     try:
         return [
@@ -75,7 +75,7 @@ def allocate_kv(model: KVShape, num_blocks: int, block_size: int, dtype: KvDtype
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: KvDtype) -> NDArray[Any]:
-    """Zeros that cost nothing until they are used."""
+    """Zeros whose pages are allocated on first use."""
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
@@ -83,7 +83,7 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: KvDtype) -> NDArray[Any]:
 
 
 def independent(copies: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The copies as batches whose order inside does not matter: there no destination is a source, or another's destination."""
+    """The copies in batches that can run in any order: in one batch no destination is a source, or another's destination."""
     batches: list[list[tuple[int, int]]] = []
     sources, destinations = set[int](), set[int]()
     for source, destination in copies:
@@ -99,7 +99,7 @@ def independent(copies: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def copy_blocks(kv: list[HostKV], copies: list[tuple[int, int]]) -> None:
-    """Copies (source, destination) blocks of all layers, as if one after the other."""
+    """Copies (source, destination) blocks of all layers, as if sequentially."""
     for batch in independent(copies):
         source, destination = [pair[0] for pair in batch], [pair[1] for pair in batch]
         for layer in kv:
@@ -108,7 +108,7 @@ def copy_blocks(kv: list[HostKV], copies: list[tuple[int, int]]) -> None:
 
 
 def poison_blocks(kv: list[HostKV], blocks: list[int]) -> None:
-    """Fills blocks with NaN, so that a test sees any read of a block that nobody wrote."""
+    """Fills blocks with NaN, so that a test detects any read of an unwritten block."""
     for layer in kv:
         fill_nan(layer.k, blocks)
         fill_nan(layer.v, blocks)

@@ -1,6 +1,6 @@
 """Random numbers as a pure function of (seed, choice, absolute position, token): the same draw in any batch, on any engine.
 
-Called by workers.sampling.sampler. Holds no generator state, so nothing can be consumed by a batch-mate, a retry or a preemption.
+Called by workers.sampling.sampler. No generator state, so batch neighbours, retries and preemptions cannot consume random numbers.
 
 The definition, in unsigned integers, for C++ and CUDA to match bit for bit:
 
@@ -14,10 +14,10 @@ The definition, in unsigned integers, for C++ and CUDA to match bit for bit:
     E     = -log1p(-v)              standard exponential
     g     = -log(E)                 standard Gumbel
 
-`position` is the index the new token will have in its row (prompt and outputs counted together, from 0). The sampled
+`position` is the index the new token will have in its sequence (prompt and outputs counted together, from 0). The sampled
 token is argmax(z + g) with z = (logit - max logit) / temperature, both in float64, lowest id on a tie. Because E >= v,
-that argmax equals an integer-and-float32 search for the least v * exp(-z) followed by an exact look at the few tokens
-that could still win; `NoiseField.race` does this in numpy, csrc/cpu/sampling/sampling_impl.h in its own way, and the answer
+that argmax equals an integer-and-float32 search for the least v * exp(-z) followed by an exact comparison of the few tokens
+that could still win; `NoiseField.argmax` does this in numpy, csrc/cpu/sampling/sampling_impl.h in its own way, and the result
 does not depend on the float32 search's last digits.
 
 mix64 is the finaliser of SplitMix64 (Steele, Lea, Flood 2014, with Stafford's constants); mix32 is Wellons' lowbias32.
@@ -91,7 +91,7 @@ def gumbels(key: int, tokens: Ids) -> NDArray[np.float64]:
 
 
 class NoiseField:
-    """Draws winners over a vocabulary with scratch arrays made once. One instance per thread."""
+    """Samples over a vocabulary with preallocated scratch arrays. One instance per thread."""
 
     def __init__(self, vocab_size: int) -> None:
         self._scrambled = np.arange(vocab_size, dtype=np.uint32) * np.uint32(GOLDEN32)
@@ -99,9 +99,9 @@ class NoiseField:
         self._ratio, self._weight = np.empty(vocab_size, np.float32), np.empty(vocab_size, np.float32)
 
     def argmax(self, logits: Floats, peak: float, temperature: float, key: int) -> int:
-        """Winner of (logits - peak) / temperature + noise over the whole vocabulary; `peak` is the greatest logit.
+        """The argmax of (logits - peak) / temperature + noise over the whole vocabulary; `peak` is the greatest logit.
 
-        Logits of -inf never win. Exact: equal to `race_among` over all tokens.
+        Logits of -inf never win. Exact: equal to `argmax_among` over all tokens.
         """
         rivals = self._rivals(logits, peak, temperature, key)
         if rivals.size == 1:
@@ -126,6 +126,6 @@ class NoiseField:
 
 
 def argmax_among(ids: Ids, logits: Floats, peak: float, temperature: float, key: int) -> int:
-    """Winner of (logits - peak) / temperature + noise among `ids` (ascending); logits[i] belongs to ids[i]."""
+    """The argmax of (logits - peak) / temperature + noise among `ids` (ascending); logits[i] belongs to ids[i]."""
     score = (logits.astype(np.float64) - peak) / temperature + gumbels(key, ids)
     return int(ids[int(score.argmax())])

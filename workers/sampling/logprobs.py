@@ -1,8 +1,8 @@
-"""Log-probabilities of tokens: the log-softmax of the model's own logits, before penalties, bias, bars and temperature.
+"""Log-probabilities of tokens: the log-softmax of the model's own logits, before penalties, bias, masks and temperature.
 
 Called by workers.sampling.sampler (sampled tokens) and workers.cpu.runner (prompt tokens). One position at a time, so that a value
 depends on nothing else in the step. Rank 1 is the likeliest token; equal logits share the better rank. The compiled kernel
-(csrc/cpu/sampling/sampling.h) answers where it is built; numpy's answer may differ from it in a value's last digits only.
+(csrc/cpu/sampling/sampling.h) is used where it is built; numpy's result may differ from it in a value's last digits only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trireme.workers.logits_processors import Tokens
 from trireme.workers.sampling.gumbel import Floats
 from trireme.workers.sampling.top_k_top_p import top_ids
 
-_NOT_FINITE = -2  # a rank of the kernel
+_NOT_FINITE = -2  # a rank returned by the kernel
 
 
 def logprob_row(row: int, logits: Floats, targets: Tokens, k: int) -> LogprobRow:
@@ -54,6 +54,7 @@ def _native_logprob_row(native: Any, row: int, logits: Floats, targets: Tokens, 
 
 
 def logprob_row_reference(row: int, logits: Floats, targets: Tokens, k: int) -> LogprobRow:
+    """`logprob_row` in numpy, the reference of the compiled kernel. Raises ValueError as it does."""
     k = min(k, logits.shape[1])
     token_ids = np.full((targets.size, 1 + k), -1, np.int32)
     values = np.full((targets.size, 1 + k), -np.inf, np.float32)

@@ -1,6 +1,6 @@
 """The compiled sampler (csrc/cpu/sampling/sampling.h): one call per step for a whole batch. Called by workers.sampling.sampler.
 
-Keeps a job per batch slot, written once when a row arrives; a step fills in positions and, for rows with rules, addresses.
+Keeps a job per batch slot, written once when a sequence arrives; a step fills in positions and addresses of logits processors.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ JOB = np.dtype(
         ("logprobs", np.int32),
         ("is_greedy", np.int32),
         ("penalties", np.float32, 3),
-        ("counts", np.int32, 4),  # of seen tokens, biases, allowed and barred ids
-        ("addresses", np.uint64, 6),  # seen, their counts, bias ids, biases, allowed, barred
+        ("counts", np.int32, 4),  # of seen tokens, biases, allowed and masked ids
+        ("addresses", np.uint64, 6),  # seen, their counts, bias ids, biases, allowed, masked
     ]
 )
 UNDECIDED, NOT_FINITE, NOTHING_LEFT = -1, -2, -3  # instead of a token
 
 
 class NativeSampler:
-    """Scratch and jobs for one vocabulary. Not for several threads."""
+    """Scratch memory and jobs for one vocabulary. Not thread-safe."""
 
     def __init__(self, native: Any, vocab_size: int) -> None:
         if JOB.itemsize != native.SAMPLE_JOB_BYTES:
@@ -47,7 +47,7 @@ class NativeSampler:
         self._owners: list[RowParams | None] = []  # whose job it is
 
     def run(self, logits: Floats, rows: NDArray[np.int64], batch: Batch) -> Answers:
-        """Tokens, or reasons below 0, and log-probabilities of batch rows `rows`, whose logits are [n, vocab]."""
+        """Tokens, or reasons below 0, and log-probabilities for batch slots `rows`, whose logits are [n, vocab]."""
         slots = rows.tolist()
         if len(self._owners) < len(batch.params):
             self._jobs = np.zeros(len(batch.params), JOB)
@@ -90,7 +90,7 @@ class NativeSampler:
         self._owners[slot] = params
 
     def _add_rules(self, jobs: NDArray[Any], i: int, slot: int, batch: Batch) -> object:
-        """Writes where the row's rules lie; what is returned must live until the call is over."""
+        """Writes the addresses of a slot's logits processors; keep the returned object alive until the call is over."""
         rules = batch.rules[slot]
         assert rules is not None
         counts, addresses, held = rules.describe(batch.row_tokens(slot))
@@ -100,7 +100,7 @@ class NativeSampler:
 
 
 class Answers:
-    """What one call gives for n rows; `wanted` is each row's number of likeliest tokens, -1 for no log-probabilities."""
+    """Results of one call for n slots; `wanted` is each one's number of likeliest tokens, -1 for no log-probabilities."""
 
     def __init__(self, wanted: NDArray[np.int32]) -> None:
         n, most = wanted.size, int(wanted.max())
@@ -114,7 +114,7 @@ class Answers:
         self.ranks = np.empty(n, np.int32)
 
     def logprob_row(self, row: int, i: int) -> LogprobRow:
-        """The log-probabilities of answer i as batch row `row`'s."""
+        """The log-probabilities of answer i as those of batch slot `row`."""
         width = 1 + int(self.wanted[i])
         return LogprobRow(
             row, self.best_ids[i : i + 1, :width], self.logprobs[i : i + 1, :width], self.ranks[i : i + 1]

@@ -1,8 +1,8 @@
-"""Turns logits into tokens, row by row as each row's parameters ask. Called by workers.cpu.runner on the reporting worker.
+"""Samples tokens from logits, each sequence by its own parameters. Called by workers.cpu.runner on the reporting worker.
 
-The compiled sampler (workers.sampling.native_sampler) answers a whole batch in one call; the numpy path here defines its decisions,
-takes a row that it leaves open, and is used where it is not built. Every row is worked alone, so its token cannot depend on
-its batch-mates and an error in it ends in a RowFault for it alone. Order per row: penalties, bias, bars
+The compiled sampler (workers.sampling.native_sampler) handles a whole batch in one call; the numpy path here defines its results,
+handles a sequence that it leaves undecided, and is used where it is not built. Every sequence is sampled alone, so its token cannot
+depend on the rest of the batch, and an error ends in a RowFault for it alone. Order per sequence: penalties, bias, masks
 (workers.logits_processors), temperature, top-k, top-p, min-p (workers.sampling.top_k_top_p), noise
 (workers.sampling.gumbel). Greedy takes the lowest id among equals.
 """
@@ -27,12 +27,12 @@ ALL_BARRED = "no token is left to sample: allowed_token_ids, bad_words and min_t
 
 
 class NothingLeftError(ValueError):
-    """The rules of a row bar every token."""
+    """The logits processors mask every token."""
 
 
 @dataclass(slots=True)
 class Sampled:
-    """rows[i] drew tokens[i]; a faulted row is in neither."""
+    """Slot rows[i] sampled tokens[i]; a faulted one is in neither."""
 
     rows: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Sampled:
     faults: list[RowFault] = field(default_factory=list)
 
     def extend(self, other: Sampled) -> None:
-        """Appends another forward's rows."""
+        """Appends the samples of another forward."""
         self.rows += other.rows
         self.tokens += other.tokens
         self.logprobs += other.logprobs
@@ -48,7 +48,7 @@ class Sampled:
 
 
 class Sampler:
-    """Scratch memory for one vocabulary. Not for several threads. `native` off: numpy only."""
+    """Scratch memory for one vocabulary. Not thread-safe. `native` off: numpy only."""
 
     def __init__(self, vocab_size: int, *, native: bool = True) -> None:
         extension = find_native() if native else None
@@ -58,8 +58,8 @@ class Sampler:
         self._scratch = np.empty(vocab_size, np.float32)
 
     def sample(self, logits: Floats, rows: NDArray[np.int64], batch: Batch) -> Sampled:
-        """Draws the next token of batch row rows[i] from logits[i]; `logits` [n, vocab] is not changed. An error that concerns the
-        whole batch is one row's nevertheless: the batch is halved until that row stands alone."""
+        """Samples the next token of batch slot rows[i] from logits[i]; `logits` [n, vocab] is not changed. An error of the whole
+        batch is attributed to one sequence: the batch is bisected down to it."""
         if not rows.size:
             return Sampled()
         try:
@@ -78,7 +78,7 @@ class Sampler:
         return self._sample_reference(logits, rows, batch)
 
     def _read(self, answers: Answers, logits: Floats, rows: NDArray[np.int64], batch: Batch) -> Sampled:
-        """The compiled sampler's answers as a result; rows it left open go the other way."""
+        """The compiled sampler's answers as a result; undecided sequences take the numpy path."""
         if not answers.wants_any and (answers.tokens >= 0).all():
             return Sampled(rows.tolist(), answers.tokens.tolist())
         result = Sampled()
@@ -97,7 +97,7 @@ class Sampler:
         return result
 
     def _sample_reference(self, logits: Floats, rows: NDArray[np.int64], batch: Batch) -> Sampled:
-        best = logits.argmax(axis=1)  # the first NaN where there is one
+        best = logits.argmax(axis=1)  # the first NaN if there is one
         peaks = logits[np.arange(rows.size), best]
         result = Sampled()
         for i, row in enumerate(rows.tolist()):
@@ -120,7 +120,7 @@ class Sampler:
         return compute(row, logits, np.array([token], np.int32), k)
 
     def _draw(self, row: int, batch: Batch, logits: Floats, best: int) -> int:
-        """The token of one row; `best` is the argmax of its untouched logits."""
+        """The token of one slot; `best` is the argmax of its unprocessed logits."""
         params, rules = batch.row_params(row), batch.rules[row]
         if rules is not None:
             np.copyto(self._scratch, logits)

@@ -1,7 +1,7 @@
-"""Which tokens stay in the draw: top-k, then top-p of what remains, then min-p. Pure functions over one row.
+"""Tokens kept for sampling: top-k, then top-p of what remains, then min-p. Pure functions over one sequence's logits.
 
-Called by workers.sampling.sampler and workers.sampling.logprobs; csrc/cpu/sampling/sampling_impl.h finds the same sets, token
-by token. Ties are broken towards lower ids, so that exactly k tokens stay. Top-p is defined over whole numbers: see `masses`.
+Called by workers.sampling.sampler and workers.sampling.logprobs; csrc/cpu/sampling/sampling_impl.h finds exactly the same sets.
+Ties are broken towards lower ids, so that exactly k tokens stay. Top-p is defined over integers: see `masses`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNIT_BITS = 30
 
 
 def top_ids(logits: Floats, k: int) -> Ids:
-    """Ids of the k greatest logits, greatest first, equal ones by rising id. Fewer when fewer are above -inf."""
+    """Ids of the k greatest logits, greatest first, equal ones by ascending id. Fewer when fewer are above -inf."""
     floor = _floor_of_top(logits, k)
     ids = np.flatnonzero(logits >= floor if floor > -math.inf else logits > -math.inf)
     order = np.argsort(-logits[ids], kind="stable")
@@ -27,7 +27,7 @@ def top_ids(logits: Floats, k: int) -> Ids:
 
 
 def _floor_of_top(logits: Floats, k: int) -> float:
-    """A value that at least k logits reach, close to the k-th greatest."""
+    """A lower bound that at least k logits reach, close to the k-th greatest."""
     size = logits.size
     if k >= size:
         return -math.inf
@@ -45,9 +45,9 @@ def depths_of(logits: Floats, peak: float, temperature: float) -> Floats:
 
 
 def masses(depths: Floats) -> NDArray[np.int64]:
-    """e^-depth as a whole number of 2^-30 parts of the peak's, by float32 steps that any machine repeats bit for bit.
+    """e^-depth as an integer in units of 2^-30 of the peak's, by float32 steps that are bit-identical on any machine.
 
-    Sums of them are exact in any order. A token lighter than half a part, 21 nats below the peak, has none.
+    Sums of them are exact in any order. A token below half a unit, 21 nats below the peak, has mass 0.
     """
     with np.errstate(over="ignore"):
         y = np.maximum(np.float32(-32.0), depths * np.float32(-1.44269504))
@@ -61,14 +61,14 @@ def masses(depths: Floats) -> NDArray[np.int64]:
 
 
 def nucleus(depths: Floats, top_p: float) -> Ids:
-    """Indices (rising) of the smallest set of likeliest tokens whose mass reaches top_p times all of it.
+    """Indices (ascending) of the smallest set of likeliest tokens whose mass reaches top_p times the total.
 
-    Likelier is the lesser depth, then the lower index.
+    Likelier means lesser depth, then lower index.
     """
     mass = masses(depths)
     total = int(mass.sum())
     target = top_p * float(total)
-    # Tokens lighter than an equal part of what may be left out weigh less than that together; the sum tells whether the
+    # Tokens below an equal share of the mass that may be left out weigh less than that together; the sum tells whether the
     # estimate of that depth was good.
     part = (1.0 - top_p) * total / depths.size * 0.99
     deepest = _UNIT_BITS * math.log(2.0) - math.log(part) if part > 1.0 else math.inf
@@ -81,7 +81,7 @@ def nucleus(depths: Floats, top_p: float) -> Ids:
 
 
 def kept(logits: Floats, peak: float, params: Cuts) -> Ids:
-    """Ids (rising) that stay in the draw of a row with `params`; `peak` is the greatest logit."""
+    """Ids (ascending) kept for sampling with `params`; `peak` is the greatest logit."""
     top_k, top_p, min_p, temperature = params
     ids: Ids | None = None
     if 0 < top_k < logits.size:

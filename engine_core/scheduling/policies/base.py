@@ -1,11 +1,11 @@
-"""Who goes first, and who has to yield: a policy is a key function and a victim rule.
+"""Scheduling policies: a key function for the queue order and a victim rule for preemption.
 
-Used by the scheduler and its queue, which know no policy by name. Pure: time is what the requests carry. A policy that needs no
-more than a key and a victim is a few lines, as those below are; one that follows what was served overrides `lane` and what is
-below it (engine_core/scheduling/policies/fair.py), one that takes slots away `is_spent`
+Used by the scheduler and its queue, which know no policy by name. Pure: requests carry the time. A policy that needs only a key
+and a victim is a few lines, like those below; one that follows the service received overrides `lane` and the methods after it
+(engine_core/scheduling/policies/fair.py), one that takes slots away overrides `is_spent`
 (engine_core/scheduling/policies/feedback.py).
 
-Policies of others: an entry point of the group `trireme.policies` that names a callable, from PolicySettings to a Policy.
+Third-party policies: an entry point in group `trireme.policies` that names a callable from PolicySettings to a Policy.
 """
 
 from __future__ import annotations
@@ -20,71 +20,71 @@ from trireme.registry import Registry
 
 Key: TypeAlias = tuple[float, ...]
 Lost: TypeAlias = Callable[[Request], int]
-"""Tokens that a row would have to compute again."""
+"""Tokens that a sequence would have to compute again."""
 
 
 def latest(request: Request) -> Key:
-    """Smaller for whoever came later."""
+    """A key that is smaller for later arrivals."""
     return (-request.arrival_s, -request.arrival)
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`aging_s` of waiting are worth as much as one level of priority; `due_s` is the deadline of requests that name none."""
+    """`aging_s` of waiting equal one level of priority; `due_s` is the deadline of requests that name none."""
 
     aging_s: float = 10.0
     due_s: float = 60.0
 
 
 class Policy:
-    """First come, first served, and the base of all others."""
+    """First come, first served; the base class of the others."""
 
-    is_metered = False  # wants to hear of every token served
-    takes_slots = False  # rows may lose their slot to queued requests
+    is_metered = False  # `settle` is called with every token served
+    takes_slots = False  # sequences may lose their slot to queued requests
 
     def __init__(self, settings: PolicySettings) -> None:
         self.settings = settings
 
     def key(self, request: Request) -> Key:
-        """Its place in its lane, and among the running rows: smaller goes first, and of two alike the earlier arrival. Read when
-        the request enters the queue, which it does again after a preemption, and kept until then. Always of one length."""
+        """Position in its lane and among the running sequences: smaller goes first, ties by arrival. Read when the request enters
+        the queue (again after a preemption), and kept until then. Always of the same length."""
         return ()
 
     def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
-        """Which of the running rows (one at least) gives its blocks back. Here: the one with the fewest tokens to compute
-        again; among equals the latest arrival."""
+        """The running sequence (of at least one) to preempt. Here: the one with the fewest tokens to recompute; among equals the
+        latest arrival."""
         return min(candidates, key=lambda row: (lost(row), *latest(row)))
 
     # ------------------------------------------------------------ lanes
 
     def lane(self, request: Request) -> Hashable:
-        """Requests of one lane are ordered by key alone. Never changes."""
+        """Requests of one lane are ordered by key alone. Constant for a request."""
         return None
 
     def standing(self, lane: Hashable) -> float:
-        """Its place among the lanes: smaller goes first. May only grow while requests wait in it."""
+        """Position among the lanes: smaller goes first. May only grow while requests wait in the lane."""
         return 0.0
 
     def entered(self, lane: Hashable, floor: float) -> None:
-        """The first request queues in it. `floor` is the least standing of lanes that had requests."""
+        """The first request queues in the lane. `floor` is the least standing of lanes that had requests."""
 
     def settle(self, rows: Iterable[Request]) -> None:
-        """Accounts for what was computed for these rows since the last time (with `is_metered`)."""
+        """Charges the tokens computed for these sequences since the last call (with `is_metered`)."""
 
     # ------------------------------------------------------------ slots
 
     def is_spent(self, row: Request, head: Request) -> bool:
-        """Whether a running row has had enough and has to let `head`, the first of the queue, have its slot (with
+        """Whether a running sequence has used up its quantum and must give its slot to `head`, the first of the queue (with
         `takes_slots`). Asked only when no slot is free."""
         return False
 
     def demote(self, row: Request) -> None:
-        """It is about to lose its slot because it `is_spent`."""
+        """The sequence is about to lose its slot because it `is_spent`."""
 
 
 class Priority(Policy):
-    """Smaller priorities first, as in vLLM. Waiting makes up for priority, and a row that has run before is one level ahead.
+    """Smaller priorities first, as in vLLM. Waiting offsets priority, and a sequence that has run before is one level ahead.
 
-    All that waits ages alike, so the order of two requests never changes: no request is overtaken by one that arrives more than
+    All queued requests age alike, so the order of two requests never changes: no request is overtaken by one that arrives more than
     `aging_s` later per level between them.
     """
 
@@ -97,7 +97,7 @@ class Priority(Policy):
 
 
 class Deadline(Policy):
-    """Earliest deadline first (Liu and Layland, 1973); the latest deadline yields."""
+    """Earliest deadline first (Liu and Layland, 1973); the latest deadline is preempted first."""
 
     def key(self, request: Request) -> Key:
         return (request.arrival_s + (request.due_s or self.settings.due_s),)

@@ -1,9 +1,9 @@
 """Fair share: clients get equal service, however many requests each of them sends.
 
-The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a counter per client of what
-it was served, and the client with the smallest one goes first. A client that comes back has saved nothing up: its counter is
-lifted to that of the others. While two clients always have requests queued, their counters differ by no more than what the rows
-of a full batch can be served.
+The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): one counter of service per
+client, and the client with the smallest counter goes first. A returning client has no saved credit: its counter is raised to the
+least of the active ones. While two clients always have requests queued, their counters differ by at most the service that the
+sequences of a full batch can receive.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Hashable, Iterable, Sequence
 from trireme.engine_core.scheduling.policies.base import Lost, Policy, PolicySettings, latest
 from trireme.engine_core.scheduling.request import Request
 
-PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # of a token; of prompts, only what was not in the prefix cache
+PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # per token; prompt tokens found in the prefix cache are free
 MAX_CLIENTS = 10_000
 
 
 class FairShare(Policy):
-    """Lanes are clients, by `request.client`; those that name none share one lane."""
+    """One lane per `request.client`; requests without a client share one lane."""
 
     is_metered = True
 
     def __init__(self, settings: PolicySettings) -> None:
         super().__init__(settings)
         self.counters: dict[Hashable, float] = {}
-        self._forgotten = 0.0  # counter of those that have none
+        self._forgotten = 0.0  # counter assumed for clients that were dropped
 
     def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
-        """Of the client that has had most, the row with least to compute again."""
+        """The sequence with the fewest tokens to recompute, of the client with the most service."""
         return min(candidates, key=lambda row: (-self.standing(row.client), lost(row), *latest(row)))
 
     def lane(self, request: Request) -> Hashable:
@@ -43,6 +43,7 @@ class FairShare(Policy):
             self._forget()
 
     def settle(self, rows: Iterable[Request]) -> None:
+        """Charges prompt tokens once (without cached ones) and output tokens since the last call to their clients."""
         for row in rows:
             served = 0.0
             if row.num_paid < 0:
@@ -55,6 +56,6 @@ class FairShare(Policy):
                 self.counters[row.client] = self.standing(row.client) + served
 
     def _forget(self) -> None:
-        """Half of the clients, those that were served least. Should one of them come back, it counts as the last of them."""
+        """Drops the least-served half of the clients. A dropped client that returns starts at the highest counter dropped."""
         for client in sorted(self.counters, key=self.standing)[: MAX_CLIENTS // 2]:
             self._forgotten = max(self._forgotten, self.counters.pop(client))

@@ -1,8 +1,8 @@
 """Multi-level feedback: short requests overtake long ones, without knowing which are short.
 
-After FastServe (Wu et al., 2023): a request starts at the level that its prompt deserves (skip-join), and each time it has used up
-the quantum of its level while others wait, it loses its slot and goes one level down, where quanta are twice as long. Waiting
-makes up for levels, as in Priority: nobody is overtaken for ever.
+After FastServe (Wu et al., 2023): a request starts at the level that its prompt length gives (skip-join); each time it uses up the
+quantum of its level while others wait, it loses its slot and drops one level, where quanta are twice as long. Waiting offsets
+levels, as in Priority, so no request starves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from trireme.engine_core.scheduling.policies.base import Key, Lost, Policy, latest
 from trireme.engine_core.scheduling.request import Request
 
-QUANTUM = 64  # tokens of an answer at the first level
+QUANTUM = 64  # output tokens at the first level
 NUM_LEVELS = 8
 
 
@@ -21,12 +21,12 @@ def quantum(level: int) -> int:
 
 
 def first_level(num_prompt: int) -> int:
-    """The level whose quantum holds the prompt."""
+    """The level whose quantum covers the prompt."""
     return min(NUM_LEVELS - 1, max(0, (num_prompt - 1) // QUANTUM).bit_length())
 
 
 class Feedback(Policy):
-    """Levels are kept in `request.level`, 0 first."""
+    """`request.level` holds the level; 0 goes first."""
 
     takes_slots = True
 
@@ -34,7 +34,7 @@ class Feedback(Policy):
         return (self._level(request) * self.settings.aging_s + request.arrival_s,)
 
     def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
-        """Of the lowest rows, the one with least to compute again."""
+        """The sequence with the fewest tokens to recompute, among those of the lowest level."""
         return min(candidates, key=lambda row: (-self._level(row), lost(row), *latest(row)))
 
     def is_spent(self, row: Request, head: Request) -> bool:
