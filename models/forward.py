@@ -1,9 +1,9 @@
-"""What a model's forward sees: the flat token batch, the paged KV memory and the group of ranks it computes with.
+"""Inputs of a model's forward: the flat token batch, the paged KV memory and the group of ranks.
 
-The worker and the native stages speak in numpy arrays (HostBatch, HostKV); bodies in torch see the same memory as tensors
-(ForwardBatch, KVLayer; models/cpu/tensors.py is the border). Imports no torch.
+The worker and the native stages pass numpy arrays (HostBatch, HostKV); torch bodies see the same memory as tensors
+(ForwardBatch, KVLayer; models/cpu/tensors.py converts). Imports no torch.
 
-Legend: T tokens of the step, R scheduled rows, S positions whose logits are wanted, B longest block table.
+Legend: T tokens of the step, R scheduled sequences, S positions whose logits are wanted, B longest block table.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Array = TypeVar("Array")
 
 @dataclass(slots=True)
 class StepBatch(Generic[Array]):
-    """One step's flat inputs. Rows are contiguous in T: row r owns tokens query_start[r]:query_start[r+1].
+    """One step's flat inputs. Sequences are contiguous in T: sequence r owns tokens query_start[r]:query_start[r+1].
 
-    context_len[r] counts all tokens of row r including this step's. KV of token t is written to
+    context_len[r] counts all tokens of sequence r including this step's. KV of token t is written to
     (slot[t] // block_size, slot[t] % block_size) before attention reads it back through block_table.
     """
 
@@ -36,16 +36,16 @@ class StepBatch(Generic[Array]):
     context_len: Array  # [R] int32
     block_table: Array  # [R, B] int32
     logits_index: Array  # [S] int32, rising indices into T
-    choices: Array  # [R] int32, choice number of each row (test models look at it)
-    num_prompt: Array  # [R] int32, prompt length of each row
+    choices: Array  # [R] int32, choice number of each sequence (read by test models only)
+    num_prompt: Array  # [R] int32, prompt length of each sequence
 
 
 @dataclass(slots=True)
 class PagedKV(Generic[Array]):
-    """Paged KV of one layer on one rank. Keys are stored transposed inside a block, so that a vector lane is a token.
+    """Paged KV of one layer on one rank. Keys are stored transposed inside a block, so that each SIMD lane holds one token.
 
     k: [num_blocks, kv_heads, head_dim, block_size]   v: [num_blocks, kv_heads, block_size, head_dim]
-    dtype float32, float16 or bfloat16 (in numpy: its bits as uint16); int8 and int16 as models/cpu/kv_layout.py says.
+    dtype float32, float16 or bfloat16 (in numpy: its bits as uint16); models/cpu/kv_layout.py defines int8 and int16.
     """
 
     k: Array
@@ -60,7 +60,7 @@ Logits = NDArray[np.float32]
 
 
 class Group(Protocol):
-    """Ranks that compute one stage together (TP) and its neighbours (PP). Single-rank implementation: SoloGroup."""
+    """Tensor-parallel ranks of one stage and its pipeline neighbours. Single-rank implementation: SoloGroup."""
 
     rank: int
     size: int
@@ -83,26 +83,26 @@ class Group(Protocol):
 
 
 class ExpertGroup(Protocol):
-    """Engines that have some experts of each layer each. All run the same layers in every step."""
+    """Expert-parallel engines: each holds some experts of every layer; all run the same layers in every step."""
 
     rank: int
     size: int
 
     def spread(self, x: Tensor) -> Tensor:
-        """The rows of all engines, by rank, from this one's [T, H]: as many of each as all have agreed on."""
+        """All-gather: this engine's tokens [T, H] to those of all engines in rank order, padded to the agreed counts."""
         ...
 
     def collect(self, x: Tensor, count: int) -> Tensor:
-        """The first `count` of this engine's rows, each summed over all engines, from what each has computed for all rows."""
+        """Reduce-scatter: the first `count` of this engine's tokens, each summed over the partial results of all engines."""
         ...
 
     def own(self, x: Tensor, count: int) -> Tensor:
-        """The first `count` of this engine's rows as they are."""
+        """The first `count` of this engine's tokens out of a gathered tensor, without a sum."""
         ...
 
 
 class SoloGroup:
-    """The group of a worker that is alone."""
+    """Group of a single-rank worker."""
 
     rank = 0
     size = 1
@@ -121,7 +121,7 @@ class SoloGroup:
 
 
 class KVShape(Protocol):
-    """What the KV memory of one stage of a model on one rank must fit."""
+    """KV cache dimensions of one stage of a model on one rank."""
 
     num_kv_layers: int  # layers of this stage
     kv_heads: int  # KV heads of this rank
@@ -129,7 +129,7 @@ class KVShape(Protocol):
 
 
 class Model(KVShape, Protocol):
-    """One stage of a model on one rank, as the worker runs it. Built by models.load.load_model."""
+    """One stage of a model on one rank, run by the worker. Built by models.load.load_model."""
 
     vocab_size: int
 
@@ -141,7 +141,7 @@ class Model(KVShape, Protocol):
 
 
 class TensorModel(KVShape, Protocol):
-    """The same in torch; models.cpu.tensors.OverTensors makes a Model of it."""
+    """Torch counterpart of Model; models.cpu.tensors.OverTensors adapts it to Model."""
 
     vocab_size: int
 

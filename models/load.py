@@ -1,6 +1,6 @@
-"""Builds this rank's stage of a model from its files. Called by workers; shows progress through a callback.
+"""Builds this rank's stage of a model from its files. Called by workers; reports progress through a callback.
 
-Names are checked before any weight is read: a missing or an unused weight is a ModelError that names it.
+Names are checked before any weight is read: a missing or unused weight raises a ModelError that names it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from trireme.topology.mesh import Mesh
 _DUMMIES = (
     "trireme.models.cpu.stage_weights",
     "trireme.models.cpu.moe",
-)  # modules that name weights which a DummySource has
+)  # modules whose weight names a DummySource can fill
 Progress = Callable[[str, int, int], None]
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
-    """Progress callback that shows nothing."""
+    """Progress callback that does nothing."""
 
 
 def load_model(
@@ -45,15 +45,15 @@ def load_model(
     dummy: bool = False,
     experts: ExpertGroup | None = None,
 ) -> Model:
-    """This rank's stage. `dtype` is the type of dense weights (auto: as stored); quantized blocks stay as they are.
+    """Builds this rank's stage. `dtype` is the type of dense weights (auto: as stored); quantized weights keep their format.
 
-    `quantize` is a scheme of models.weights.packed.SCHEMES to which dense matrices are rounded instead.
+    `quantize`, a scheme of models.weights.packed.SCHEMES, quantizes dense matrices instead.
 
-    `max_len` is how many positions will ever be computed (default: the model's own limit; more is allowed). `runtime` is
-    what choose_runtime says unless a test asks for the other one. With `dummy` the weights are noise. `experts`: only a share
-    of the experts is loaded, the others are on other engines.
-    `progress("weights", done, total)` counts layers, and the embedding with the head as one. Raises ModelError for files
-    that do not fit together.
+    `max_len` bounds the positions that will be computed (default: the model's own limit; it may be exceeded). `runtime`
+    overrides choose_runtime, for tests. `dummy` loads random weights. With `experts` only this engine's share of the
+    experts is loaded.
+    `progress("weights", done, total)` counts layers, plus one for embedding and head together. Raises ModelError for
+    inconsistent files.
     """
     if arch.family == "stub":
         from trireme.models.cpu.stub import StubModel
@@ -79,8 +79,8 @@ def load_model(
 
 
 def open_checked(files: ModelFiles, arch: ArchSpec, *, dummy: bool = False) -> WeightSource:
-    """The weights of a model, every one there and none too many; or noise under their names. Raises ModelError for files that say
-    anything else than their settings."""
+    """The weights of a model, checked for missing and unused names; with `dummy`, noise under those names. Raises ModelError
+    for files that contradict their settings."""
     family = family_named(arch.family)
     if dummy:
         if family.names not in _DUMMIES:
@@ -93,12 +93,12 @@ def open_checked(files: ModelFiles, arch: ArchSpec, *, dummy: bool = False) -> W
 
 
 def as_decoder(source: WeightSource, arch: ArchSpec) -> WeightSource:
-    """The same weights under the names of the Llama-like decoder, which the GPU's body reads for every family it computes."""
+    """The same weights under the names of the Llama-like decoder, which the GPU body reads for every family."""
     return family_named(arch.family).as_decoder(source, arch)
 
 
 def open_weights(files: ModelFiles, arch: ArchSpec) -> WeightSource:
-    """The weights of a model, mapped, nothing read yet."""
+    """The weights of a model, memory-mapped; reads headers only."""
     family = family_named(arch.family)
     if files.kind == "gguf":
         head_dim = arch.head_dim if family.gguf_pairs else 0

@@ -1,4 +1,4 @@
-"""Import of the compiled kernels with an error that says how to build them. Called by models and workers only."""
+"""Imports the compiled kernels, with an error that says how to build them. Called by models and workers only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trireme.errors import ConfigError
 
 
 def load_native() -> ModuleType:
-    """The extension module. Raises ConfigError when it is not built or does not load on this machine."""
+    """The extension module. Raises ConfigError if it is not built or does not load on this machine."""
     try:
         return importlib.import_module("trireme.models._native")
     except ImportError as error:
@@ -20,7 +20,7 @@ def load_native() -> ModuleType:
 
 
 def find_native() -> ModuleType | None:
-    """The extension module, or None where it is not built: for callers that have a path without it."""
+    """The extension module, or None if it does not load, for callers with a fallback."""
     try:
         return load_native()
     except ConfigError:

@@ -1,6 +1,6 @@
-"""Table of model families: which body computes a family, and how its files differ. Used by models.load only.
+"""Table of model families: the body that computes each and how its checkpoints differ. Used by models.load only.
 
-Bodies are modules by name, imported when they are chosen: those in torch must not be loaded where nothing needs it.
+Bodies are named by module and imported on use, so that torch is loaded only where it is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trireme.topology.mesh import Mesh
 
 
 class Body(Protocol):
-    """Class of a body: builds one stage on one rank from the weights it finds under their Hugging Face names."""
+    """Constructor of a body: builds one stage on one rank from weights under their Hugging Face names."""
 
     def __call__(
         self,
@@ -41,14 +41,14 @@ def _as_stored(source: WeightSource, arch: ArchSpec) -> WeightSource:
 
 
 class Family(NamedTuple):
-    """`gguf_pairs`: GGUF converters store q and k rows of this family in interleaved rotary order. `seen`: a checkpoint of
-    it under the names its body uses. `as_decoder`: those names as the Llama-like ones, which the GPU's body uses."""
+    """`gguf_pairs`: GGUF converters store q and k outputs of this family in interleaved rotary order. `seen` renames a
+    checkpoint to the names its body uses; `as_decoder` renames those to the Llama-like ones that the GPU body uses."""
 
     gguf_pairs: bool = False
-    gguf_names: Mapping[str, str] = {}  # parts of GGUF names that mean another weight than usual
+    gguf_names: Mapping[str, str] = {}  # GGUF name parts that denote a different weight in this family
     gguf_seen: Seen = _as_stored
     seen: Seen = _as_stored
-    body: tuple[str, str] = ("trireme.models.cpu.decoder", "TorchDecoder")  # module and class, in torch
+    body: tuple[str, str] = ("trireme.models.cpu.decoder", "TorchDecoder")  # module and class of the torch body
     as_decoder: Seen = _as_stored
     names: str = "trireme.models.cpu.stage_weights"  # module of weight_names and ignorable_names
 
@@ -63,13 +63,13 @@ class Family(NamedTuple):
         return found
 
     def ignorable_names(self, arch: ArchSpec) -> Iterable[str]:
-        """Weights that may be there without being used."""
+        """Weights that a file may contain unused."""
         found: Iterable[str] = import_module(self.names).ignorable_names(arch)
         return found
 
 
 def _seen_by(module: str) -> Seen:
-    """seen_names of a module that is imported when a source is seen."""
+    """seen_names of a module, imported on first call."""
     return lambda source, arch: import_module(module).seen_names(source, arch)
 
 
@@ -114,7 +114,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_named(name: str) -> Family:
-    """The row of a family. Raises ModelError that lists the supported ones."""
+    """The table entry of a family. Raises ModelError listing the supported ones."""
     if name not in FAMILIES:
         raise ModelError(f"model family {name!r} is not supported; supported: {', '.join(FAMILIES)}")
     return FAMILIES[name]

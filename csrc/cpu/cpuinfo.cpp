@@ -1,5 +1,5 @@
-// Detection behind cpuinfo.h. The compiler's cpuid helpers also check that the operating system saves the registers; for tiles,
-// which they do not know everywhere, that is done here.
+// Detection behind cpuinfo.h. The compiler's cpuid helpers also check that the operating system saves the registers; for AMX
+// tiles, which not all of them know, that is done here.
 #include "cpu/cpuinfo.h"
 
 #include <atomic>
@@ -35,7 +35,7 @@ bool has_avx512vnni() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
 
-// Linux keeps the tiles' state from processes that did not ask: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA).
+// Linux enables the tile state on request only: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA).
 bool may_use_tiles() {
   constexpr unsigned kTileStates = 3u << 17, kInt8 = 1u << 25, kTiles = 1u << 24;
   const unsigned features = cpuid(7, 0).d;
@@ -65,8 +65,8 @@ unsigned detect() {
   return found;
 }
 
-// Tiles are used where they are asked for. Sapphire Rapids, 2 threads, 32 to 128 rows, medians: a tenth faster than byte dot
-// products with Q3_K, IQ4_NL and MXFP4, as fast with Q8_0, Q4_K and IQ4_XS, slower with the rest (Q6_K by a quarter).
+// Tiles are opt-in. Sapphire Rapids, 2 threads, M of 32 to 128, medians: a tenth faster than byte dot products with Q3_K,
+// IQ4_NL and MXFP4, as fast with Q8_0, Q4_K and IQ4_XS, slower with the rest (Q6_K by a quarter).
 Isa usual_isa() { return best_isa() == Isa::amx ? Isa::avx512vnni : best_isa(); }
 
 std::atomic<Isa> current{usual_isa()};

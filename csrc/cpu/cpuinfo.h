@@ -1,4 +1,4 @@
-// Which instruction set the kernels use: found once at start, overridable for tests. Kernel files ask isa() per call.
+// The instruction set of the kernels: detected once at start, overridable for tests. Kernel files ask isa() per call.
 #pragma once
 
 #include <string>
@@ -9,25 +9,25 @@ namespace trireme {
 // tiles on top of avx512vnni, with the system's permission to use them.
 enum class Isa { portable = 0, avx2 = 1, avxvnni = 2, avx512vnni = 3, amx = 4 };
 
-// In the order of enum Isa.
+// Indexed by enum Isa.
 inline constexpr const char* kIsaNames[] = {"portable", "avx2", "avxvnni", "avx512vnni", "amx"};
 inline constexpr int kNumIsas = 5;
 
-// The first of these asks the system for the use of tiles (Linux gives them on request).
+// The first call requests AMX tiles from the system (Linux grants them on request).
 bool has_isa(Isa value);
 
-// The last set that this machine has.
+// The best set that this machine supports.
 Isa best_isa();
 
-// The set in use: unless set_isa was called, the best one but for amx.
+// The set in use: unless set_isa was called, the best one except AMX.
 Isa isa();
 
-// Throws std::invalid_argument when this machine lacks it. For tests; not while kernels run.
+// Throws std::invalid_argument if this machine lacks it. For tests; not while kernels run.
 void set_isa(Isa value);
 
 const char* isa_name(Isa value);
 
-// What kernels without byte products tell apart.
+// The level that kernels without byte dot products distinguish.
 enum class Vectors { portable, avx2, avx512 };
 Vectors vectors();
 

@@ -8,7 +8,7 @@ namespace trireme {
 
 namespace {
 
-// out [tokens, out_width] (+)= x [tokens, width] times every piece.
+// out [tokens, out_width] (+)= x [tokens, width] W^T of every piece.
 void multiply(const LinearPieces& pieces, int tokens, const float* x, int width, float* out, int out_width, bool accumulate) {
   for (const LinearPiece& piece : pieces) {
     linear(*piece.weight, LinearArgs{x, width, tokens, out + piece.column, out_width, piece.bias, accumulate});
@@ -27,7 +27,7 @@ void norm_rows(const float* x, const float* weight, float* out, int64_t stride, 
   rms_norm(a);
 }
 
-// hidden += scale * branch, the product rounded first.
+// hidden += scale * branch; scale * branch is rounded before the add.
 void add_scaled(float* hidden, const float* branch, float scale, int rows, int width) {
   const auto add = [&](int row) {
     float* to = hidden + static_cast<int64_t>(row) * width;
@@ -79,8 +79,8 @@ const float* DecoderStage::branch_input(const float* weight, const StepInputs& i
   return buffers.normed;
 }
 
-// Ends a branch: the last product of x, normed and scaled where the family says so, is added to the residual stream.
-// `branch` may be what x was made from.
+// Ends a branch: the last linear layer of x, with the family's post-norm and scale, added to the residual stream. `branch` may
+// alias the buffer that x was computed from.
 void DecoderStage::join(const LinearPieces& last, const float* x, int width, const float* post, int tokens, float* hidden,
                         float* branch) const {
   if (post == nullptr && shape_.residual_scale == 1.0f) {

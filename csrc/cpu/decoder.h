@@ -1,6 +1,6 @@
-// All layers of a decoder stage on one rank in one call, so that the interpreter takes no part between them. The same ops
-// with the same results as Decoder._run_layers in models/cpu/decoder.py, so results are bit-identical. Called by
-// bind/decoder.cpp; owns nothing: weights, tables and buffers belong to Python objects that outlive the stage.
+// All layers of a decoder stage on one rank in one call, without the interpreter in between. The same ops as
+// TorchDecoder._run_layers in models/cpu/decoder.py, bit-identical. Called by bind/decoder.cpp; owns nothing: weights, tables
+// and buffers belong to Python objects that outlive the stage.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace trireme {
 
-// One matrix of a linear layer and the first of its output columns; files that mix kinds have several side by side.
+// One matrix of a linear layer and its first output column; files that mix kinds have several.
 struct LinearPiece {
   const PackedWeight* weight;
   const float* bias;  // or null
@@ -20,7 +20,7 @@ struct LinearPiece {
 using LinearPieces = std::vector<LinearPiece>;
 
 struct DecoderLayer {
-  // RMS norms before and after attention and feed-forward; null where there is none.
+  // RMS norms before and after attention and feed-forward; null for none.
   const float* attn_norm;
   const float* ffn_norm;
   const float* q_norm;
@@ -41,15 +41,15 @@ struct DecoderShape {
   int kv_heads;
   int dim;
   int ffn;
-  bool wide_qk_norm;  // q_norm and k_norm are over all heads together
+  bool wide_qk_norm;  // q_norm and k_norm span all heads
   Activation activation;
   float eps;
   float scale;
   float softcap;
-  float residual_scale;  // of each branch before it is added
+  float residual_scale;  // applied to each branch before the residual add
 };
 
-// Inputs of one step (see ForwardBatch in models/forward.py), all int32.
+// Inputs of one step (see StepBatch in models/forward.py), all int32.
 struct StepInputs {
   int tokens;
   int rows;
@@ -61,10 +61,10 @@ struct StepInputs {
   int64_t table_stride;
 };
 
-// Rows that pass through the feed-forward network at a time: its buffers, the widest of all, need no more.
+// Tokens per pass through the feed-forward network: bounds its buffers, the widest of all.
 constexpr int kFeedForwardRows = 256;
 
-// Dense row-major buffers of at least `tokens` rows; gate_up and product of at least min(tokens, kFeedForwardRows).
+// Dense row-major buffers for at least `tokens` tokens; gate_up and product for at least min(tokens, kFeedForwardRows).
 struct StepBuffers {
   float* hidden;    // the residual stream: input and output
   float* normed;
@@ -79,7 +79,7 @@ class DecoderStage {
   explicit DecoderStage(const DecoderShape& shape) : shape_(shape) {}
   void add_layer(DecoderLayer layer) { layers_.push_back(std::move(layer)); }
   size_t num_layers() const { return layers_.size(); }
-  // Caches of all layers; type and block size are common to them.
+  // KV caches of all layers; they share type and block size.
   void bind_kv(KvType type, int block_size, const std::vector<std::pair<void*, void*>>& caches);
   // One step through every layer. Not reentrant.
   void run(const StepInputs& in, const StepBuffers& buffers) const;

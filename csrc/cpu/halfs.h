@@ -32,7 +32,7 @@ static inline float float_from_fp16(uint16_t half) {
   return float_from_bits(sign | ((exponent + 112) << 23) | (fraction << 13));
 }
 
-// To nearest, ties to even; too large becomes infinity.
+// To nearest, ties to even; overflows to infinity.
 static inline uint16_t fp16_from_float(float value) {
   const uint32_t bits = bits_from_float(value);
   const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
@@ -45,7 +45,7 @@ static inline uint16_t fp16_from_float(float value) {
   return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13));
 }
 
-// 2^(exponent - 128), subnormal for 0 and 1: half the scale that an E8M0 byte stands for.
+// 2^(exponent - 128), subnormal for 0 and 1: half the scale of an E8M0 byte.
 static inline float float_from_exponent(uint8_t exponent) {
   const uint32_t e = exponent;
   return float_from_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);

@@ -1,6 +1,6 @@
-// Sixteen float lanes as one value, in whatever registers the including file is compiled for. Only for the kernel variants
-// (*_portable.cpp, *_avx2.cpp, *_avx512.cpp): everything lives in a namespace of that variant, so no two of them collide.
-// The same operations in the same order give the same bits on AVX2 and AVX-512; portable rounds a*b+c twice.
+// Sixteen float lanes as one value, in the registers of the including file's instruction set. Only for the kernel variants
+// (*_portable.cpp, *_avx2.cpp, *_avx512.cpp): everything is in the variant's own namespace, so that none collide.
+// The same operations in the same order are bit-identical on AVX2 and AVX-512; portable rounds a*b+c twice.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 #include <cstring>
 
 #if defined(__AVX512F__)
-// GCC 12 takes its own headers' undefined vectors for mistakes.
+// GCC 12 warns about the deliberately undefined vectors in its own headers.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
@@ -64,7 +64,7 @@ TRIREME_INLINE float widen(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t rest = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
   if (rest >= 0x0f800000u) return bits_to_float(sign | (rest + 0x70000000u));  // inf, nan
-  // The exponent is rebased by a multiplication, which also normalises subnormals.
+  // Rebase the exponent by a multiplication, which also normalizes subnormals.
   return bits_to_float(sign | float_to_bits(bits_to_float(rest) * 0x1p112f));
 #endif
 }
@@ -141,7 +141,7 @@ TRIREME_INLINE Vec scale_pow2(Vec a, Vec n) {
   const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
   return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23)))};
 }
-// The same, given n + 12582912 (1.5 * 2^23), whose low bits are those of n.
+// The same, given n + 12582912 (1.5 * 2^23), whose low bits hold n.
 TRIREME_INLINE Vec scale_pow2_shifted(Vec a, Vec shifted) {
   const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
   return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(0x3f800000))))};
@@ -155,8 +155,8 @@ TRIREME_INLINE Vec keep_lanes(Vec a, int first, int last, Vec fill) {
   const uint32_t mask = ((1u << last) - 1u) & ~((1u << first) - 1u);
   return {_mm512_mask_mov_ps(fill.v, static_cast<__mmask16>(mask), a.v)};
 }
-// Integers: sixteen int32 sums of products of int16 pairs, exact. Pairs are 32 numbers, two of each lane, Pair is two for all
-// lanes. `store_ints` rounds to nearest even; what is out of range or NaN gives any number.
+// Integers: sixteen int32 sums of int16 pair dot products, exact. Pairs holds 32 numbers, two per lane; Pair broadcasts two to all
+// lanes. `store_ints` rounds to nearest even; out-of-range values and NaN give unspecified integers.
 struct Ints {
   __m512i v;
 };
@@ -176,7 +176,7 @@ TRIREME_INLINE Pair repeat_pair(const int16_t* p) {
   std::memcpy(&pair, p, 4);
   return {_mm512_set1_epi32(pair)};
 }
-// Written out because gcc 12 copies every accumulator around the product, and spills some.
+// Unrolled by hand: gcc 12 copies every accumulator around the multiply, and spills some.
 TRIREME_INLINE void add_products(Ints& sums, Pair a, Pairs b) {
   asm("vpdpwssd %[b], %[a], %[sums]" : [sums] "+v"(sums.v) : [a] "v"(a.all), [b] "v"(b.v));
 }
@@ -289,7 +289,7 @@ TRIREME_INLINE Pair repeat_pair(const int16_t* p) {
   std::memcpy(&pair, p, 4);
   return {_mm256_set1_epi32(pair)};
 }
-// Written out because gcc 12 moves the additions behind all products, which no longer fits the registers.
+// Unrolled by hand: gcc 12 moves the additions after all multiplies, which no longer fit the registers.
 TRIREME_INLINE void add_products(Ints& sums, Pair a, Pairs b) {
   __m256i low;
   asm("vpmaddwd %[b_lo], %[pair], %[low]\n\t"
@@ -430,7 +430,7 @@ TRIREME_INLINE void store_ints(int16_t* p, Vec a) {
 
 #endif
 
-// ---------------------------------------------------------------- built from the above
+// ---------------------------------------------------------------- derived operations
 
 #if defined(__AVX2__)
 
@@ -466,7 +466,7 @@ TRIREME_INLINE float first_lane(Vec a) { return a.q[0][0]; }
 
 #endif
 
-// The first n lanes, zeros after them.
+// The first n lanes, zero in the others.
 #if defined(__AVX512F__)
 TRIREME_INLINE Vec load_first(const float* p, int n) {
   return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1u), p)};
@@ -487,8 +487,8 @@ TRIREME_INLINE void store_first(float* p, Vec a, int n) {
 }
 #endif
 
-// x[i] in lane i, zeros after the last. Put together in registers: a vector that is read where its numbers have just been written
-// one by one waits for all of them to reach the cache.
+// x[i] in lane i, zero after the last. Assembled in registers: a vector load right after scalar stores stalls until all of them
+// reach the cache (failed store forwarding).
 template <int N>
 TRIREME_INLINE Vec from_lanes(const float (&x)[N]) {
   static_assert(N <= kLanes / 2);
@@ -524,7 +524,7 @@ TRIREME_INLINE Vec exp(Vec x) {
 
 // 2^x within 5e-7 for x <= 127; exactly 1 at 0, NaN for NaN, 2^-120 below -120. Minimax polynomial of degree 5 with p(0) = 1.
 TRIREME_INLINE Vec exp2(Vec x) {
-  const Vec magic = set1(12582912.0f);  // adding it rounds to a whole number
+  const Vec magic = set1(12582912.0f);  // adding it rounds to an integer
   const Vec clamped = max(set1(-120.0f), x);
   const Vec shifted = add(clamped, magic);
   const Vec r = sub(clamped, sub(shifted, magic));

@@ -1,6 +1,6 @@
 // Pool behind threads.h. Work is published in one 64-bit word (call number, tasks left); a thread claims a task by
-// decrementing it, so a late thread can never touch a finished call and the caller never waits for a thread that took
-// no task. Idle threads spin, yield, then sleep on a futex.
+// decrementing it, so a late thread can never touch a finished call and the caller never waits for a thread without a
+// task. Idle threads spin, yield, then sleep on a futex.
 #include "cpu/threads.h"
 
 #include <linux/futex.h>
@@ -43,7 +43,7 @@ int allowed_cpus() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-// The calling thread may run on these from now on. Returns whether the system allowed it.
+// Sets the calling thread's affinity. Returns whether the system allowed it.
 bool keep_on(const cpu_set_t& set) { return sched_setaffinity(0, sizeof set, &set) == 0; }
 
 cpu_set_t own_cores() {
@@ -79,7 +79,7 @@ class Pool {
       sets.push_back(one);
     }
     if (sets.empty()) sets.push_back(all);
-    stop_threads();  // they start again where they belong
+    stop_threads();  // they restart with the new affinity
     if (!keep_on(sets[0])) throw std::system_error(errno, std::generic_category(), "sched_setaffinity");
     cores_ = sets;
   }
@@ -107,7 +107,7 @@ class Pool {
     inside_task = outer;
   }
 
-  // Safe to overwrite the call's fields: the previous call has no task left and none in progress.
+  // Safe to overwrite the call's fields: the previous call has no task unclaimed or in progress.
   void publish(int num_tasks, TaskFn fn, void* context) {
     fn_ = fn;
     context_ = context;
@@ -140,7 +140,7 @@ class Pool {
       if (++spins < 2000) {
         cpu_pause();
       } else {
-        sched_yield();  // the thread we wait for may need this very CPU
+        sched_yield();  // the thread we wait for may need this CPU
       }
     }
   }

@@ -1,4 +1,4 @@
-// The one pool of native threads of this process. Kernels call parallel(); nobody else creates threads in csrc.
+// The only pool of native threads of this process. Kernels call parallel(); nothing else in csrc creates threads.
 // A call made inside a task, or while another caller uses the pool, runs serially on its own thread: results must
 // therefore never depend on the thread number, and scratch indexed by it must belong to the call, not to the process.
 // Tasks must not throw. Not usable in a child made by fork() without exec.
@@ -11,17 +11,17 @@ namespace trireme {
 
 using TaskFn = void (*)(void* context, int task, int thread);
 
-// Threads that take part in a parallel call, the caller included. Starts as the number of CPUs we may run on.
+// Threads that take part in a parallel call, including the caller. Initially the number of CPUs in the affinity mask.
 int num_threads();
 
-// At least 1. Threads are started at the next parallel call. Must not be called from inside a task.
+// At least 1. Threads start at the next parallel call. Must not be called from inside a task.
 void set_num_threads(int count);
 
-// Keeps thread i of the pool on cores[i % size], the calling thread (thread 0) at once, the others when they start again. Empty:
-// all may run on every core that the process had at its first call. Throws std::system_error for a core that is not ours.
+// Pins thread i of the pool to cores[i % size]: the calling thread (thread 0) at once, the others when they restart. Empty: all
+// may run on every core that the process had at its first call. Throws std::system_error for a core outside the affinity mask.
 void set_cores(const std::vector<int>& cores);
 
-// How long an idle thread keeps looking for work before it sleeps, in microseconds (default 60).
+// How long an idle thread spins for work before it sleeps, in microseconds (default 60).
 void set_spin_us(int spin_us);
 
 // Runs fn(context, task, thread) for every task in [0, num_tasks), 0 <= thread < num_threads(); returns when all are done.

@@ -1,4 +1,4 @@
-// Copies from global to shared memory that a warp does not wait for, in groups.
+// Asynchronous copies from global to shared memory (cp.async), in commit groups.
 #pragma once
 
 #include "cuda/device.cuh"
@@ -7,7 +7,7 @@ namespace trireme::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes, or as many zeros where not `is_valid`; IsWhole: all are valid.
+// Copies 16 bytes, or writes zeros unless `is_valid`; IsWhole: all are valid.
 template <bool IsWhole>
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool is_valid) {
   if constexpr (IsWhole) {
@@ -18,7 +18,7 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool i
   }
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all groups but the last N are there.
+// Waits until all but the last N groups have arrived.
 template <int N>
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 

@@ -1,4 +1,4 @@
-// What all CUDA kernels share: element types, 16-byte loads, sums over a block, launches that may overlap their predecessor.
+// Shared by all CUDA kernels: element types, 16-byte loads, CTA reductions, launches with programmatic dependent launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -46,7 +46,7 @@ __device__ __forceinline__ Pack<T> load_pack(const T* p) { return *reinterpret_c
 template <class T>
 __device__ __forceinline__ void store_pack(T* p, const Pack<T>& value) { *reinterpret_cast<Pack<T>*>(p) = value; }
 
-// 16 bytes of a row as float, times what is left to be multiplied: `row` is the row's own factor, `at` the first column.
+// 16 bytes of a token as float, with pending scales applied: `row` is the token's factor, `at` the first column.
 template <class T>
 struct Wide {
   float v[Pack<T>::size];
@@ -76,7 +76,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// The larger of two, NaN if either is.
+// The larger of the two, NaN if either is.
 __device__ __forceinline__ float larger(float a, float b) {
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
@@ -89,10 +89,10 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// Where x is larger than `*largest`, that becomes x. Neither is negative: so their bits are in order, and NaN's come last.
+// Atomic max of non-negative floats: their bits compare in order, with NaN last.
 __device__ __forceinline__ void note_largest(float* largest, float x) { atomicMax(reinterpret_cast<unsigned*>(largest), __float_as_uint(x)); }
 
-// Sum over all threads of a block of up to 1024; `shared` has room for 32 floats. All threads get it.
+// Sum over all threads of a CTA of up to 1024; `shared` has room for 32 floats. All threads get it.
 __device__ __forceinline__ float block_sum(float x, float* shared) {
   x = warp_sum(x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
@@ -102,9 +102,9 @@ __device__ __forceinline__ float block_sum(float x, float* shared) {
   return warp_sum(lane < warps ? shared[lane] : 0.0f);
 }
 
-// Programmatic dependent launch: `pdl_wait` returns when the kernels before have ended, `pdl_launch_dependents` allows the next
-// one to begin with what does not depend on us (its weights). Small kernels allow it before they wait: the next but one may then call
-// for its weights while the one before still reads its own, and nobody writes before all before have ended.
+// Programmatic dependent launch: `pdl_wait` returns once the previous kernels have ended, `pdl_launch_dependents` lets the next one
+// start with work that does not depend on us (loading its weights). Small kernels call it before they wait: the kernel after next may
+// then prefetch its weights while the previous one still reads its own, and nobody writes before all previous kernels have ended.
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -120,7 +120,7 @@ inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
-// What the current card has.
+// Properties of the current GPU.
 struct Card {
   int multiprocessors, shared_bytes, major;
   bool has_clusters() const { return major >= 9; }
@@ -137,7 +137,7 @@ inline Card current_card() {
   return card;
 }
 
-// Launches with leave to overlap the end of the kernel before it in the stream, the blocks in clusters.
+// Launches with programmatic overlap of the previous kernel in the stream, CTAs in clusters.
 template <class... Params, class... Args>
 void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 cluster, dim3 block, size_t shared, Stream stream, Args... args) {
   cudaLaunchAttribute attributes[2]{};
@@ -162,14 +162,14 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared, Str
   launch_clusters(kernel, grid, dim3(1), block, shared, stream, args...);
 }
 
-// Refuses rows that are no whole number of 16-byte packs.
+// Throws unless rows are a whole number of 16-byte packs.
 template <class T>
 void need_packs(const char* op, int width) {
   if (width % Pack<T>::size == 0) return;
   throw std::invalid_argument(std::string(op) + " takes widths that " + std::to_string(Pack<T>::size) + " divides; got " + std::to_string(width));
 }
 
-// Calls f with a value of the type that `type` names.
+// Calls f with a value of the type named by `type`.
 template <class F>
 void with_type(Type type, F&& f) {
   switch (type) {

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that nothing reads, since they follow from its settings: whether they do. Called by models/load.
+"""Checks redundant checkpoint tensors (rotary frequencies) against the settings they derive from. Called by models/load.
 
-What is left of a file's say over its config.json: names and shapes are compared by models/weights/sources, the head and the
-type of numbers by trireme/model/stored_facts.
+The other checks of a file against its config.json: models/weights/sources compares names and shapes,
+trireme/model/stored_facts the output head and the dtype.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from trireme.models.arch.rope import inverse_frequencies
 from trireme.models.weights.sources import WeightSource
 
 _FREQUENCIES = "rotary_emb.inv_freq"
-_RELATIVE, _ABSOLUTE = 0.02, 1e-6  # what 16 bits leave of them
+_RELATIVE, _ABSOLUTE = 0.02, 1e-6  # precision of frequencies stored in 16 bits
 
 
 def check_frequencies(source: WeightSource, arch: ArchSpec) -> None:
-    """Raises ModelError where stored rotary frequencies are others than those of the settings, scaled or not."""
+    """Raises ModelError if stored rotary frequencies match the settings neither with nor without scaling."""
     names = sorted(name for name in source.names() if name.endswith(_FREQUENCIES))
     if not names:
         return

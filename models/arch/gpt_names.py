@@ -1,6 +1,6 @@
-"""A checkpoint of models/cpu/gpt under the names of the Llama-like decoder: what the GPU's body reads.
+"""Presents a checkpoint of models/cpu/gpt under the names of the Llama-like decoder, for the GPU body.
 
-Fused q, k and v are seen apart, matrices as [outputs, inputs]. Used by models/registry; copies no more than what is asked for.
+Splits fused q, k and v and transposes matrices to [outputs, inputs]. Used by models/registry; copies only what is requested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _QKV = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 
 
 class DecoderNames:
-    """A WeightSource over one that has the names of models.cpu.gpt."""
+    """A WeightSource with decoder names over one with the names of models.cpu.gpt."""
 
     def __init__(self, source: WeightSource, arch: ArchSpec) -> None:
         names = NAMES[arch.family]
@@ -72,7 +72,7 @@ class DecoderNames:
         return sum(rows.size for rows in self._rows)
 
     def _rows_of(self, stem: str) -> np.ndarray | None:
-        """Where the rows of q, k or v are in what is stored; None for what is stored by itself."""
+        """Outputs of q, k or v within the fused matrix; None for a weight that is not fused."""
         part = _QKV.get(stem.rpartition(".")[2])
         return None if part is None else self._rows[part]
 
@@ -84,7 +84,7 @@ class DecoderNames:
 
 
 class Names(NamedTuple):
-    """Hugging Face names of a family, without `prefix`; those of a layer follow `layer`."""
+    """Hugging Face names of a family, without `prefix`; names inside a layer follow `layer`."""
 
     prefix: str
     embed: str
@@ -97,9 +97,9 @@ class Names(NamedTuple):
     o: str
     up: str
     down: str
-    grouped: bool = True  # qkv rows are G groups of (queries, key, value); else all queries, all keys, all values
+    grouped: bool = True  # qkv outputs are G groups of (queries, key, value); else all queries, all keys, all values
     inputs_first: bool = False  # matrices are stored [inputs, outputs]
-    renamed: tuple[str, str] = ("", "")  # a name in newer files, and the one used here
+    renamed: tuple[str, str] = ("", "")  # (name in newer files, name used here)
     buffers: tuple[str, ...] = ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq")
 
 
@@ -152,7 +152,7 @@ NAMES = {
 
 
 def norm_names(arch: ArchSpec) -> tuple[str, ...]:
-    """Norms of a layer: before attention, and before the feed-forward network unless one serves both."""
+    """Norms of a layer: before attention, and before the feed-forward network unless they share one."""
     names, kind = NAMES[arch.family], gpt_body(arch).norms
     if kind == "separate":
         return ("ln_attn", "ln_mlp")
@@ -160,7 +160,7 @@ def norm_names(arch: ArchSpec) -> tuple[str, ...]:
 
 
 def qkv_heads(num_heads: int, num_kv_heads: int, own: HeadSpans, *, grouped: bool) -> np.ndarray:
-    """Where the heads of one rank (its q, then its k, then its v) are among the heads of a fused matrix."""
+    """Indices of one rank's heads (its q, then its k, then its v) within a fused matrix."""
     q, kv = np.arange(own.q.start, own.q.stop), np.arange(own.kv.start, own.kv.stop)
     if not grouped:
         return np.concatenate((q, num_heads + kv, num_heads + num_kv_heads + kv))

@@ -1,6 +1,6 @@
-"""How a layer of each family is put together on the GPU: Llama-like decoders and those of models/cpu/gpt in the same terms.
+"""Layer structure of each family for the GPU body: one description for Llama-like decoders and those of models/cpu/gpt.
 
-Pure; asked by models/cuda/decoder when a model is built.
+Pure; read by models/cuda/decoder when a model is built.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trireme.models.arch.names import NORM_NAMES, NormNames
 
 
 class LayerConfig(NamedTuple):
-    """`is_parallel`: both branches read the same residual. `learned_positions`: rows of a position embedding; 0: rotary ones."""
+    """`is_parallel`: both branches read the same residual. `learned_positions`: size of the position embedding; 0: rotary."""
 
     norms: NormNames
     is_parallel: bool
@@ -22,16 +22,16 @@ class LayerConfig(NamedTuple):
     has_gate: bool
     activation: str
     attention_scale: float
-    scale_by_layer: bool = False  # scores of layer i are divided by i + 1 as well
+    scale_by_layer: bool = False  # also divide the scores of layer i by i + 1
     learned_positions: int = 0
 
     def scale_of(self, index: int) -> float:
-        """Factor of the attention scores of a layer."""
+        """Softmax scale of layer `index`."""
         return self.attention_scale / (index + 1) if self.scale_by_layer else self.attention_scale
 
 
 def layer_config_of(arch: ArchSpec) -> LayerConfig:
-    """What the layers of a model are made of."""
+    """The layer structure of a model."""
     body = arch.body
     if not isinstance(body, GptBody):
         return LayerConfig(
@@ -58,5 +58,5 @@ def layer_config_of(arch: ArchSpec) -> LayerConfig:
 
 
 def attention_scale_of(arch: ArchSpec) -> float:
-    """Factor of attention scores."""
+    """Softmax scale of attention: the model's own, else head_dim ** -0.5."""
     return arch.attn_scale or arch.head_dim**-0.5

@@ -1,6 +1,6 @@
-"""Names of weights in Hugging Face checkpoints that several bodies share: norms by placement, feed-forward networks, routers.
+"""Hugging Face weight names that several bodies share: norms by placement, feed-forward networks, routers.
 
-Neutral between backends; read by models/cpu and models/cuda. Pure, no torch.
+Backend-neutral; read by models/cpu and models/cuda. Pure, no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from trireme.model.spec import NormPlacement
 
 
 class NormNames(NamedTuple):
-    """Norms of a layer: before attention, after it, before the feed-forward network, after it; "" where there is none."""
+    """Norms of a layer: before and after attention, before and after the feed-forward network; "" for none."""
 
     attn_norm: str = ""
     attn_post: str = ""
@@ -34,5 +34,5 @@ FEED_FORWARD = {"llama4": "feed_forward", "gpt_oss": "mlp", "mixtral": "block_sp
 
 
 def router_name(body: MoeBody) -> str:
-    """What a layer's router is called in a file."""
+    """Checkpoint name of a layer's router."""
     return "gate" if body.expert_names else "router"

@@ -1,4 +1,4 @@
-"""Norms over tensors that both backends compute in plain torch."""
+"""Norms that both backends compute in plain torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trireme.topology.mesh import Span
 
 
 def whole_columns(part: Tensor, spans: list[Span], group: Group) -> Tensor:
-    """All columns in order, once each, from those of every rank, some of which ranks may share."""
+    """All-gathers columns in order and drops duplicates where the spans of ranks overlap."""
     sizes = [span.size for span in spans]
     columns, have = [], 0
     for span, piece in zip(spans, group.all_gather(part.contiguous(), sizes).split(sizes, dim=1), strict=True):

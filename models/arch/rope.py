@@ -1,7 +1,7 @@
-"""Rotary frequencies of every supported scaling rule, and the table of cosines and sines that the kernels read. No torch.
+"""Rotary frequencies of every supported scaling rule, and the cos/sin table that the kernels read. No torch.
 
-Built once per model by models/arch. Frequencies and angles are float32, as in Hugging Face transformers; cosines and sines are
-computed in float64 and rounded once, so that they depend on no instruction set and on no place in a vector.
+Built once per model. Frequencies and angles are float32, as in Hugging Face transformers; cosines and sines are computed
+in float64 and rounded once, so that they depend neither on the instruction set nor on the position in a vector.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ROWS_AT_A_TIME = 4096  # bounds the temporaries
 
 
 def inverse_frequencies(spec: RopeSpec, length: int = 0) -> Floats:
-    """[dim / 2] float32: radians per position of each rotated pair, in a sequence of `length` tokens (dynamic NTK and
-    longrope depend on it beyond the trained length)."""
+    """[dim / 2] float32: radians per position of each rotated pair, in a sequence of `length` tokens (only dynamic NTK and
+    longrope depend on it, beyond the trained length)."""
     if spec.kind == "dynamic":
         spec = msgspec.structs.replace(spec, theta=dynamic_base(spec, length))
     exponents = (np.arange(0, spec.dim, 2, dtype=np.float32) / np.float32(spec.dim)).astype(np.float64)
@@ -42,7 +42,7 @@ def inverse_frequencies(spec: RopeSpec, length: int = 0) -> Floats:
 
 
 def attention_scale(spec: RopeSpec) -> float:
-    """Factor on cosines and sines; 1 except for YaRN and longrope."""
+    """Scale applied to cosines and sines; 1 except for YaRN and longrope."""
     if spec.attention_factor is not None:
         return spec.attention_factor
     if spec.kind == "longrope" and spec.factor > 1:
@@ -65,19 +65,19 @@ def cos_sin_table(spec: RopeSpec, num_positions: int, divisors: Floats | None = 
 
 
 def dynamic_base(spec: RopeSpec, length: int) -> float:
-    """Base of dynamic NTK: the trained one up to the trained length, and such that the longest wave grows with it beyond."""
+    """Base of dynamic NTK: theta up to the trained length; beyond it, grown so that the longest wavelength scales with it."""
     trained = spec.original_max_position
     grown = spec.factor * max(length, trained) / trained - (spec.factor - 1)
     return spec.theta * grown ** (spec.dim / (spec.dim - 2))
 
 
 def depends_on_length(spec: RopeSpec) -> bool:
-    """Whether a sequence beyond the trained length is rotated in another way than one within it."""
+    """Whether sequences beyond the trained length use other frequencies than those within it."""
     return spec.kind in ("dynamic", "longrope")
 
 
 class TableRows(NamedTuple):
-    """Which row of `long_table` turns a token. `trained` is 0 where a table has one row for each position."""
+    """Maps tokens to entries of `long_table`. `trained` is 0 for a table with one entry per position."""
 
     num_positions: int = 0
     trained: int = 0
@@ -85,8 +85,8 @@ class TableRows(NamedTuple):
     def of(
         self, positions: NDArray[np.int32], owner: NDArray[np.int64], num_prompt: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Rows [T] of tokens at `positions` [T] of the sequences `owner` [T], whose prompts have num_prompt[owner] tokens, by
-        step_table's rule."""
+        """Table entries [T] of tokens at `positions` [T] of the sequences `owner` [T], whose prompts have num_prompt[owner]
+        tokens, by step_table's rule."""
         if not self.trained:
             return positions
         is_other = (positions < self.trained) & (num_prompt[owner] > self.trained)
@@ -94,18 +94,18 @@ class TableRows(NamedTuple):
 
 
 POSITIONS = TableRows()
-"""A row for each position."""
+"""One entry per position."""
 
 
 def table_rows(spec: RopeSpec, num_positions: int) -> TableRows:
-    """How tokens at up to `num_positions` positions find their rows."""
+    """The TableRows of a table over `num_positions` positions."""
     trained = spec.original_max_position
     return TableRows(num_positions, trained) if spec.kind == "longrope" and trained < num_positions else POSITIONS
 
 
 def long_table(spec: RopeSpec, num_positions: int, divisors: Floats | None = None) -> Floats:
-    """cos_sin_table, of longrope beyond the trained length for every token there can be: the rows of positions, as generated tokens
-    are turned, then those of the first `trained` positions in longer prompts. Its TableRows is table_rows(spec, num_positions)."""
+    """cos_sin_table that covers both longrope cases: one entry per position as generated tokens are rotated, then the first
+    `trained` positions as rotated in longer prompts. Indexed by table_rows(spec, num_positions)."""
     plain = cos_sin_table(spec, num_positions, divisors)
     if not (trained := table_rows(spec, num_positions).trained):
         return plain
@@ -114,11 +114,11 @@ def long_table(spec: RopeSpec, num_positions: int, divisors: Floats | None = Non
 
 
 def step_table(spec: RopeSpec, batch: StepBatch[Any]) -> Floats | None:
-    """[T, dim] float32, cosines and sines of every token of a step, for rules that depend on the length of the sequence;
-    None when every row is within the trained length, where cos_sin_table serves. The batch holds arrays or tensors.
+    """[T, dim] float32, cosines and sines of every token of a step, for rules that depend on the sequence length; None if
+    every sequence is within the trained length, where cos_sin_table applies. The batch holds arrays or tensors.
 
-    The length is that of the prompt for its tokens, and of the sequence so far for generated ones, as when Hugging Face
-    computes a prompt in one piece: neither chunks nor other rows change anything.
+    The length is the prompt's for prompt tokens and the sequence so far for generated ones, as when Hugging Face computes
+    a prompt in one piece: results depend neither on chunking nor on other sequences.
     """
     positions, starts, prompts = (np.asarray(x) for x in (batch.positions, batch.query_start, batch.num_prompt))
     lengths = np.maximum(np.repeat(prompts, np.diff(starts)), positions + 1)
@@ -140,7 +140,7 @@ def _fill(table: Floats, angles: Floats, scale: float) -> None:
 
 
 def _llama3(plain: Floats, spec: RopeSpec) -> Floats:
-    """Long waves are slowed by `factor`, short ones kept, those between blended (Llama 3.1's rule)."""
+    """Llama 3.1's rule: frequencies of long wavelengths divided by `factor`, short ones kept, those between interpolated."""
     trained, low, high = spec.original_max_position, spec.low_freq_factor, spec.high_freq_factor
     wave = 2 * math.pi / plain
     slowed = np.where(wave > trained / low, plain / spec.factor, plain)
@@ -151,7 +151,7 @@ def _llama3(plain: Floats, spec: RopeSpec) -> Floats:
 
 
 def _yarn(plain: Floats, spec: RopeSpec) -> Floats:
-    """NTK by parts (arXiv 2309.00071, section 3.2): a ramp over the pairs, from kept to divided by `factor`."""
+    """NTK-by-parts (arXiv 2309.00071, section 3.2): a linear ramp over the pairs, from kept to divided by `factor`."""
     low, high = _pair_of_rotations(spec.beta_fast, spec), _pair_of_rotations(spec.beta_slow, spec)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -167,17 +167,17 @@ def _narrow(values: NDArray[Any]) -> Floats:
 
 
 def _pair_of_rotations(rotations: float, spec: RopeSpec) -> float:
-    """Index of the pair that turns `rotations` times within the trained length."""
+    """Index of the pair that completes `rotations` rotations within the trained length."""
     waves = spec.original_max_position / (rotations * 2 * math.pi)
     return spec.dim * math.log(waves) / (2 * math.log(spec.theta))
 
 
-# What GGUF files of longrope models hold in the place of settings.
+# GGUF files of longrope models store the factors as tensors, not as settings.
 _LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def complete_rope(rope: RopeSpec, vector: Callable[[str, int], Floats]) -> RopeSpec:
-    """The rotary rule, with the factors that GGUF files keep in tensors."""
+    """`rope` with longrope factors read through `vector` if GGUF stores them as tensors."""
     if rope.kind != "longrope" or rope.short_factors:
         return rope
     short, long = (tuple(vector(name, rope.dim // 2).tolist()) for name in _LONGROPE)

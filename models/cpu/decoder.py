@@ -1,7 +1,7 @@
-"""The Llama-like families layer by layer in torch: one stage of them on one rank, for ranks that put their columns together
-after each product, and for what the native stage (models/cpu/native_stage) does not know.
+"""The Llama-like families layer by layer in torch: one stage on one rank, for tensor parallelism (columns are all-gathered
+around linear layers) and for features that the native stage (models/cpu/native_stage) lacks.
 
-Built by models.load; run by the worker once per step, from one thread. What differs between families is in ArchSpec.
+Built by models.load; run by the worker once per step, from one thread. ArchSpec holds the differences between families.
 Nothing here allocates per layer: activations live in buffers that grow to the largest step seen.
 
 Legend: T tokens, H hidden, Q query heads x head_dim of this rank, K KV heads x head_dim, F ffn width of this rank, S, V as
@@ -39,7 +39,7 @@ def _tensor(vector: Floats | None) -> Tensor | None:
 
 
 class _DecoderLayer:
-    """The weights of one layer, seen as tensors."""
+    """The weights of one layer as tensors."""
 
     def __init__(self, weights: LayerWeights, norm: Callable[[NormWeights | None], Norm | None]) -> None:
         self.attn_norm, self.attn_post = norm(weights.attn_norm), norm(weights.attn_post)
@@ -106,7 +106,7 @@ class TorchDecoder:
         return self.weights.nbytes
 
     def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor | None:
-        """Logits [S, V] float32 on the last stage, None elsewhere. Views of internal buffers are never returned."""
+        """Logits [S, V] float32 on the last stage, None elsewhere. Never returns views of internal buffers."""
         num_tokens = batch.token_ids.shape[0]
         buffers = self._views(num_tokens)
         hidden = buffers[0]
@@ -126,8 +126,8 @@ class TorchDecoder:
     def _run_layers(
         self, batch: ForwardBatch, kv: list[KVLayer], buffers: list[Tensor], table: Tensor | None = None
     ) -> None:
-        """Layer by layer. Ranks put their columns together before and after each product that needs all inputs. `table`
-        holds the cosines and sines of the step's tokens where they depend on more than the position."""
+        """Runs all layers. Ranks all-gather columns before and after each linear layer that needs all inputs. `table`
+        holds the step's cosines and sines if they depend on more than the position."""
         hidden, normed, _qkv, _attended, gate_up, product = buffers
         is_parallel = self.arch.norm_placement == "parallel"
         if table is not None:
@@ -153,7 +153,7 @@ class TorchDecoder:
         buffers: list[Tensor],
         table: Tensor | None,
     ) -> Tensor:
-        """The attention branch of x [T, H], before its norm."""
+        """The attention branch of x [T, H], before its post-norm."""
         arch, (qkv, attended) = self.arch, buffers[2:4]
         layer.qkv(x, qkv)
         in_op = (layer.q_norm, layer.k_norm) if arch.qk_norm_kind == "head" else (None, None)
@@ -175,7 +175,7 @@ class TorchDecoder:
         return self._project(layer.o, attended, self._q_sizes)
 
     def _norm_qk(self, layer: _DecoderLayer, qkv: Tensor) -> None:
-        """Norms of q and k other than one vector for every head, in place."""
+        """q and k norms other than one weight vector shared by all heads, in place."""
         rank, eps = self._mesh.tp_rank, self.arch.norm_eps
         q_width, kv_width = self._q_sizes[rank], self._kv_sizes[rank]
         q, k, _v = qkv.split([q_width, kv_width, kv_width], dim=1)
@@ -191,13 +191,13 @@ class TorchDecoder:
                 part.copy_(ops.rms_norm(whole, weight, eps)[:, spans[rank].start : spans[rank].stop])
 
     def _project(self, last: Linear, x: Tensor, sizes: list[int]) -> Tensor:
-        """All columns of a product that needs all inputs; `sizes` are the columns of x on each rank."""
+        """All output columns [T, H] of a linear layer over column-sharded x; `sizes` are the columns of x on each rank."""
         gather = self._group.all_gather
         part = torch.empty(x.shape[0], self._hidden_sizes[self._mesh.tp_rank])
         return gather(last(gather(x, sizes), part), self._hidden_sizes)
 
     def _join(self, hidden: Tensor, branch: Tensor, post: Norm | None) -> None:
-        """Ends a branch: normed and scaled where the family says so, it is added to the residual stream."""
+        """Adds a branch to the residual stream, after the family's post-norm and scale."""
         if post is not None:
             branch = post(branch)
         if self.arch.residual_scale != 1.0:

@@ -1,5 +1,5 @@
-"""Parts that bodies beside the Llama-like decoder share: cutting a rank's share, a product over all ranks, and both ends of
-a model (embedding; final norm and head). Used by models/arch/{gpt,moe}.py; knows no layer.
+"""Parts shared by the bodies models/cpu/{gpt,moe}.py: slicing a rank's shard, gathering column shards, and both ends of a
+model (embedding; final norm and head). Knows no layer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Norm = Callable[[Tensor], Tensor]
 
 
 class PrefixedSource:
-    """A checkpoint whose names are seen without a prefix that some or all of them have; `renamed` is (a stored name, the one
-    to see), and names that start with one of `ignored` are not seen at all."""
+    """A checkpoint presented without a prefix that some or all of its names have; `renamed` is (stored name, presented
+    name), and names that start with one of `ignored` are hidden."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class PrefixedSource:
         return self._source.vector(self._name_of[name], size)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of any rank and dtype as stored."""
+        """A torch tensor of any rank, in the stored dtype."""
         return tensor_from_stored(self._source.tensor(self._name_of[name], shape))
 
 
 class RankWeights:
-    """Which part of everything this rank has. As in the decoder, every matrix is split by output rows, so that TP changes no
-    bit: each output is one sum in one order."""
+    """Loads this rank's shard of every weight. As in the decoder, every matrix is split by outputs, so TP is bit-exact: each
+    output is one sum in one order."""
 
     def __init__(self, arch: ArchSpec, mesh: Mesh, source: PrefixedSource, dense: str | None) -> None:
         self.arch = arch
@@ -75,7 +75,7 @@ class RankWeights:
         return [split_heads(self.arch.num_heads, self.arch.num_kv_heads, tp, rank) for rank in range(tp)]
 
     def spans(self, total: int) -> list[Span]:
-        """Rows of every rank, in whole tiles of 16 where possible."""
+        """Output spans of every rank, in whole tiles of 16 if possible."""
         tp = self._mesh.tp
         unit = 16 if total % 16 == 0 and total // 16 >= tp else 1
         return [split_evenly(total, tp, rank, unit=unit) for rank in range(tp)]
@@ -84,7 +84,7 @@ class RankWeights:
         return ColumnShard([span.size for span in spans], self.rank)
 
     def packed(self, matrices: list[RawMatrix], biases: list[Tensor] | None = None) -> Linear:
-        """A layer of matrices one under the other, each cut to this rank's rows already."""
+        """A linear layer over matrices concatenated along their outputs, each already sliced to this rank's."""
         vectors = None if biases is None else [bias.numpy() for bias in biases]
         return Linear(PackedLinear([matrix.computable(self._dense) for matrix in matrices], vectors))
 
@@ -93,36 +93,36 @@ class RankWeights:
         return torch.from_numpy(self.source.vector(name, size))
 
     def rows(self, name: str, n: int, k: int, *, bias: bool = False) -> Linear:
-        """This rank's rows of one matrix (a Hugging Face name without .weight)."""
+        """A linear layer over this rank's outputs of one matrix [n, k] (a Hugging Face name without .weight)."""
         own = self.spans(n)[self.rank]
         biases = [self.vector(name + ".bias", n)[own.start : own.stop]] if bias else None
         return self.packed([self.source.matrix(name + ".weight", n, k).rows(own)], biases)
 
 
 class ColumnShard:
-    """The columns of a tensor that is spread over the ranks of a stage."""
+    """Columns of an activation that is sharded over the ranks of a stage."""
 
     def __init__(self, sizes: list[int], rank: int) -> None:
         self.sizes = sizes
         self.own = sizes[rank]
 
     def gather(self, part: Tensor, group: Group) -> Tensor:
-        """The whole rows [T, sum(sizes)] from this rank's part of them."""
+        """All-gathers this rank's columns to [T, sum(sizes)]."""
         return part if group.size == 1 else group.all_gather(part, self.sizes)
 
 
 def dense_tensor(matrix: RawMatrix) -> Tensor:
-    """A dense raw matrix as a torch tensor of the stored dtype, [n, k]."""
+    """A dense raw matrix as a torch tensor [n, k] in the stored dtype; a copy."""
     dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return torch.from_numpy(matrix.raw.copy().reshape(-1)).view(dtypes[matrix.kind]).view(matrix.n, matrix.k)
 
 
 class EmbedHead:
-    """Embedding on the first stage, final norm and head on the last, hand-over between stages; one matrix serves both ends
-    where they are tied."""
+    """Embedding on the first stage, final norm and head on the last, transfer of hidden states between stages; tied ends
+    share one matrix."""
 
     def __init__(self, cut: RankWeights, mesh: Mesh, group: Group, names: tuple[str, str], norm: Norm | None) -> None:
-        """`names` of the embedding and of the head; `norm` is needed on the last stage."""
+        """`names`: of the embedding and the head. `norm` is required on the last stage."""
         arch = cut.arch
         embed, head = names
         self._group = group
@@ -147,14 +147,14 @@ class EmbedHead:
         return self._embedding is not None
 
     def begin(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H]: token embeddings, or what the previous stage computed."""
+        """Hidden states [T, H]: token embeddings on the first stage, else received from the previous one."""
         shape = (batch.token_ids.shape[0], self._hidden)
         if self._embedding is None:
             return self._group.recv_prev(shape, torch.float32)
         return self._embedding(batch.token_ids, torch.empty(shape))
 
     def finish(self, hidden: Tensor, index: Tensor) -> Tensor | None:
-        """Logits [S, V] of the rows `index`, or None after passing the hidden states on."""
+        """Logits [S, V] of the tokens `index` on the last stage; else sends the hidden states and returns None."""
         if self._head is None or self._norm is None:
             self._group.send_next(hidden)
             return None
@@ -167,5 +167,5 @@ class EmbedHead:
 
 
 def identity_table(num_positions: int) -> Tensor:
-    """A table for ops.rope_and_cache that rotates nothing: cosine 1 and sine 0 of a single pair."""
+    """Identity table [num_positions, 2] for ops.rope_and_cache: cosine 1, sine 0 of a single pair."""
     return torch.tensor([1.0, 0.0]).repeat(num_positions, 1)

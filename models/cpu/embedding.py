@@ -1,4 +1,4 @@
-"""Token embedding over the vocabulary rows of this rank. Built by models/arch; shares its matrix with a tied output head."""
+"""Token embedding, sharded over the vocabulary. Built by the torch bodies; shares its matrix with a tied output head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trireme.topology.mesh import Span
 
 
 class Embedding:
-    """Rows [rows.start, rows.stop) of the embedding matrix; with several ranks the others' rows arrive by all-reduce."""
+    """Tokens [rows.start, rows.stop) of the vocabulary; embeddings held by other ranks arrive by all-reduce."""
 
     def __init__(self, weight: PackedWeight, rows: Span, group: Group) -> None:
         self._weight = weight

@@ -1,5 +1,5 @@
-"""The body of GPT-2, GPT-NeoX and Falcon: one stage of it on one rank. Layer norms with biases, one fused product for q, k
-and v, a feed-forward network without a gate. Built by models.load; what differs is a row of NAMES and arch.body.
+"""The body of GPT-2, GPT-NeoX and Falcon: one stage on one rank. Layer norms with biases, a fused qkv linear layer, a
+feed-forward network without a gate. Built by models.load; NAMES and arch.body hold the differences between families.
 
 Legend: T tokens, H hidden, G groups of query heads (KV heads), D head_dim, F ffn width.
 """
@@ -32,7 +32,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def seen_names(source: WeightSource, arch: ArchSpec) -> WeightSource:
-    """The checkpoint under the names this module uses; some are stored without their prefix."""
+    """The checkpoint under the names this module uses, without the family's prefix."""
     assert isinstance(source, SafetensorsSource)
     names = NAMES[arch.family]
     return PrefixedSource(source, names.prefix, renamed=names.renamed)
@@ -59,7 +59,7 @@ def weight_names(arch: ArchSpec) -> Iterator[str]:
 
 
 def ignorable_names(arch: ArchSpec) -> list[str]:
-    """Masks and frequencies that old checkpoints store, and a head that is tied."""
+    """Names that a file may contain unused: masks and frequencies of old checkpoints, and a tied head."""
     names = NAMES[arch.family]
     ignorable = [f"{names.layer}.{layer}.{name}" for layer in range(arch.num_layers) for name in names.buffers]
     return [*ignorable, names.head + ".weight"] if arch.tie_embeddings else ignorable
@@ -112,7 +112,7 @@ def _rows(cut: RankWeights, name: str, n: int, k: int, names: Names, *, bias: bo
 
 
 def _fused_qkv(cut: RankWeights, name: str, names: Names) -> Linear:
-    """This rank's q, k and v rows out of the stored order, one under the other."""
+    """A linear layer over this rank's q, k and v outputs, in that order, sliced from the fused matrix."""
     arch = cut.arch
     heads = arch.num_heads + 2 * arch.num_kv_heads
     whole = _matrix(cut, name, heads * arch.head_dim, arch.hidden, names)
@@ -205,5 +205,5 @@ class GptModel:
         return self._product(layer.down, self._ffn.gather(wide, self._group))
 
     def _product(self, linear: Linear, x: Tensor) -> Tensor:
-        """The whole columns of a product of which each rank computes a part."""
+        """Applies a column-sharded linear layer and all-gathers its output [T, H]."""
         return self._hidden.gather(linear(x, torch.empty(x.shape[0], linear.n)), self._group)

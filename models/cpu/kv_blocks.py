@@ -1,4 +1,4 @@
-"""Reads and writes tokens in paged KV in plain torch, for the reference ops and for bodies in torch. Layout: models/cpu/kv_layout.
+"""Reads and writes tokens in paged KV in plain torch, for the reference ops and torch bodies. Layout: models/cpu/kv_layout.
 
 Legend: N blocks or tokens, H KV heads, D head_dim, S block size.
 """
@@ -21,7 +21,7 @@ def head_dim_of(kv: KVLayer) -> int:
 
 
 def read_blocks(kv: KVLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [H, N * S, D] of some blocks, as float32."""
+    """Keys and values [H, N * S, D] of the given blocks, as float32."""
     heads, dim, size = kv.k.shape[1], head_dim_of(kv), kv.k.shape[3]
     if dtype_name(kv) in LARGEST:
         keys, key_units, values, value_units = _integer_views(KVLayer(kv.k[blocks], kv.v[blocks]))
@@ -56,7 +56,7 @@ def _rounded(x: Tensor, units: Tensor) -> Tensor:
 
 
 def _integer_views(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k as [N, H, D / 2, S, 2] and its units [N, H, S], v as [N, H, S / 2, D, 2] and its units."""
+    """k as [N, H, D / 2, S, 2] and its scales [N, H, S], v as [N, H, S / 2, D, 2] and its scales."""
     dim, size = head_dim_of(kv), kv.k.shape[3]
     k, v = kv.k.flatten(2), kv.v.flatten(2)
     keys = k[..., : dim * size].unflatten(-1, (dim // 2, size, 2))

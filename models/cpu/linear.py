@@ -1,4 +1,4 @@
-"""A linear layer on tensors, over the packed weights of models/cpu/packed_linear. Built and called by models/arch."""
+"""A linear layer on tensors, over the packed weights of models/cpu/packed_linear. Built and called by the torch bodies."""
 
 from __future__ import annotations
 

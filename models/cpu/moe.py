@@ -1,5 +1,5 @@
-"""The body of Llama 4 (text), GPT-OSS, Mixtral and Qwen3-MoE: one stage of it on one rank, with mixtures of experts on a plain
-path: per layer a router, then one product per chosen expert. Built by models.load; what differs between them is arch.body.
+"""The body of Llama 4 (text), GPT-OSS, Mixtral and Qwen3-MoE: one stage on one rank. MoE layers are computed plainly: a
+router, then one GEMM per chosen expert. Built by models.load; arch.body holds the differences between families.
 
 Legend: T tokens, H hidden, F width of an expert, E experts, P pairs of a token and one of its K experts (P = T K), sorted by
 expert.
@@ -32,7 +32,7 @@ _VISION = ("vision_model.", "multi_modal_projector.")
 
 
 def seen_names(source: WeightSource, arch: ArchSpec) -> WeightSource:
-    """The checkpoint under the names of a plain decoder; what belongs to images is left out."""
+    """The checkpoint under the names of a plain decoder, without vision weights."""
     assert isinstance(source, SafetensorsSource)
     return PrefixedSource(source, "language_model.", ignored=_VISION if _body(arch).wrapped else ())
 
@@ -74,7 +74,7 @@ def _feed_forward_names(body: MoeBody, at: str, layer: int) -> Iterator[str]:
 
 
 def ignorable_names(arch: ArchSpec) -> list[str]:
-    """Names that may be in a file without being used."""
+    """Names that a file may contain unused."""
     return ["lm_head.weight"] if arch.tie_embeddings else []
 
 
@@ -87,7 +87,7 @@ def _body(arch: ArchSpec) -> MoeBody:
 
 
 class _Dense:
-    """SwiGLU network; ranks have some of its columns."""
+    """SwiGLU network, column-sharded over the ranks."""
 
     def __init__(self, cut: RankWeights, at: str, ffn: int) -> None:
         hidden = cut.arch.hidden
@@ -108,10 +108,10 @@ def _apply(linear: Linear, x: Tensor) -> Tensor:
 
 
 class _Experts:
-    """A router and its experts; every rank has some columns of every expert. Per token, results do not depend on the others.
+    """A router and its experts; every expert is column-sharded over the ranks. A token's result does not depend on others.
 
-    With `peers`, engines have some whole experts each. A pair's result is computed where its expert is, and added to zeros from
-    elsewhere before the results of a token are summed: so it is the same to the bit on any number of engines.
+    With `peers` (expert parallel), each engine holds some whole experts. A pair is computed on the engine of its expert and
+    added to zeros from the others before a token's results are summed: bit-identical on any number of engines.
     """
 
     def __init__(self, cut: RankWeights, at: str, peers: ExpertGroup | None = None) -> None:
@@ -145,7 +145,7 @@ class _Experts:
             x = peers.spread(x)
         scores, chosen = _apply(self._router, x).topk(body.top_k, dim=-1)
         by_input = body.router == "sigmoid"
-        # in double precision: torch's vectorized and scalar loops differ in the last bit, and T decides which one runs
+        # in float64: torch's vectorized and scalar loops differ in the last bit, and T decides which one runs
         scores = (scores.double().sigmoid() if by_input else scores.double().softmax(-1)).float()
         order = chosen.reshape(-1).argsort(stable=True)
         edges = [0, *chosen.reshape(-1).bincount(minlength=body.num_experts).cumsum(0).tolist()]
@@ -172,7 +172,7 @@ class _Experts:
 
 
 def _runs(edges: list[int], own: Span) -> Iterator[tuple[int, int, int]]:
-    """(expert, first pair, end) of the experts that anyone chose and this engine has."""
+    """(expert, first pair, end) of this engine's experts that at least one token chose."""
     for expert in range(own.start, own.stop):
         if edges[expert] < edges[expert + 1]:
             yield expert, edges[expert], edges[expert + 1]
@@ -181,7 +181,7 @@ def _runs(edges: list[int], own: Span) -> Iterator[tuple[int, int, int]]:
 def _separate(
     cut: RankWeights, experts: list[str], names: tuple[str, ...], rows: tuple[Span, Span]
 ) -> tuple[list[Linear], list[Linear]]:
-    """Gates with ups, and downs, of experts whose matrices are stored one by one; `rows` are this rank's of either."""
+    """(gate_up, down) layers of experts whose matrices are stored separately; `rows` are this rank's outputs of each."""
     (gate, up, down), (wide, narrow), hidden, ffn = names, rows, cut.arch.hidden, cut.arch.ffn
 
     def part(name: str, n: int, k: int, own: Span) -> RawMatrix:
@@ -194,13 +194,13 @@ def _separate(
 
 
 class _Stored:
-    """The experts of a layer as they lie in a file: dense [E, inputs, outputs], or 4-bit blocks of rows."""
+    """The experts of a layer as stored in a file: dense [E, inputs, outputs], or MXFP4 quant blocks per output."""
 
     def __init__(self, source: PrefixedSource, at: str, body: MoeBody, own: Span) -> None:
         self._source, self._at, self._body, self._own = source, at, body, own
 
     def linears(self, cut: RankWeights, name: str, n: int, k: int, rows: np.ndarray) -> list[Linear]:
-        """One layer per own expert, of the given rows of its n x k matrix."""
+        """One linear layer per own expert, of the outputs `rows` of its n x k matrix."""
         count, bias = self._body.num_experts, None
         pick = torch.from_numpy(rows)
         if self._body.biases:
@@ -215,7 +215,7 @@ class _Stored:
             yield raw_from_tensor(expert[:, rows].T.contiguous())
 
     def _blocks(self, name: str, n: int, k: int, rows: np.ndarray) -> Iterator[RawMatrix]:
-        """MXFP4 as GGUF has it: per 32 values a scale byte, then values i and i + 16 in byte i (here stored: 2 i, 2 i + 1)."""
+        """MXFP4 in GGUF's layout: per 32 values a scale byte, then values i and i + 16 in byte i (stored here: 2 i, 2 i + 1)."""
         count, per_row = self._body.num_experts, k // MXFP4_VALUES_PER_BLOCK
         if k % MXFP4_VALUES_PER_BLOCK:
             raise ModelError(f"{self._at}.{name} has rows of {k} values, no multiple of {MXFP4_VALUES_PER_BLOCK}")
@@ -274,7 +274,7 @@ class _MoeLayer:
 
 
 def _halves(heads: Span, dim: int, *, pairs: bool) -> np.ndarray:
-    """Rows of some heads; where rotary pairs are neighbours (0, 1), (2, 3) in the file, evens of a head, then odds."""
+    """Output indices of some heads; with `pairs`, adjacent rotary pairs (0, 1), (2, 3) are reordered to evens, then odds."""
     inside = np.arange(dim).reshape(-1, 2).T.reshape(-1) if pairs else np.arange(dim)
     return (np.arange(heads.start, heads.stop)[:, None] * dim + inside).reshape(-1)
 
@@ -333,13 +333,13 @@ class MoeModel:
         return self._ends.finish(hidden, batch.logits_index)
 
     def dummy_forward(self) -> None:
-        """This engine's experts compute for the rows of others; it has none itself."""
+        """Dummy step: this engine's experts compute for tokens of other engines; it has none itself."""
         for layer in self._layers:
             if isinstance(layer.feed_forward, _Experts):
                 layer.feed_forward(torch.empty(0, self.arch.hidden), self._group)
 
     def _chunked(self, batch: ForwardBatch, kv: list[KVLayer]) -> ForwardBatch | None:
-        """The batch that rotary layers attend over; None where chunks do not end with a KV block."""
+        """The batch that rotary layers attend over; None if the chunk is not a multiple of the KV block."""
         chunk, block_size = self._body.attention_chunk, kv[0].k.shape[-1]
         if chunk % block_size:
             return None
@@ -348,7 +348,7 @@ class MoeModel:
     def _attention(
         self, layer: _MoeLayer, normed: Tensor, batch: ForwardBatch, chunked: ForwardBatch | None, kv: KVLayer
     ) -> Tensor:
-        """Heads of this rank [T, Hq * D]."""
+        """Attention output [T, Hq * D] of this rank's heads."""
         qkv, scale, eps = _apply(layer.qkv, normed), self.head_dim**-0.5, self.arch.norm_eps
         q_norm, k_norm = layer.q_norm, layer.k_norm
         table, window = self._cos_sin if layer.rotates else self._unrotated, layer.window
@@ -371,6 +371,6 @@ def _split_heads(qkv: Tensor, kv_heads: int, dim: int) -> tuple[Tensor, ...]:
 
 
 def _temperature(positions: Tensor, strength: float, step: int) -> Tensor:
-    """[T, 1]: Llama 4's scale on q, growing by the logarithm of the position (arXiv 2501.19399)."""
+    """[T, 1]: Llama 4's scale on q, growing with the logarithm of the position (arXiv 2501.19399)."""
     steps = torch.floor((positions.float() + 1.0) / step)
     return (torch.log1p(steps.double()) * strength + 1.0).float().unsqueeze(1)

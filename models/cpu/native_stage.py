@@ -1,8 +1,8 @@
-"""The Llama-like families with all layers of a stage in one native call (csrc/cpu/decoder.h): for a rank that shares no layer
-with others. Its tensors are numpy arrays; a process that runs only this needs no torch.
+"""The Llama-like families with all layers of a stage in one native call (csrc/cpu/decoder.h), without tensor parallelism.
+Tensors are numpy arrays; a process that runs only this needs no torch.
 
-Built by models.load; run by the worker once per step, from one thread. Same bits as models/cpu/decoder. Activations live in
-buffers that grow to the largest step seen.
+Built by models.load; run by the worker once per step, from one thread. Bit-identical to models/cpu/decoder. Activations live
+in buffers that grow to the largest step seen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 
 class _Layers:
-    """The native stage over some layers. `table` takes the place of their cosines and sines where they rotate."""
+    """The native stage over all layers. `table` replaces the cosines and sines of rotary layers."""
 
     def __init__(self, weights: StageWeights, table: Floats | None = None) -> None:
         arch = weights.arch
@@ -36,7 +36,7 @@ class _Layers:
         sizes = (arch.hidden, q // dim, kv // dim, dim, ffn)
         scales = (arch.norm_eps, attention_scale_of(arch), arch.attn_softcap, arch.residual_scale)
         is_wide = arch.qk_norm_kind == "wide"
-        self._owners = weights.layers, table  # native code points into them
+        self._owners = weights.layers, table  # native code holds pointers into them
         self._stage = load_native().DecoderStage(sizes, scales, is_wide, _ACTIVATION_CODES[arch.activation])
         self._kv: list[HostKV] | None = None
         for layer in weights.layers:
@@ -55,7 +55,7 @@ class _Layers:
         )
 
     def run(self, batch: HostBatch, positions: int, kv: list[HostKV], buffers: list[int]) -> None:
-        """One step; `positions` and `buffers` are addresses. Releases the interpreter lock throughout."""
+        """One step; `positions` and `buffers` are addresses. Releases the GIL throughout."""
         if kv is not self._kv:
             caches = [(address_of(layer.k), address_of(layer.v)) for layer in kv]
             self._stage.bind_kv(KV_CODES[kv[0].k.dtype.name], kv[0].k.shape[3], caches)
@@ -98,11 +98,11 @@ class NativeDecoder:
         most: int = self._native.FEED_FORWARD_ROWS
         self._widths = ((arch.hidden, 0), (arch.hidden, 0), (q + 2 * kv, 0), (q, 0), (2 * ffn, most), (ffn, most))
         self._layers = _Layers(self.weights)
-        self._varying: tuple[Floats, _Layers] | None = None  # rotated by a table of the step's own
+        self._varying: tuple[Floats, _Layers] | None = None  # a per-step cos/sin table and the layers that read it
         self._allocate(0)
 
     def forward(self, batch: HostBatch, kv: list[HostKV]) -> Logits | None:
-        """Logits [S, V] float32 on the last stage, None elsewhere. Internal buffers are never returned."""
+        """Logits [S, V] float32 on the last stage, None elsewhere. Never returns internal buffers."""
         num_tokens = batch.token_ids.shape[0]
         if self._buffers[0].shape[0] < num_tokens:
             self._allocate(max(num_tokens, 2 * self._buffers[0].shape[0]))
@@ -121,7 +121,7 @@ class NativeDecoder:
         return self._logits(hidden, batch.logits_index)
 
     def _begin(self, batch: HostBatch, hidden: Floats) -> None:
-        """Token embeddings, or what the previous stage computed."""
+        """Fills `hidden` with token embeddings on the first stage, else from the previous stage."""
         if self.weights.embedding is None:
             from trireme.models.cpu.tensors import receive_prev
 
@@ -135,7 +135,7 @@ class NativeDecoder:
             hidden *= np.float32(self.arch.embed_scale)
 
     def _run_varying(self, batch: HostBatch, table: Floats, kv: list[HostKV]) -> None:
-        """A step with cosines and sines of its own: token t reads row t of them."""
+        """A step with its own cos/sin table [T, dim]: token t reads entry t."""
         num_tokens = table.shape[0]
         if self._varying is None or self._varying[0].shape[0] < num_tokens:
             own = np.empty((max(num_tokens, 64), table.shape[1]), np.float32)

@@ -1,5 +1,5 @@
-"""The norms of a decoder: RMS norm and layer norm behind one call. Built by models/arch from vectors; rows are independent,
-so a token's result depends on no other token of the step.
+"""The norms of a decoder: RMS norm and layer norm behind one call. Built by models/cpu/decoder; tokens are independent, so a
+token's result does not depend on the rest of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Norm:
         self.is_rms = is_rms
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The norm of every row, into `out` (which may be x) when given."""
+        """The norm of every token, written to `out` (which may be x) if given."""
         if self.is_rms:
             return ops.rms_norm(x, self.weight, self.eps, out)
         normed = torch.nn.functional.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)

@@ -1,4 +1,4 @@
-"""Tensor ops of the bodies in models/arch/{gpt,moe}.py, in torch: layer norm, GELU, the clamped gate, attention with sinks.
+"""Torch ops of the bodies models/cpu/{gpt,moe}.py: layer norm, GELU, the clamped gate, attention with sinks.
 
 Like models/cpu/ops.py it knows no weights. `<op>_reference` spells out what a fused torch op computes.
 """
@@ -29,11 +29,12 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 
 
 def gelu(x: Tensor, *, tanh: bool = False) -> Tensor:
-    """x times the normal distribution function of x; `tanh` takes the approximation of GPT-2 (gelu_new)."""
+    """x times the standard normal CDF of x; `tanh` uses GPT-2's approximation (gelu_new)."""
     return _functional.gelu(x, approximate="tanh" if tanh else "none")
 
 
 def gelu_reference(x: Tensor, *, tanh: bool = False) -> Tensor:
+    """gelu spelled out in float64; returns x's dtype."""
     wide = x.double()
     if tanh:
         share = torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))
@@ -43,11 +44,11 @@ def gelu_reference(x: Tensor, *, tanh: bool = False) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """GPT-OSS's gate: (up + 1) * gate * sigmoid(alpha * gate), gate cut at `limit` from above, up on both sides.
+    """GPT-OSS's gate: (up + 1) * gate * sigmoid(alpha * gate), gate clamped to at most `limit`, up to +-`limit`.
     gate_up [T, 2 F]: F gate columns, then F up columns. Returns [T, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
-    # in double precision: torch's vectorized and scalar loops differ in the last bit, and T and F decide which one runs
+    # in float64: torch's vectorized and scalar loops differ in the last bit, and T and F decide which one runs
     share = torch.sigmoid((alpha * gate).double()).to(gate.dtype)
     return (up.clamp(-limit, limit) + 1) * (gate * share)
 
@@ -62,11 +63,11 @@ def torch_attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """ops.paged_attention with what the kernel lacks: `sinks` [Hq] are one more score per head that takes its share of the
-    softmax and has no value; with `chunk` a query sees the tokens of its own chunk of positions only.
+    """ops.paged_attention plus what the kernel lacks: `sinks` [Hq] add one score per head to the softmax denominator,
+    without a value; with `chunk` a query attends only within its own chunk of positions.
 
-    q [T, Hq, D], rotated. Returns [T, Hq * D]. Query by query: the shape of a product decides the order of its sums, so
-    that a result depends neither on other rows nor on how a prompt is cut.
+    q [T, Hq, D], rotated. Returns [T, Hq * D]. Computed query by query: the shape of a GEMM decides its summation order, so
+    only then does a result depend neither on other sequences nor on how a prompt is chunked.
     """
     tokens, heads, dim = q.shape
     result = torch.empty(tokens, heads, dim, dtype=q.dtype)
@@ -85,13 +86,13 @@ def torch_attention(
 
 
 def _first_seen(position: int, window: int | None, chunk: int) -> int:
-    """The first position that the query at `position` may look at; rises with it."""
+    """First position that the query at `position` may attend to; non-decreasing in it."""
     first = max(0, position - window + 1) if window else 0
     return max(first, position // chunk * chunk) if chunk else first
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """One query [Hq, D] over keys and values [Hk, S, D]. Copies make every product start at an aligned address."""
+    """One query [Hq, D] over keys and values [Hk, S, D]. Copied so that every GEMM starts at an aligned address."""
     groups = keys.shape[0]
     queries = q.float().view(groups, -1, q.shape[-1])
     scores = torch.bmm(queries.contiguous(), keys.contiguous().transpose(1, 2)) * scale
@@ -102,7 +103,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor
 
 
 def _gather_row(kv: KVLayer, table: Tensor, first: int, context: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [Hk, context - first, D] of the tokens first..context of one row, as float32."""
+    """Keys and values [Hk, context - first, D] of the tokens first..context of one sequence, as float32."""
     block_size = kv.k.shape[3]
     skipped = first // block_size
     blocks = table[skipped : (context + block_size - 1) // block_size].long()
@@ -112,11 +113,11 @@ def _gather_row(kv: KVLayer, table: Tensor, first: int, context: int) -> tuple[T
 
 
 def rows_by_chunk(batch: ForwardBatch, chunk: int, block_size: int) -> ForwardBatch:
-    """The batch with every row cut where a chunk of `chunk` positions ends, so that plain causal attention over it sees the
-    tokens of a query's own chunk only. `chunk` is a multiple of block_size.
+    """Splits every sequence of the batch at multiples of `chunk` positions, so that plain causal attention over the result
+    is chunked attention. `chunk` is a multiple of block_size.
 
-        positions   0 . . . chunk . . . 2 chunk . . context      one row of the step computes the positions marked =
-                              ==========|==========              two rows here, with tables that begin at their chunk
+        positions   0 . . . chunk . . . 2 chunk . . context      a sequence of the step computes the positions marked =
+                              ==========|==========              two sequences here, with tables that begin at their chunk
     """
     contexts = batch.context_len.tolist()
     if max(contexts, default=0) <= chunk:

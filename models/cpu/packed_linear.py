@@ -1,8 +1,8 @@
-"""The weights of a linear layer: one packed matrix, or several side by side that share their input. No torch.
+"""The weights of a linear layer: one packed matrix, or several that share their input. No torch.
 
-Built by models/arch from raw matrices; multiplied by the native stage, or by models/cpu/linear on tensors. Matrices of one
-kind are joined into one product (q, k, v; gate, up); files that mix kinds keep one product per kind, written into slices
-of one output.
+Built by the bodies from raw matrices; applied by the native stage, or by models/cpu/linear on tensors. Adjacent matrices of
+one kind are fused into one GEMM (q, k, v; gate, up); files that mix kinds get one GEMM per kind, each writing a slice of
+the output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trireme.models.weights.sources import RawMatrix
 
 
 class OutputSlice(NamedTuple):
-    """A product that writes the output columns [start, stop)."""
+    """A GEMM that writes the output columns [start, stop)."""
 
     start: int
     stop: int
@@ -32,7 +32,7 @@ class PackedLinear:
     __slots__ = ("k", "n", "nbytes", "pieces")
 
     def __init__(self, matrices: list[RawMatrix], biases: list[Floats] | None = None) -> None:
-        """Packs and joins `matrices`, one under the other; `biases` likewise, none or one for each."""
+        """Packs `matrices` [n_i, k] and fuses them along their outputs; `biases` [n_i] likewise, none or one for each."""
         self.k = matrices[0].k
         self.n = sum(matrix.n for matrix in matrices)
         bias = np.concatenate(biases) if biases else None
@@ -46,7 +46,7 @@ class PackedLinear:
         self.nbytes = sum(piece.weight.nbytes for piece in self.pieces)
 
     def native_pieces(self) -> list[tuple[Any, int]]:
-        """(native weight, address of its bias or 0) side by side, for the native stage. Valid while this object lives."""
+        """(native weight, address of its bias or 0) of each slice, for the native stage. Valid while this object lives."""
         return [(piece.weight.native, 0 if piece.bias is None else address_of(piece.bias)) for piece in self.pieces]
 
     @property
@@ -55,7 +55,7 @@ class PackedLinear:
         return [piece.weight for piece in self.pieces]
 
     def multiply(self, x: Floats, out: Floats) -> None:
-        """x [T, k] W^T + b into `out` [T, n], both dense float32."""
+        """Writes x [T, k] W^T + b into `out` [T, n], both contiguous float32."""
         linear, rows = load_native().linear, x.shape[0]
         where, to = address_of(x), address_of(out)
         for (native, bias), piece in zip(self.native_pieces(), self.pieces, strict=True):

@@ -1,7 +1,7 @@
-"""What a stage of the Llama-like families is made of, on one rank: names, shares and packed weights. No torch.
+"""Weights of one stage of the Llama-like families on one rank: names, shards and packed matrices. No torch.
 
-Built by models/cpu/native_stage (all layers in one native call) and models/cpu/decoder (layer by layer in torch) from the same
-classes. What differs between families is in ArchSpec.
+Used by models/cpu/native_stage (all layers in one native call) and models/cpu/decoder (layer by layer in torch). ArchSpec
+holds the differences between families.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def weight_names(arch: ArchSpec) -> Iterator[str]:
 
 
 def ignorable_names(arch: ArchSpec) -> list[str]:
-    """Names that need not be in a file: frequencies that can be derived (models/arch/agreement.py compares them), those that
-    further divide them, and the embedding once more as a head."""
+    """Names that a file may contain or omit: derivable frequencies (models/arch/agreement.py checks them), their divisors and
+    longrope factors, and a tied head."""
     names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(arch.num_layers)]
     names += ["model.rotary_emb.inv_freq", "rope_freqs.weight"]
     names += _LONGROPE if arch.rope.kind == "longrope" and not arch.rope.short_factors else ()
@@ -60,8 +60,8 @@ class NormWeights(NamedTuple):
 
 
 class ColumnShares:
-    """Which columns each rank has, by rank. Every matrix is split by output rows, never along the inputs: each output is
-    then one sum in one order whatever the number of ranks, and TP changes no bit."""
+    """Column spans of every rank. Every matrix is split by outputs, never along the inputs: each output is one sum in one
+    order for any number of ranks, so TP is bit-exact."""
 
     def __init__(self, arch: ArchSpec, tp: int) -> None:
         self.q: list[Span] = []
@@ -76,7 +76,7 @@ class ColumnShares:
 
 
 class _Builder:
-    """Cuts one rank's share out of the source, layer by layer. Nothing keeps it: the files are unmapped with it."""
+    """Slices one rank's shard out of the source, layer by layer. Not retained: the files are unmapped when it is freed."""
 
     def __init__(
         self, arch: ArchSpec, shares: ColumnShares, rank: int, source: WeightSource, dense: str | None
@@ -91,8 +91,8 @@ class _Builder:
     def linear(
         self, at: str, parts: list[tuple[str, int, Span]], k: int, *, bias: bool, unit: bool = False
     ) -> PackedLinear:
-        """Matrices with k inputs, one under the other; `parts` are (name, rows of the whole, rows of this rank). `unit`
-        brings every row to length 1."""
+        """A linear layer over matrices with k inputs, fused along their outputs; `parts` are (name, total outputs, outputs
+        of this rank). `unit` normalizes every output's weights to length 1."""
         matrices = [self.source.matrix(f"{at}{name}.weight", n, k).rows(rows) for name, n, rows in parts]
         if unit:
             matrices = [raw_from_floats(_unit_rows(matrix.as_float32())) for matrix in matrices]
@@ -100,7 +100,7 @@ class _Builder:
         return PackedLinear([matrix.computable(self._dense) for matrix in matrices], biases)
 
     def norm(self, name: str) -> NormWeights | None:
-        """The norm of that name, None for an empty one."""
+        """The norm `name`; None if the name is empty."""
         if not name:
             return None
         arch = self.arch
@@ -109,7 +109,7 @@ class _Builder:
         return NormWeights(weight, bias)
 
     def qk_norm(self, name: str, heads: Span, total: int) -> Floats | None:
-        """Norm weights of q or k; `heads` are the columns of this rank out of `total`."""
+        """Norm weights of q or k; `heads` are this rank's columns out of `total`."""
         arch = self.arch
         if not arch.qk_norm:
             return None
@@ -124,7 +124,7 @@ class _Builder:
 
 
 def _unit_rows(values: Floats) -> Floats:
-    """Every row brought to length 1."""
+    """Normalizes every output's weights to length 1."""
     lengths = np.sqrt(np.square(values, dtype=np.float64).sum(axis=1, keepdims=True))
     return (values / np.maximum(lengths, 1e-12)).astype(np.float32)
 
@@ -144,7 +144,7 @@ def sizes_of(spans: list[Span]) -> list[int]:
 
 
 class LayerWeights:
-    """Weights of one layer; the computation is in NativeDecoder and Decoder."""
+    """Weights of one layer; NativeDecoder and TorchDecoder compute with them."""
 
     __slots__ = (
         "attn_norm",
@@ -189,7 +189,7 @@ class LayerWeights:
 
 
 class StageWeights:
-    """Everything of one stage on one rank. `head` and `embedding` are one object where they are tied."""
+    """All weights of one stage on one rank. `head` and `embedding` are one object if tied."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class StageWeights:
         self._share_tables(build, max_len or arch.max_position)
 
     def _build_ends(self, build: _Builder, mesh: Mesh) -> None:
-        """Embedding on the first stage, norm and head on the last; one matrix serves both where they are tied."""
+        """Embedding on the first stage, norm and head on the last; tied ends share one matrix."""
         arch, rows = self.arch, self.shares.vocab[mesh.tp_rank]
         self.head: PackedLinear | None = None
         self.embedding: PackedLinear | None = None
@@ -232,12 +232,12 @@ class StageWeights:
             self.embedding = shared or build.linear("", own, arch.hidden, bias=False)
 
     def _share_tables(self, build: _Builder, positions: int) -> None:
-        """Makes the tables of cosines and sines and gives each layer the one it reads."""
+        """Builds the cos/sin tables and assigns each layer the one it reads."""
         arch, name = self.arch, "rope_freqs.weight"
         divisors = build.vector(name, arch.rope.dim // 2) if name in build.source.names() else None
         table = cos_sin_table(self.rope, positions, divisors)
         local = None if arch.rope_local is None else cos_sin_table(arch.rope_local, positions)
-        still = np.empty((positions, 0), np.float32)  # rotates no dimension
+        still = np.empty((positions, 0), np.float32)  # no rotated dimensions
         for layer in self.layers:
             rotated = local if layer.is_local and local is not None else table
             layer.cos_sin = rotated if layer.rotates else still
@@ -252,7 +252,7 @@ class StageWeights:
 
 
 def soft_capped(logits: Floats, arch: ArchSpec) -> None:
-    """Scales and caps logits in place, as the family says."""
+    """Applies the family's logit scale and soft cap, in place."""
     if arch.logit_scale != 1.0:
         logits *= np.float32(arch.logit_scale)
     if arch.logit_softcap:

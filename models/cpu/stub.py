@@ -1,6 +1,6 @@
-"""Stub models of the tests (family "stub"): forced tokens or one fixed logits vector, through the real runner and sampler.
+"""Stub models for tests (family "stub"): forced tokens or one fixed logits vector, through the real runner and sampler.
 
-Built by models.load for directories whose config.json says model_type "trireme_stub". Computes nothing: no KV is written.
+Built by models.load for directories whose config.json says model_type "trireme_stub". Computes nothing and writes no KV.
 Settings (ArchSpec.stub): kind "script" | "const"; scripts; logits, default; delay_ms per step; nan_choice.
 """
 
@@ -17,11 +17,11 @@ from trireme.model.reader import ArchSpec
 from trireme.models.forward import Group, HostBatch, HostKV, Logits
 from trireme.topology.mesh import Mesh
 
-FORCED = 50.0  # above what any noise overcomes at temperatures up to 2, below what a logit bias of 100 does
+FORCED = 50.0  # too high for sampling noise to overcome at temperatures up to 2, low enough for a logit bias of 100
 
 
 class StubSettings(msgspec.Struct, frozen=True):
-    """Key "stub" of config.json. Choice c emits scripts[c % len(scripts)], then EOS for ever."""
+    """Key "stub" of config.json. Choice c emits scripts[c % len(scripts)], then EOS forever."""
 
     kind: Literal["script", "const"] = "script"
     scripts: list[list[int]] = []
@@ -32,7 +32,7 @@ class StubSettings(msgspec.Struct, frozen=True):
 
 
 class StubModel:
-    """One stage of a stub on one rank; satisfies models.forward.Model. Stages pass token ids on, to prove their order."""
+    """One stage of a stub on one rank; satisfies models.forward.Model. Stages forward token ids, so that tests can check order."""
 
     num_kv_layers = 1
     kv_heads = 1
@@ -70,7 +70,7 @@ class StubModel:
         return logits
 
     def _scripted(self, batch: HostBatch, row: np.ndarray, choice: np.ndarray) -> Logits:
-        """Flat logits over the prompt; afterwards the script's token stands out."""
+        """Zero logits over the prompt; after it, FORCED on the script's token."""
         output = batch.positions[batch.logits_index] + 1 - batch.num_prompt[row]
         last = self._scripts.shape[1] - 1
         token = self._scripts[choice % self._scripts.shape[0], output.clip(0, last)]
@@ -79,7 +79,7 @@ class StubModel:
         return logits
 
     def _check_stages(self, batch: HostBatch) -> None:
-        """Receives the previous stage's token ids, which must be this step's, and sends them on."""
+        """Receives the previous stage's token ids, asserts that they are this step's, and sends them to the next stage."""
         if self._mesh.pp == 1:
             return
         from trireme.models.cpu.tensors import receive_prev, send_next

@@ -1,6 +1,6 @@
-"""The border between the worker's numpy arrays and bodies in torch: views of the same memory, both ways.
+"""Converts between the worker's numpy arrays and torch bodies: views of the same memory in both directions.
 
-Imported only by what computes in torch; a process whose model runs natively never comes here.
+Imported only by torch code; a process whose model runs natively never loads it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPES = {
 
 
 class OverTensors:
-    """A body in torch as the worker's models.forward.Model."""
+    """Adapts a torch body to models.forward.Model."""
 
     def __init__(self, body: TensorModel) -> None:
         self.body = body
@@ -53,7 +53,7 @@ class OverTensors:
         return None if logits is None else logits.float().cpu().numpy()
 
     def dummy_forward(self) -> None:
-        """Takes part in a step of other engines without a row of one's own."""
+        """Dummy step for expert-parallel lockstep: no tokens of its own."""
         with torch.inference_mode():
             self.body.dummy_forward()  # type: ignore[attr-defined]
 
@@ -86,8 +86,8 @@ def _kv_tensor(array: NDArray[Any]) -> Tensor:
 
 
 def tensor_from_stored(stored: StoredTensor) -> Tensor:
-    """A tensor of a safetensors file in its own dtype, mapped where it lies well. Raises ModelError for a dtype that is
-    not in the table."""
+    """A safetensors tensor in its stored dtype: a view of the mapped file if aligned, else a copy. Raises ModelError for an
+    unsupported dtype."""
     if stored.dtype not in _DTYPES:
         raise ModelError(f"tensors of type {stored.dtype} are not supported")
     dtype, raw = _DTYPES[stored.dtype], stored.raw
@@ -97,7 +97,7 @@ def tensor_from_stored(stored: StoredTensor) -> Tensor:
 
 
 def tensor_from_raw(matrix: RawMatrix) -> Tensor:
-    """A matrix as [n, k]: of the stored dtype where it is dense (a view, or a copy where it lies badly), else float32."""
+    """A matrix as [n, k]: in the stored dtype if dense (a view, or a copy if misaligned or read-only), else float32."""
     dtypes = {kind: dtype for dtype, kind in _DENSE_KINDS.items()}
     if matrix.kind not in dtypes:
         return torch.from_numpy(matrix.as_float32())
@@ -108,7 +108,7 @@ def tensor_from_raw(matrix: RawMatrix) -> Tensor:
 
 
 def raw_from_tensor(tensor: Tensor) -> RawMatrix:
-    """A dense [n, k] tensor as raw rows, without a copy where it is contiguous. Raises ModelError for other dtypes."""
+    """A dense [n, k] tensor as a raw matrix, without a copy if contiguous. Raises ModelError for other dtypes."""
     n, k = tensor.shape
     if tensor.dtype not in _DENSE_KINDS:
         raise ModelError(f"weights of dtype {tensor.dtype} are not supported; supported: float32, float16, bfloat16")
@@ -117,21 +117,21 @@ def raw_from_tensor(tensor: Tensor) -> RawMatrix:
 
 
 def gather_tokens(group: Group, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Rank 0's `tokens`, on every rank of a stage."""
+    """Broadcasts rank 0's `tokens` to every rank of a stage."""
     gathered = group.all_gather(torch.from_numpy(tokens)[None], [tokens.size] * group.size)
     return gathered[0, : tokens.size].numpy()
 
 
 def send_next(group: Group, hidden: NDArray[np.float32]) -> None:
-    """Passes hidden states [T, H] on to the next stage."""
+    """Sends hidden states [T, H] to the next stage."""
     group.send_next(torch.from_numpy(hidden))
 
 
 def receive_prev(group: Group, hidden: NDArray[np.float32]) -> None:
-    """Fills `hidden` with what the previous stage sends."""
+    """Receives the previous stage's hidden states into `hidden` [T, H]."""
     np.copyto(hidden, group.recv_prev(hidden.shape, torch.float32).numpy())
 
 
 def use_threads(count: int) -> None:
-    """Sizes torch's own pool."""
+    """Sets the size of torch's thread pool."""
     torch.set_num_threads(count)

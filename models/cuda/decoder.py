@@ -1,11 +1,10 @@
-"""The Llama-like and GPT-like families and mixtures of experts on one NVIDIA GPU: weights in 16 bits on the device, kernels of
-csrc/cuda, products by the faster of our own kernel and cuBLAS, attention of prompts by what is fastest on the card. One stage, on
-one rank of those that share its layers.
+"""Llama-like, GPT-like and mixture-of-experts families on NVIDIA GPUs: one stage on one tensor-parallel rank. Uses the kernels
+of csrc/cuda; each GEMM runs on the faster of our own kernel and cuBLAS, prompt attention on the fastest kernel measured.
 
-Built by workers' GPU side; `run` launches a step on the current stream without waiting and takes only tensors made before, so a
-step of decoding rows can be captured in a CUDA graph.
+Built by workers.cuda; `run` launches a step on the current stream without synchronizing and reads only preallocated tensors, so
+a decode step can be captured in a CUDA graph.
 
-Legend: T tokens, R rows, S rows whose logits are wanted, H hidden, V vocabulary, B blocks of the longest table.
+Legend: T tokens, R sequences, S tokens whose logits are wanted, H hidden, V vocabulary, B blocks of the longest table.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ from trireme.models.weights.tp_shards import RankSpans
 from trireme.topology.mesh import Mesh
 
 ALONE = Mesh(1, 1, 1)
-_HIDDEN = 2  # buffers of hidden states, the first ones
+_HIDDEN = 2  # the first buffers hold hidden states
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(slots=True)
 class CudaBatch:
-    """Inputs of one step on the device. The first `num_decodes` rows have one token each; the rest are prompts."""
+    """Inputs of one step on the device. The first `num_decodes` sequences have one token each; the rest are prompts."""
 
     token_ids: Tensor  # [T] int32
-    positions: Tensor  # [T] int32, as CudaModel.table_rows gives them
+    positions: Tensor  # [T] int32, mapped by CudaModel.table_rows
     slots: Tensor  # [T] int32
     context_len: Tensor  # [R] int32, 0 for padding
     block_table: Tensor  # [R, B] int32
@@ -62,15 +61,15 @@ class CudaBatch:
 
 
 def refuse_uncovered(arch: ArchSpec, max_len: int) -> None:
-    """Raises ModelError that names what the GPU body lacks for this model."""
+    """Raises ModelError naming what the GPU body lacks for this model."""
     if missing := lacks_on_gpu(arch, max_len):
         raise ModelError(f"{arch.family} needs what the GPU body lacks: {', '.join(missing)}", hint="--device cpu")
 
 
 class CudaModel:
-    """The layers and ends of one stage, this rank's share of them, on the current device. `weight_bytes` are those on the device.
+    """The layers and ends of one stage, sharded to this rank, on the current device. `weight_bytes` counts device memory.
 
-    `source` gives a rank's share by name (models/weights/tp_shards.py).
+    `source` yields a rank's shard by name (models/weights/tp_shards.py).
     """
 
     def __init__(
@@ -85,8 +84,9 @@ class CudaModel:
         kv_dtype: torch.dtype | None = None,
         split_from: int = 0,
     ) -> None:
-        """`place` says which share, and who has the others; `kv_dtype` is that of keys and values, as the weights' unless float8 is
-        asked for; in steps of `split_from` tokens and more, with prompts, each rank keeps a part of the hidden states (0: none)."""
+        """`place`: the mesh position and the group of ranks. `kv_dtype`: dtype of the KV cache, the weights' unless float8 is
+        requested. Steps with prompts and at least `split_from` tokens use sequence parallelism (0: never). Raises ModelError
+        for a model that the GPU body does not cover."""
         refuse_uncovered(arch, max_len)
         mesh, group = place
         self.mesh, self.group = mesh, group or SoloGroup()
@@ -128,7 +128,7 @@ class CudaModel:
         progress("weights", total, total)
 
     def _build_ends(self, parts: Parts) -> None:
-        """Embedding on the first stage, norm and head on the last; one matrix serves both where they are tied."""
+        """Embedding on the first stage, norm and head on the last; tied ends share one matrix."""
         arch, rows, mesh = self.arch, self.shares.vocab.size, self.mesh
         if mesh.is_last_stage:
             self._norm = parts.norm("model.norm")
@@ -146,18 +146,18 @@ class CudaModel:
             self._head = parts.linear("", [("lm_head", rows)], arch.hidden, bias=False)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[CudaPagedKV]:
-        """Zeroed caches of all layers."""
+        """Zeroed KV caches of all layers."""
         shape = (num_blocks, self.kv_heads, block_size, self.head_dim)
         pairs = [[torch.zeros(shape, dtype=self.kv_dtype, device="cuda") for _ in range(2)] for _ in self._layers]
         return [CudaPagedKV(k, v) for k, v in pairs]
 
     def scratch_floats(self, rows: int, splits: int) -> int:
-        """Room that decode attention needs for `rows` rows."""
+        """Scratch, in floats, that decode attention needs for `rows` sequences."""
         return ops.decode_scratch(rows, self.q_heads, self.head_dim, splits)
 
     def run(self, batch: CudaBatch, kv: list[CudaPagedKV], scratch: Tensor | None = None) -> Tensor:
-        """Logits [S, V] of one step, in the model's dtype. A stage that is not the last passes its hidden states [T, H] on, and
-        gives them too."""
+        """Logits [S, V] of one step, in the model's dtype. A stage that is not the last sends its hidden states [T, H] on and
+        returns them."""
         rows = self._rows(batch.token_ids.shape[0], batch.prompts)
         residual, normed, qkv, attended, gate_up, product = self._views(rows)
         self._begin(batch, rows, residual, normed)
@@ -201,7 +201,7 @@ class CudaModel:
         return self._logits(hidden, batch)
 
     def _logits(self, x: Tensor, batch: CudaBatch) -> Tensor:
-        """Of the rows of x that are wanted."""
+        """Logits [S, V] of the wanted tokens of x [T, H]."""
         if batch.logits_index is not None:
             x = x.index_select(0, batch.logits_index)
             if not x.shape[0]:
@@ -211,19 +211,20 @@ class CudaModel:
         return self._finished(self.group.all_gather(self._head(x, own), sizes))
 
     def _rows(self, num_tokens: int, prompts: Prompts | None) -> Rows:
-        """What this rank keeps of the hidden states of a step."""
+        """Which tokens of a step's hidden states this rank keeps."""
         if prompts is not None and 0 < self._split_from <= num_tokens:
             return SplitRows(num_tokens, cast(RowGroup, self.group))
         return WholeRows(num_tokens, self.group)
 
     def _noted(self, num_rows: int) -> Iterator[Tensor | None]:
-        """Where kernels of this step note the largest magnitudes of rows that are rounded next."""
+        """Buffers for the per-token amax that this step's kernels compute for the quantizer."""
         linears = (linear for layer in self._layers for linear in (layer.o, layer.experts or layer.down))
         rounding = (linear.input_dtype(num_rows) for linear in linears)
         return self._largest.cleared(num_rows) if any(rounding) else repeat(None)
 
     def _begin(self, batch: CudaBatch, rows: Rows, residual: Tensor, spare: Tensor) -> None:
-        """The embeddings of the tokens, each from the rank that has it, or what the stage before has given. `spare` is spoilt."""
+        """Fills `residual` with token embeddings (summed over vocabulary shards) or the previous stage's hidden states.
+        Overwrites `spare`."""
         x = residual[: rows.num]
         if not self.mesh.is_first_stage:
             x.copy_(self.group.recv_prev(tuple(x.shape), x.dtype))
@@ -242,7 +243,7 @@ class CudaModel:
         product: Tensor,
         largest: Iterator[Tensor | None],
     ) -> Tensor | QuantizedInput:
-        """What goes into a dense network's last product. The next of `largest` is used if that is rounded."""
+        """The down projection's input: gate_up and activation. Takes the next of `largest` if that input is quantized."""
         found = self._product(layer.gate_up, x, gate_up)
         noted = next(largest) if layer.down.input_dtype(product.shape[0]) else None
         act = ops.gated_activation if self.form.has_gate else ops.activation
@@ -250,7 +251,7 @@ class CudaModel:
         return narrowed(layer.down, product, noted)
 
     def _qkv(self, layer: CudaLayer, x: Tensor | QuantizedInput, out: Tensor) -> Product:
-        """Queries, keys and values; queries and keys are normed here where their norm is not that of each head by one vector."""
+        """The qkv linear layer, with q and k norms unless one weight vector is shared by all heads (ops.rotary_and_cache)."""
         if not self.arch.qk_norm or self._norms_in_rotary:
             return self._product(layer.qkv, x, out)
         multiply(layer.qkv, x, out)
@@ -269,13 +270,13 @@ class CudaModel:
         return Product(out)
 
     def _product(self, linear: LinearLayer, x: Tensor | QuantizedInput, out: Tensor) -> Product:
-        """Of x, in `out`."""
+        """Applies a linear layer to x, into `out`; scales may be left to the reader."""
         if isinstance(x, Tensor):
             return Product(linear(x, out))
         return Product(out, linear.unscaled(x.values, x.scale, out))
 
     def _branch(self, rows: Rows, linear: LinearLayer, x: Tensor | QuantizedInput, out: Tensor) -> Product:
-        """The product of x summed over the ranks that have a part of it, in `out`: the rows of it that are kept here."""
+        """Row-parallel linear layer: the sum over ranks in `out`, of the tokens that this rank keeps."""
         some = out[: rows.num]
         if self.mesh.tp == 1:
             return self._product(linear, x, some)
@@ -291,8 +292,8 @@ class CudaModel:
         largest: Iterator[Tensor | None],
         residual: Tensor,
     ) -> Product:
-        """Both branches of a layer in which they read the same residual, x being the attention's normed input: their sum, which
-        ranks exchange at once."""
+        """Parallel attention and feed-forward branches over the same residual; x is the attention's normed input. Returns
+        their sum, reduced over the ranks once."""
         _, normed, _, _, gate_up, product = self._views(rows)
         if layer.ffn_norm is not None or layer.gate_up.input_dtype(rows.num) != layer.qkv.input_dtype(rows.num):
             x = self._normed(rows, layer.gate_up, normed, layer.ffn_norm or layer.attn_norm, residual, None)
@@ -313,7 +314,7 @@ class CudaModel:
         residual: Tensor,
         branch: Product | None,
     ) -> Tensor | QuantizedInput:
-        """residual += branch; all rows of what is normed as `linear` wants it, in the same pass."""
+        """residual += branch, then the norm of all tokens, fused with quantization if `linear` takes quantized input."""
         dtype = linear.input_dtype(rows.num)
         if norm is None or dtype is None:
             return rows.whole(self._norm_into(rows, out, norm, residual, branch))
@@ -334,8 +335,8 @@ class CudaModel:
     def _norm_into(
         self, rows: Rows, out: Tensor, norm: CudaNorm | None, residual: Tensor, branch: Product | None
     ) -> Tensor:
-        """residual += branch, in the rows that are kept here; what has the normed ones: `out`, or the residual itself where there
-        is no norm."""
+        """residual += branch for the tokens kept here. Returns the tensor with the normed tokens: `out`, or the residual if
+        there is no norm."""
         kept = rows.own(residual)
         if branch is None:
             if norm is None:
@@ -366,7 +367,8 @@ class CudaModel:
         scratch: Tensor | None,
         largest: Tensor | None,
     ) -> Tensor:
-        """In `out`, or where the kernel has put it. `largest` are noted of rows without prompts."""
+        """Attention [T, Hq * D], in `out` or in the kernel's own output. Decode kernels write the per-token amax to
+        `largest`."""
         heads, decodes = self.q_heads, batch.num_decodes
         if decodes:
             ops.decode_attention(
@@ -399,18 +401,18 @@ class CudaModel:
         return logits
 
     def _views(self, rows: Rows) -> list[Tensor]:
-        """Hidden states have all rows that are kept anywhere."""
+        """The buffers, sliced to the step; hidden states include the padding of sequence parallelism."""
         if self.buffers[0].shape[0] < rows.total:
             self.buffers = self._allocate(rows.total)
         return [buffer[: rows.total if i < _HIDDEN else rows.num] for i, buffer in enumerate(self.buffers)]
 
     def reserve(self, num_tokens: int) -> None:
-        """Makes the activations of the largest step, so that no later one moves them: graphs remember addresses."""
+        """Allocates activations for the largest step, so that their addresses stay fixed for CUDA graphs."""
         self.buffers = self._allocate(num_tokens)
         self.prompt_attention.prepare(self.buffers[2], self.q_heads, self.kv_heads, self.form.attention_scale)
 
     def _allocate(self, num_tokens: int) -> list[Tensor]:
-        """Room for a step of so many tokens, however its rows are split."""
+        """Activation buffers for a step of `num_tokens` tokens, with or without sequence parallelism."""
         hidden, ffn = self.arch.hidden, 0 if isinstance(self.arch.body, MoeBody) else self.shares.ffn.size
         num_tokens = -(-num_tokens // self.mesh.tp) * self.mesh.tp if self._split_from else num_tokens
         q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim

@@ -1,6 +1,6 @@
-"""From the worker's host arrays to one step on the GPU, and back: the GPU model as models.forward.Model.
+"""Adapts the GPU model to models.forward.Model: uploads a step's host arrays and downloads its logits.
 
-Rows with one token go first: decode attention takes them; the others are in the order that their plan wants.
+Sequences with one token come first, for decode attention; the others follow in the order of the prompt plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trireme.models.forward import HostBatch, Logits
 
 
 class Order(NamedTuple):
-    """How rows and their tokens stand on the GPU, as indices into the batch's. The first `decodes` rows have one token each."""
+    """Order of sequences and tokens on the GPU, as indices into the batch. The first `decodes` sequences have one token each."""
 
     rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
@@ -29,6 +29,7 @@ class Order(NamedTuple):
 
 
 def order_of(batch: HostBatch) -> Order:
+    """Decodes first, then prompts in the order of order_prompts."""
     counts = np.diff(batch.query_start)
     is_decode = counts == 1
     rows = np.flatnonzero(~is_decode)
@@ -49,7 +50,7 @@ def upload(
     device: str = "cuda",
     table_rows: TableRows = POSITIONS,
 ) -> CudaBatch:
-    """The batch on the device."""
+    """The batch on the device, reordered by order_of; copies are asynchronous on the current stream."""
 
     def sent(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
@@ -81,7 +82,7 @@ def upload(
 
 
 class HostModel:
-    """A CudaModel that takes host arrays and gives logits on the host. Waits for every step."""
+    """A CudaModel that takes host arrays and returns logits on the host. Synchronizes on every step."""
 
     def __init__(self, model: CudaModel, device: str = "cuda") -> None:
         self.model, self._device = model, device
@@ -89,7 +90,7 @@ class HostModel:
         self.num_kv_layers, self.kv_heads, self.head_dim = model.num_kv_layers, model.kv_heads, model.head_dim
 
     def forward(self, batch: HostBatch, kv: list[CudaPagedKV]) -> Logits | None:
-        """Logits [S, V] float32, None on a stage that is not the last."""
+        """Logits [S, V] float32 on the last stage, None elsewhere."""
         with torch.inference_mode():
             model = self.model
             rules, table_rows = model.prompt_attention.rules, model.table_rows

@@ -1,4 +1,4 @@
-"""Weights of the GPU's model body on the device: of one layer, and how each kind is taken from a source of weights.
+"""Loads the weights of the GPU body: those of one layer, and each kind of weight from its source.
 
 Called by models/cuda/decoder while a model is built.
 """
@@ -28,10 +28,10 @@ from trireme.topology.mesh import Span
 
 
 class Parts:
-    """What layers and ends are made of, this rank's share of each, on the current device. `weight_bytes` are those taken so far,
-    without vectors.
+    """Loads this rank's shard of layers and ends onto the current device. `weight_bytes` counts matrices loaded so far, not
+    vectors.
 
-    `source` gives a rank's share by name (models/weights/tp_shards.py).
+    `source` yields a rank's shard by name (models/weights/tp_shards.py).
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class Parts:
         self.weight_bytes = 0
 
     def norm(self, name: str) -> CudaNorm:
-        """The norm of hidden states of that name."""
+        """The norm `name` over hidden states."""
         hidden, form = self.arch.hidden, self.form
         bias = self.vector(name + ".bias", hidden) if form.has_norm_bias else None
         return CudaNorm(self.vector(name + ".weight", hidden), bias, self.arch.norm_eps, is_rms=form.is_rms)
 
     def head_norm(self, name: str, num_heads: int, own: Span) -> Tensor:
-        """Weights of the norm of queries or keys: of one head, of all heads, or of those of this rank."""
+        """Weights of a q or k norm: one head's, all heads', or those of this rank's heads, by arch.qk_norm_kind."""
         kind, dim = self.arch.qk_norm_kind, self.arch.head_dim
         whole = self.vector(name, dim if kind == "head" else num_heads * dim)
         return whole[own.start : own.stop] if kind == "heads" else whole
 
     def vector(self, name: str, size: int) -> Tensor:
-        """A norm's or bias's values [size]; norms with their offset added."""
+        """A norm or bias [size] in the model's dtype; norms include their offset."""
         values = self.source.vector(name, size)
         if self.arch.norm_offset and "norm" in name:
             values = values + np.float32(self.arch.norm_offset)
@@ -67,19 +67,19 @@ class Parts:
         return weight
 
     def unit_matrix(self, name: str, n: int, k: int) -> Tensor:
-        """The same with every row brought to length 1."""
+        """Like matrix, with every output's weights normalized to length 1."""
         weight = self.matrix(name, n, k)
         return torch.nn.functional.normalize(weight.float(), eps=1e-12).to(weight.dtype)
 
     def linear(self, at: str, parts: list[tuple[str, int]], k: int, *, bias: bool) -> LinearLayer:
-        """Matrices with k inputs, one under the other."""
+        """A linear layer over matrices with k inputs, fused along their outputs; `parts` are (name, outputs)."""
         factors = [self.source.factor(f"{at}{name}.weight", n, k) for name, n in parts]
         biases = [self.vector(f"{at}{name}.bias", n) for name, n in parts] if bias else []
         self.weight_bytes += sum(factor.nbytes for factor in factors)
         return make_linear(factors, torch.cat(biases) if biases else None)
 
     def experts(self, at: str) -> CudaExperts:
-        """A router and its experts, of which this rank has some columns each."""
+        """A router and its experts, each column-sharded to this rank."""
         body, shares = self.arch.body, self.shares
         assert isinstance(body, MoeBody)
         name = f"{at}.{router_name(body)}"
@@ -92,7 +92,7 @@ class Parts:
         )
 
     def sinks(self, name: str) -> Tensor | None:
-        """One logit for each of this rank's heads, in float32."""
+        """Sink logits [Hq] of this rank's heads, float32; None if the model has none."""
         if not (isinstance(self.arch.body, MoeBody) and self.arch.body.sinks):
             return None
         first = self.shares.q.start // self.arch.head_dim
@@ -101,21 +101,21 @@ class Parts:
 
 
 class Rotations(NamedTuple):
-    """Cosines and sines [positions, rotated dims] of the layers, by the rows that models.arch.rope.table_rows tells."""
+    """cos/sin tables [entries, rotated dims] of the layers, indexed through models.arch.rope.table_rows."""
 
     all_layers: Tensor
     windowed: Tensor  # of layers with a window
     none: Tensor  # of layers without rotation
 
     def of_layer(self, arch: ArchSpec, form: LayerConfig, index: int) -> Tensor:
-        """The ones of layer `index`."""
+        """The table of layer `index`."""
         if form.learned_positions or index in arch.no_rope_layers:
             return self.none
         return self.windowed if window_of(arch, index) else self.all_layers
 
 
 def make_rotations(arch: ArchSpec, source: DeviceWeights, max_len: int) -> Rotations:
-    """Tables for positions below max_len."""
+    """cos/sin tables for positions below max_len, on the device."""
     name = "rope_freqs.weight"
     divisors = source.vector(name, arch.rope.dim // 2) if name in source.names() else None
     every = torch.from_numpy(long_table(complete_rope(arch.rope, source.vector), max_len, divisors)).cuda()
@@ -129,7 +129,7 @@ def make_rotations(arch: ArchSpec, source: DeviceWeights, max_len: int) -> Rotat
 
 
 def window_of(arch: ArchSpec, index: int) -> int:
-    """How many tokens layer `index` looks back at; 0: all."""
+    """Sliding window of layer `index` in tokens; 0: full attention."""
     return 0 if index in arch.full_attention_layers else arch.sliding_window or 0
 
 

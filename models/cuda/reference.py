@@ -1,6 +1,6 @@
-"""The ops of models/cuda/ops in plain torch, with the same signatures: what the kernels are tested against, on any device.
+"""Reference ops in plain torch with the signatures of models/cuda/ops: the kernels are tested against them, on any device.
 
-None of them is fast and some wait for the device. Legend as in models/cuda/ops.
+None of them is fast and some synchronize. Legend as in models/cuda/ops.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Float8 as bytes, which torch can index."""
+    """Float8 as uint8, which torch can index."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _wide(x: Tensor, scales: Scales | None) -> Tensor:
-    """In float32, with what was left to be multiplied."""
+    """x in float32 with its pending scales applied."""
     return x.float() if scales is None else x.float() * (scales.rows[:, None] * scales.columns)
 
 
 def _summed(x: Tensor, residual: Tensor | None, scales: Scales | None) -> Tensor:
-    """What is normed, in float32: residual += x, or x."""
+    """The norm's input in float32: residual += x, or x."""
     wide = _wide(x, scales)
     if residual is not None:
         return residual.copy_((wide + residual.float()).to(x.dtype)).float()
@@ -64,7 +64,7 @@ def rms_norm_reference(
     offset: float = 0.0,
     scales: Scales | None = None,
 ) -> Tensor:
-    """In float32; the sum with the residual is rounded to its dtype first, as is a product with its scales."""
+    """In float32; the sum with the residual is rounded to its dtype first, as is x times its scales."""
     wide = _summed(x, residual, scales)
     return out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset))
 
@@ -79,7 +79,7 @@ def rms_norm_narrow_reference(
     residual: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """As of rms_norm's result in the type of x."""
+    """Quantizes rms_norm's result in the dtype of x."""
     normed = rms_norm_reference(x, weight, eps, torch.empty_like(x), residual=residual, scales=scales)
     return quantize_rows_reference(normed, out, scale)
 
@@ -94,7 +94,7 @@ def layer_norm_reference(
     residual: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """In float32; sums are rounded as rms_norm_reference has it."""
+    """In float32; sums are rounded as in rms_norm_reference."""
     wide = _summed(x, residual, scales)
     centred = wide - wide.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -112,7 +112,7 @@ def layer_norm_narrow_reference(
     residual: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """As of layer_norm's result in the type of x."""
+    """Quantizes layer_norm's result in the dtype of x."""
     normed = layer_norm_reference(x, weight, bias, eps, torch.empty_like(x), residual=residual, scales=scales)
     return quantize_rows_reference(normed, out, scale)
 
@@ -130,7 +130,7 @@ def rotary_and_cache_reference(
     eps: float = 1e-6,
     scales: Scales | None = None,
 ) -> None:
-    """In float32; a normed head is rounded to the dtype before it is turned, as models do."""
+    """In float32; a normed head is rounded to the dtype before it is rotated, as models do."""
     _, kv_heads, block_size, dim = kv.k.shape
     counts = [q_heads, kv_heads, kv_heads]
     q, k, v = _wide(qkv, scales).unflatten(1, (-1, dim)).split(counts, dim=1)
@@ -172,7 +172,7 @@ def decode_attention_reference(
     scratch: Tensor | None = None,
     largest: Tensor | None = None,
 ) -> Tensor:
-    """In float64; splits and scratch change nothing here."""
+    """In float64; ignores splits and scratch."""
     _, kv_heads, _, dim = kv.k.shape
     for row, context in enumerate(context_len[: block_table.shape[0]].tolist()):
         if context == 0:
@@ -206,7 +206,7 @@ def piece_attention_reference(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """In float64, piece by piece, each of its queries as if it were decoded."""
+    """In float64, piece by piece, each query as a decode."""
     bounds, firsts, contexts = (x.tolist() for x in (prompts.bounds, prompts.firsts, prompts.contexts))
     for i, place in enumerate(prompts.places.tolist()):
         count = bounds[i + 1] - bounds[i]
@@ -228,7 +228,7 @@ def piece_attention_reference(
 
 
 def quantize_rows_reference(x: Tensor, out: Tensor, scale: Tensor, largest: Tensor | None = None) -> Tensor:
-    """In float32. Divided by a tensor: by a number torch multiplies with its reciprocal on a GPU, which rounds twice."""
+    """In float32. Divides by a tensor: for a Python number, torch on a GPU multiplies by the reciprocal, which rounds twice."""
     wide = x.float()
     largest = wide.abs().amax(-1) if largest is None else largest
     if out.dtype == torch.int8:
@@ -256,14 +256,14 @@ def skinny_int8_reference(
     *,
     ways: int = 0,
 ) -> Tensor:
-    """To the bit, `ways` or not: float64 holds the sums."""
+    """Bit-exact for any `ways`: float64 holds the sums."""
     return _scaled_sums(x.double() @ weight.double().T, x_scale, scale, out, bias)
 
 
 def scale_int8_reference(
     sums: Tensor, x_scale: Tensor, scale: Tensor, out: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """To the bit."""
+    """Bit-exact."""
     return _scaled_sums(sums, x_scale, scale, out, bias)
 
 
@@ -273,7 +273,7 @@ def _scaled_sums(sums: Tensor, x_scale: Tensor, scale: Tensor, out: Tensor, bias
 
 
 def _noted(out: Tensor, largest: Tensor | None) -> Tensor:
-    """out, whose rows' largest magnitudes are noted."""
+    """Returns out, after writing its per-token amax to `largest`."""
     if largest is not None:
         largest.copy_(torch.maximum(largest, out.float().abs().amax(-1)))
     return out
@@ -310,7 +310,7 @@ def skinny_linear_reference(
     scale: Tensor | None = None,
     ways: int = 0,
 ) -> Tensor:
-    """In float64, and x as it is; `ways` changes nothing here."""
+    """In float64, with unquantized x; ignores `ways`."""
     dense = q4_k_values(weight) if weight.dtype == torch.uint8 else weight
     found = x.double() @ dense.to(torch.float64).T
     if scale is not None:
@@ -319,7 +319,7 @@ def skinny_linear_reference(
 
 
 def two_planes(x: Tensor) -> Tensor:
-    """x [M, K] as fp8_linear has it: float8 values and 16 times what they miss, a row's largest lifted to 2^7 .. 2^8."""
+    """x [M, K] as fp8_linear splits it: a float8 value plus a float8 of 16 times its error, a token's amax scaled to 2^7 .. 2^8."""
     scale = torch.exp2(7 - torch.frexp(x.float().abs().amax(-1, keepdim=True)).exponent + 1)
     lifted = x.float() * scale
     whole = lifted.to(torch.float8_e4m3fn).float()
@@ -336,8 +336,8 @@ def fp8_linear_reference(
 
 
 def int8_runs(x: Tensor) -> Tensor:
-    """x [M, K] as the few rows are that meet GGUF's blocks: int8 with a scale for each run of 32, the largest magnitude / 127.
-    No value moves by more than its run's largest / 254."""
+    """x [M, K] as block_linear quantizes it: int8 with a scale per run of 32, amax / 127. The error of a value is at most its
+    run's amax / 254."""
     runs = x.float().unflatten(1, (-1, 32))
     most = runs.abs().amax(-1, keepdim=True)
     codes = (runs * torch.where(most < 1e-30, 0.0, 127.0 / most)).round()
@@ -351,12 +351,12 @@ def block_linear_reference(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor 
 
 
 def block_linear_rows_reference(form: str, n: int, k: int) -> int:
-    """As on a card with much shared memory."""
+    """As on a GPU with ample shared memory."""
     return 4
 
 
 def block_values(blocks: Tensor, form: str) -> Tensor:
-    """Rows of super-blocks of any of cuda_ops.BLOCKS as float32 values [N, K]; layouts: csrc/cuda/gemm/block_types.cuh."""
+    """Dequantizes super-blocks of any of ops.BLOCKS to float32 [N, K]; layouts: csrc/cuda/gemm/block_types.cuh."""
     if form == "q4_k":
         return q4_k_values(blocks)
     supers = blocks.reshape(-1, BLOCK_BYTES[form])
@@ -365,7 +365,7 @@ def block_values(blocks: Tensor, form: str) -> Tensor:
 
 
 def _run_values(supers: Tensor, form: str) -> Tensor:
-    """[B, 8, 32] of types whose runs of 32 values have a scale of their own."""
+    """[B, 8, 32] of types with a scale per run of 32 values."""
     if form == "q5_k":
         scales, minima = (x[:, :, None] for x in _six_bit_scales(supers))
         return _five_bits(supers[:, 16:]) * scales - minima
@@ -417,7 +417,7 @@ def _six_bit_scales(supers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def q4_k_values(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of Q4_K super-blocks, uint8 [N, K / 256 * 144], as values [N, K]. Layout: block_q4_K of ggml-common.h."""
+    """Dequantizes Q4_K super-blocks, uint8 [N, K / 256 * 144], to [N, K]. Layout: block_q4_K of ggml-common.h."""
     supers = blocks.reshape(-1, Q4_K_BYTES)
     scales, minima = _six_bit_scales(supers)
     values = _four_bits(supers[:, 16:]) * scales[:, :, None] - minima[:, :, None]
@@ -430,10 +430,10 @@ def expand_q4_k_reference(blocks: Tensor, out: Tensor) -> Tensor:
 
 
 def w4_values(codes: Tensor, groups: Tensor) -> Tensor:
-    """Weights of 4-bit codes, uint8 [N, K / 2], groups [K / group, N] int32, as float32 [N, K]. Layout:
+    """Dequantizes 4-bit codes, uint8 [N, K / 2], with groups [K / group, N] int32, to float32 [N, K]. Layout:
     csrc/cuda/gemm/grouped.h."""
     n, k = codes.shape[0], codes.shape[1] * 2
-    words = codes.view(n, k // 128, 4, 4, 4)  # [outputs, turns, lanes, words of a lane, bytes]
+    words = codes.view(n, k // 128, 4, 4, 4)  # [outputs, k-steps, lanes, words of a lane, bytes]
     in_turn = words.transpose(2, 3).reshape(n, k // 8, 4)
     places = torch.stack((in_turn & 15, in_turn >> 4), -1).view(n, k // 8, 2, 4)  # even inputs of 8, then odd ones
     steps = places.transpose(2, 3).reshape(n, groups.shape[0], -1).float()
@@ -485,7 +485,7 @@ def route_experts_reference(logits: Tensor, chosen: Tensor, scores: Tensor) -> N
 
 
 def sort_pairs_reference(chosen: Tensor, out: Sorted, num_experts: int) -> None:
-    """The pairs of an expert in their own order."""
+    """Keeps the pairs of an expert in ascending order."""
     experts = chosen.flatten().long()
     out.pairs.copy_(experts.argsort(stable=True))
     tiles, first = [], 0
@@ -556,7 +556,7 @@ def copy_blocks_reference(cache: Tensor, pairs: Tensor) -> None:
 
 
 def _host_record(job: Any, vocab: int) -> list[Tensor]:
-    """Bits, marks, listed tokens, words and past of a job's rules, which lie in the host's memory."""
+    """Bits, marks, listed tokens, words and past of a job's logits-processor record, in host memory."""
     listed, words = int(job["num_listed"]), int(job["num_words"])
     sizes = [touched_words(vocab), vocab, 2 * listed, MOST_WORD * words, MOST_WORD - 1]
     memory = (ctypes.c_int32 * sum(sizes)).from_address(int(job["record"]))
@@ -564,7 +564,7 @@ def _host_record(job: Any, vocab: int) -> list[Tensor]:
 
 
 def ruled_logits_reference(logits: Tensor, job: Any, position: int) -> Tensor:
-    """Logits [V] of one row as sample_rows draws from: after the rules of its job (of cuda_ops.JOB), float32, one rounding each."""
+    """Logits [V] of one sequence that sample_rows samples from: after its job's (ops.JOB) logits processors, in float32."""
     wide, vocab = logits.float(), logits.numel()
     if not job["record"]:
         return wide
@@ -593,7 +593,7 @@ def ruled_logits_reference(logits: Tensor, job: Any, position: int) -> Tensor:
 
 
 def note_output_reference(job: Any, vocab: int, token: int) -> None:
-    """What sample_rows does when a row with rules is given a token."""
+    """Updates the record as sample_rows does after sampling a token for a sequence with logits processors."""
     if not job["record"]:
         return
     bits, marks, _, words, past = _host_record(job, vocab)

@@ -1,7 +1,7 @@
-"""Which rows of a step's hidden states a rank of a GPU stage keeps: all of them, or with sequence parallelism its own part.
+"""Sequence parallelism: which tokens of a step's hidden states a rank of a GPU stage keeps, all of them or its own part.
 
-Used by models/cuda/decoder.py. A part is summed where it is kept (reduce-scatter) and made whole again once it is normed
-(all-gather): the bytes of an all-reduce, while norms and residuals are of T / tp rows, and float8 inputs travel as they are.
+Used by models/cuda/decoder.py. A part is reduce-scattered to its rank and all-gathered after the norm: the bytes of one
+all-reduce, while norms and residuals cover T / tp tokens, and float8 inputs are gathered as float8.
 """
 
 from __future__ import annotations
@@ -12,46 +12,46 @@ from torch import Tensor
 
 from trireme.models.forward import Group
 
-SPLIT_FROM = 1024  # tokens; fewer are summed at once, and no graph has as many
+SPLIT_FROM = 1024  # tokens; smaller steps all-reduce, and no CUDA graph has as many
 
 
 class RowGroup(Protocol):
-    """What is needed of a group beyond models.forward.Group. x is contiguous and its rows fall into `size` equal parts."""
+    """Collectives needed beyond models.forward.Group. x is contiguous; its tokens split into `size` equal parts."""
 
     rank: int
     size: int
 
     def reduce_rows(self, x: Tensor) -> Tensor:
-        """The sum over ranks of this rank's part of x, in its place there; the other parts are spoilt."""
+        """Reduce-scatter in place: returns the sum over ranks of this rank's part of x; the other parts become undefined."""
         ...
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """Fills x, of which each rank has its own part."""
+        """All-gather in place: fills x from each rank's own part."""
         ...
 
 
 class WholeRows:
-    """Every rank keeps all rows."""
+    """Every rank keeps all tokens."""
 
     def __init__(self, num: int, group: Group) -> None:
         self.num = self.total = num
         self._group = group
 
     def own(self, x: Tensor) -> Tensor:
-        """The rows of x that are kept here."""
+        """The tokens of x that this rank keeps."""
         return x
 
     def summed(self, x: Tensor) -> Tensor:
-        """Those rows of the sum over ranks, in x."""
+        """Those tokens of the sum over ranks, in x."""
         return x if self._group.size == 1 else self._group.all_reduce(x)
 
     def whole(self, x: Tensor) -> Tensor:
-        """All rows, where each rank has its own."""
+        """All tokens, gathered from each rank's own."""
         return x
 
 
 class SplitRows:
-    """Each rank keeps a part. Buffers have `total` rows, those beyond `num` so that the parts are equal; nobody reads them."""
+    """Each rank keeps an equal part. Buffers are padded from `num` to `total` tokens; the padding is never read."""
 
     def __init__(self, num: int, group: RowGroup) -> None:
         self.num = num

@@ -1,7 +1,7 @@
-"""A model's weights put away from the device, into page-locked memory of the host, and brought back. Called by workers.cuda.worker.
+"""Offloads a model's weights from the GPU to page-locked host memory and restores them. Called by workers.cuda.worker.
 
-The tensors stay what they are: their storages are emptied and filled again, so that every view of them, and every layer that has
-one, is right again afterwards. Addresses may differ: whatever remembers them (CUDA graphs) is made anew.
+Tensor objects persist: their storages are resized to 0 and refilled, so every view, and every layer that holds one, is valid
+again after a restore. Addresses may change: CUDA graphs must be captured anew.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OURS = "trireme.models.cuda."
 
 
 def tensors_of(model: Any) -> list[Tensor]:
-    """The tensors that a model and its layers hold, in lists and attributes; what other modules made (groups) is left alone."""
+    """The tensors that a model and its layers hold in lists and attributes; objects of other modules (groups) are skipped."""
     return list(_tensors_in(model, set()))
 
 
@@ -36,17 +36,17 @@ def _tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 class OffloadedWeights:
-    """Tensors of one device; those that share memory are put away once."""
+    """Tensors of one device; shared storages are offloaded once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = [tensor.untyped_storage() for tensor in tensors]
-        own = [storage for storage in storages if storage.nbytes() and storage.resizable()]  # not the memory of others
+        own = [storage for storage in storages if storage.nbytes() and storage.resizable()]  # not borrowed memory
         self._storages = list({storage.data_ptr(): storage for storage in own}.values())
         self._kept: list[Tensor] = []
         self.nbytes = sum(storage.nbytes() for storage in self._storages)
 
     def offload(self) -> None:
-        """Copies to the host and empties what is on the device."""
+        """Copies the storages to the host and frees them on the device."""
         for storage in self._storages:
             bytes_there = _bytes_of(storage)
             kept = torch.empty(bytes_there.shape, dtype=torch.uint8, pin_memory=bytes_there.is_cuda)
@@ -57,7 +57,7 @@ class OffloadedWeights:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Fills the same tensors again. Raises torch.OutOfMemoryError where the device has no room; what is here stays here."""
+        """Refills the same tensors. Raises torch.OutOfMemoryError if the device has no room; the host copies are kept then."""
         for storage, kept in zip(self._storages, self._kept, strict=True):
             storage.resize_(kept.numel())
             _bytes_of(storage).copy_(kept, non_blocking=True)

@@ -1,6 +1,6 @@
-"""Weights that nobody trained: a model of the right shape whose values are noise, to measure speed without its files.
+"""Random weights: a model of the right shapes filled with noise, to measure speed without its files.
 
-Called by models/load for `--load-format dummy`. Every matrix is a stretch of one block of noise, so that making it costs little.
+Called by models/load for `--load-format dummy`. All matrices repeat one noise buffer, which makes them cheap to build.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KIND_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class DummySource:
-    """A WeightSource with every weight that `names` says, in the dtype that the model's files would have."""
+    """A WeightSource with every weight in `names`, in the dtype that the model's files would have."""
 
     def __init__(self, arch: ArchSpec, names: Iterable[str], path: Path) -> None:
         self.path = path
@@ -35,9 +35,9 @@ class DummySource:
         return self._names
 
     def matrix(self, name: str, n: int, k: int) -> RawMatrix:
-        """[n, k] of the noise, over and over."""
+        """[n, k], the noise repeated."""
         return RawMatrix(self._kind, np.resize(self._noise, (n, row_bytes(self._kind, k))), n, k)
 
     def vector(self, name: str, size: int) -> Floats:
-        """Norm weights that change nothing, biases of zero."""
+        """Norm weights that act as 1, zero biases."""
         return np.full(size, 0.0 if name.endswith(".bias") else self._norm, np.float32)

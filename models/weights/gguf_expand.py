@@ -1,8 +1,8 @@
-"""Expands GGUF tensor types to float32, vectorised over blocks. Called at load for types that no kernel computes with.
+"""Dequantizes GGUF tensor types to float32, vectorised over quant blocks. Called at load for types without a kernel.
 
-One function per type, from its blocks uint8 [B, block bytes] to values [B, block size]. Layouts are those of ggml's block
-structs (https://github.com/ggml-org/ggml, ggml-common.h). EXPANDABLE lists the types; IQ1, IQ2 and IQ3 need code books,
-which the gguf package has.
+One function per type, from quant blocks uint8 [B, block bytes] to values [B, block size]. Layouts are those of ggml's block
+structs (https://github.com/ggml-org/ggml, ggml-common.h). EXPANDABLE lists the types; IQ1, IQ2 and IQ3 need the code books
+of the gguf package.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from trireme.models.weights.packed import (
     row_bytes,
 )
 
-# Blocks expanded at a time: bounds the temporaries to some tens of MiB.
+# Quant blocks expanded at a time: bounds the temporaries to some tens of MiB.
 CHUNK_BLOCKS = 1 << 15
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-# Twice the values of a 4-bit float with 2 exponent bits and 1 fraction bit; the scale below is halved.
+# Doubled values of a 4-bit float with 2 exponent bits and 1 fraction bit; the scale below is halved.
 MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 def halfs(blocks: Bytes, at: int) -> Floats:
-    """The fp16 at byte `at` of each block, as [B, 1]."""
+    """The fp16 at byte `at` of each quant block, as [B, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
@@ -43,7 +43,7 @@ def nibbles(packed: Bytes) -> Bytes:
 
 
 def bits_of_words(packed: Bytes) -> Bytes:
-    """The 32 bits of the 4 little-endian bytes of each block, lowest first: [B, 4] -> [B, 32]."""
+    """The 32 bits of 4 little-endian bytes of each quant block, lowest first: [B, 4] -> [B, 32]."""
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
@@ -89,6 +89,7 @@ def expand_q2_k(b: Bytes) -> Floats:
 
 
 def expand_q3_k(b: Bytes) -> Floats:
+    """Q3_K, [B, 110] -> [B, 16, 16]: 6-bit scales (offset 32) of 16 values, 2 low bits per value, a mask of third bits."""
     low = nibbles(b[:, 96:104])
     shifts = np.array([0, 2, 4, 6], np.uint8).reshape(1, 4, 1)
     high = ((b[:, None, 104:108] >> shifts) & 3).reshape(-1, 16)
@@ -153,7 +154,7 @@ def expand_tq2_0(b: Bytes) -> Floats:
 
 
 def expand_w4(b: Bytes) -> Floats:
-    """Blocks of models/weights/grouped."""
+    """W4 quant blocks of models/weights/grouped."""
     codes = np.stack((b[:, 4:] & 15, b[:, 4:] >> 4), axis=-1).reshape(len(b), -1)
     return halfs(b, 0) * (codes.astype(np.float32) - b[:, 2:3])
 
@@ -163,7 +164,7 @@ def expand_fp8_blocks(b: Bytes) -> Floats:
 
 
 def with_code_book(kind: str) -> Callable[[Bytes], Floats]:
-    """Expansion of a type by the gguf package, which is imported when such a model is loaded."""
+    """Expansion of a type by the gguf package, imported on first use. Raises ModelError if it is not installed."""
 
     def expand(b: Bytes) -> Floats:
         try:

@@ -1,9 +1,8 @@
-"""Packed integers of GPTQ, AWQ and compressed-tensors in numpy: what their tensors mean, and blocks of 4-bit codes made of them.
+"""Decodes the packed integers of GPTQ, AWQ and compressed-tensors, and repacks them into 4-bit quant blocks, in numpy.
 
 Called by models/weights/grouped_source, models/weights/sources and models/weights/tp_shards; pure. A weight is scale * (code -
-zero). A block of kind W4_B has B neighbouring inputs of an output in 4 + B / 2 bytes: its scale as float16, its zero, a byte
-of nothing, then the codes, the first of two in the low half. They are exact: whatever a block cannot say is kept as float32
-instead.
+zero). A quant block of kind W4_B holds B adjacent inputs of an output in 4 + B / 2 bytes: float16 scale, zero, one unused
+byte, then the codes, low nibble first. Repacking is exact: a matrix that a quant block cannot represent is kept as float32.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from trireme.errors import ModelError
 from trireme.model.packed_ints import BLOCK_SIZES
 from trireme.models.weights.packed import GROUPED, Bytes, Floats
 
-HEAD = 4  # bytes of a block before its codes
-_AT_ONCE = 1 << 22  # codes
-_AT_ONCE_ACROSS = 128  # columns that become rows
+HEAD = 4  # bytes of a quant block before its codes
+_AT_ONCE = 1 << 22  # codes per chunk
+_AT_ONCE_ACROSS = 128  # columns per transposed chunk
 
 
 class Grouped(NamedTuple):
@@ -36,7 +35,7 @@ class Grouped(NamedTuple):
         return codes_of(self.packed, self.bits)
 
     def values(self) -> Floats:
-        """[n, k], exactly: float32 has room for the product."""
+        """Dequantized [n, k]; exact, since the product fits in float32."""
         out = np.empty((self.packed.shape[0], self.group_of.size), np.float32)
         step = max(1, _AT_ONCE // self.group_of.size)
         for start in range(0, out.shape[0], step):
@@ -47,7 +46,7 @@ class Grouped(NamedTuple):
 
 
 def codes_of(packed: NDArray[Any], bits: int) -> Bytes:
-    """Codes of bytes or words, the lowest bits first: [..., m] -> [..., m * bits of one / bits]."""
+    """Unpacks codes from bytes or words, lowest bits first: [..., m] -> [..., m * element bits / bits]."""
     as_bytes = np.ascontiguousarray(packed).view(np.uint8)
     if bits == 8:
         return as_bytes
@@ -55,7 +54,7 @@ def codes_of(packed: NDArray[Any], bits: int) -> Bytes:
 
 
 def groups_in_turn(k: int, group_size: int) -> NDArray[np.intp]:
-    """The group of each input where neighbours share one; -1: all do."""
+    """Quant group [k] of each input for consecutive groups; group_size -1: a single group."""
     return np.arange(k) // (k if group_size < 0 else group_size)
 
 
@@ -67,8 +66,8 @@ def from_gptq(
     group_of: NDArray[np.intp],
     zero_offset: int,
 ) -> Grouped:
-    """qweight [k * bits / 32, n] has neighbouring inputs in a word, qzeros [groups, n * bits / 32] neighbouring outputs; scales
-    [groups, n]."""
+    """From qweight [k * bits / 32, n] (adjacent inputs packed in a word), qzeros [groups, n * bits / 32] (adjacent outputs)
+    and scales [groups, n]."""
     zeros = codes_of(qzeros, bits) + np.uint8(zero_offset) & np.uint8((1 << bits) - 1)
     packed = _turned(qweight).view(np.uint8)
     return Grouped(bits, packed, np.ascontiguousarray(scales.T), np.ascontiguousarray(zeros.T), group_of)
@@ -77,7 +76,7 @@ def from_gptq(
 def from_awq(
     qweight: NDArray[np.int32], qzeros: NDArray[np.int32], scales: Floats, group_of: NDArray[np.intp]
 ) -> Grouped:
-    """qweight [k, n / 8] and qzeros [groups, n / 8] have 8 outputs in a word, the even ones first; scales [groups, n]."""
+    """From qweight [k, n / 8] and qzeros [groups, n / 8] (8 outputs packed in a word, even ones first) and scales [groups, n]."""
     n, k = qweight.shape[1] * 8, len(qweight)
     packed = np.empty((n, k // 2), np.uint8)
     for start in range(0, n, _AT_ONCE_ACROSS):
@@ -87,7 +86,7 @@ def from_awq(
 
 
 def _in_order(words: NDArray[np.int32]) -> Bytes:
-    """Codes of words that hold the outputs 0, 2, 4, 6, 1, 3, 5, 7 of 8."""
+    """Unpacks words that hold outputs in the order 0, 2, 4, 6, 1, 3, 5, 7."""
     pairs = (
         np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1, 2, 2)
     )  # [rows, words, even or odd, bytes]
@@ -99,7 +98,7 @@ def _in_order(words: NDArray[np.int32]) -> Bytes:
 
 
 def _turned(words: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The transposed matrix, some columns at a time, which memory likes better."""
+    """The transposed matrix, copied in column chunks for cache locality."""
     out = np.empty(words.shape[::-1], np.int32)
     for start in range(0, len(out), _AT_ONCE_ACROSS):
         out[start : start + _AT_ONCE_ACROSS] = words[:, start : start + _AT_ONCE_ACROSS].T
@@ -113,8 +112,8 @@ def from_compressed(
     zeros: NDArray[np.int32] | None,
     group_of: NDArray[np.intp],
 ) -> Grouped:
-    """packed [n, k * bits / 32] and zeros [n * bits / 32, groups] are signed numbers plus half of what they can be; scales
-    [n, groups]. Without zeros those are 0."""
+    """From packed [n, k * bits / 32] and zeros [n * bits / 32, groups], both signed integers offset by half their range, and
+    scales [n, groups]. zeros None: all 0."""
     if zeros is None:
         found = np.full(scales.shape, 1 << (bits - 1), np.uint8)
     else:
@@ -126,7 +125,7 @@ def from_compressed(
 
 
 def rows_of(matrix: Grouped) -> tuple[str, Bytes]:
-    """(kind, raw rows) of a matrix: W4_B for 4 bits, Q8_0 for 8; F32 where groups, scales or zeros do not fit into those."""
+    """(kind, raw rows) of a matrix: W4_B for 4 bits, Q8_0 for 8; F32 if groups, scales or zeros fit neither."""
     size = _block_size(matrix.group_of)
     with np.errstate(over="ignore"):
         scales = matrix.scales.astype(np.float16)
@@ -140,7 +139,7 @@ def rows_of(matrix: Grouped) -> tuple[str, Bytes]:
 
 
 def _block_size(group_of: NDArray[np.intp]) -> int:
-    """The largest size of blocks that lie in one group each; 0 if there is none."""
+    """The largest quant block size that divides every quant group; 0 if there is none."""
     k = group_of.size
     for size in BLOCK_SIZES:
         if k % size == 0 and (group_of.reshape(-1, size) == group_of[::size, None]).all():
@@ -166,7 +165,7 @@ def _q8_rows(packed: Bytes, scales: NDArray[np.float16]) -> Bytes:
 
 
 def narrower(kind: str, raw: Bytes, size: int) -> tuple[str, Bytes]:
-    """Rows of W4 blocks as rows of smaller ones."""
+    """Splits W4 quant blocks into smaller ones of `size` values. Raises ModelError for a size that does not divide them."""
     had = GROUPED[kind]
     if size not in BLOCK_SIZES or had % size:
         raise ModelError(f"blocks of {had} values cannot be made blocks of {size}; possible: {BLOCK_SIZES}")
@@ -177,8 +176,8 @@ def narrower(kind: str, raw: Bytes, size: int) -> tuple[str, Bytes]:
 
 
 def cpu_rows(kind: str, raw: Bytes) -> tuple[str, Bytes]:
-    """Rows of W4 blocks as (kind, rows) that the CPU's kernels know, of the same values: Q4_0 where every zero is 8, else Q5_0,
-    whose 5 bits are code - zero."""
+    """Converts W4 quant blocks exactly to a kind with CPU kernels: (kind, rows), Q4_0 if every zero is 8, else Q5_0, whose
+    5 bits hold code - zero."""
     size = GROUPED[kind]
     n = len(raw)
     blocks = raw.reshape(n, -1, HEAD + size // 2)

@@ -1,5 +1,5 @@
-"""A checkpoint of packed integers as a WeightSource: `X.weight` is made of X.qweight, X.qzeros, X.scales and X.g_idx, or of
-compressed-tensors' X.weight_packed and its companions. Made by models/load around the files; what is not packed passes through.
+"""A packed-integer checkpoint as a WeightSource: builds `X.weight` from X.qweight, X.qzeros, X.scales and X.g_idx (GPTQ, AWQ),
+or from compressed-tensors' X.weight_packed and its companions. models/load wraps the files in it; other tensors pass through.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMPRESSED = tuple(".weight_" + part for part in ("packed", "zero_point", "scal
 
 
 class GroupedSource:
-    """`wanted` are the names that the model has: some writers add a bias of zeros to every layer, which is left out."""
+    """`wanted` are the model's weight names: zero biases that some writers add to every layer are dropped."""
 
     def __init__(self, source: SafetensorsSource, packing: Packing, wanted: Set[str]) -> None:
         self.path: Path = source.path
@@ -83,15 +83,15 @@ class GroupedSource:
             qweight, qzeros = self._whole(codes, k, n // per_word), self._whole(zeros, groups, n // per_word)
             return from_awq(qweight, qzeros, self._floats(scales, groups, n), group_of)
         self._check_shape(stem + self._parts[4], n, k)
-        has_zeros = zeros in self._stored if how.is_symmetric else True  # zeros that are there count
+        has_zeros = zeros in self._stored if how.is_symmetric else True  # stored zeros apply even if symmetric
         stored_zeros = self._whole(zeros, n // per_word, groups) if has_zeros else None
         return from_compressed(
             how.bits, self._whole(codes, n, k // per_word), self._floats(scales, n, groups), stored_zeros, group_of
         )
 
     def _offset_of_symmetric(self, name: str, words: NDArray[np.int32]) -> int:
-        """What makes every stored zero half of what a code can be. Writers label the two forms of a file the one for the other;
-        with `sym` the zeros are known."""
+        """The offset that brings every stored zero to the middle of the code range. Writers mislabel the two GPTQ versions of
+        a file; with `sym` the zeros are known."""
         how, middle = self._packing, 1 << (self._packing.bits - 1)
         stored = np.unique(codes_of(words, how.bits)).tolist()
         if len(stored) > 1 or stored[0] not in (middle, middle - 1):
@@ -104,7 +104,7 @@ class GroupedSource:
         return middle - stored[0]
 
     def _check_shape(self, name: str, n: int, k: int) -> None:
-        """The shape that compressed-tensors stores beside the codes, where it does."""
+        """Raises ModelError if the shape that compressed-tensors may store beside the codes is not [n, k]."""
         if name in self._stored:
             stored = self._source.tensor(name, (2,))
             told = stored.raw.view(np.int64 if stored.dtype == "I64" else np.int32).tolist()
@@ -121,14 +121,14 @@ class GroupedSource:
         return found.astype(np.intp)
 
     def _whole(self, name: str, *shape: int) -> NDArray[np.int32]:
-        """A tensor of int32."""
+        """An int32 tensor. Raises ModelError for another dtype."""
         stored = self._source.tensor(self._present(name), shape)
         if stored.dtype != "I32":
             raise ModelError(f"{name} in {self.path} has dtype {stored.dtype}; supported: I32")
         return stored.raw.view(np.int32).reshape(shape)
 
     def _floats(self, name: str, *shape: int) -> Floats:
-        """A tensor of scales, which must all be finite."""
+        """A tensor of scales. Raises ModelError unless all are finite."""
         self._source.tensor(self._present(name), shape)
         values = self._source.vector(name, math.prod(shape)).reshape(shape)
         if not np.isfinite(values).all():

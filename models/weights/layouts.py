@@ -1,7 +1,7 @@
-"""How checkpoints arrange what the decoder wants to see: other names, fused matrices, interleaved heads. A table by family.
+"""Adapts checkpoint layouts to the decoder's: other names, fused matrices, interleaved heads. One function per family.
 
-Used by models.registry. A laid-out source gives the decoder's names and cuts or reorders rows on the way; it copies no
-more than those rows and computes nothing else.
+Used by models.registry. A laid-out source presents the decoder's names and slices or reorders outputs; it copies only
+those outputs and computes nothing else.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import RawMatrix, WeightSource, named_once
 from trireme.topology.mesh import Span
 
-Rows = np.ndarray  # row numbers
+Rows = np.ndarray  # output indices
 
 
 class StoredRows(NamedTuple):
-    """Rows of a stored matrix that the decoder knows by a name of their own; `stored` is relative to the layer."""
+    """Outputs of a stored matrix that the decoder names separately; `stored` is relative to the layer."""
 
     stored: str
     total: int
@@ -29,8 +29,9 @@ class StoredRows(NamedTuple):
 
 
 class LaidOutSource:
-    """A WeightSource under the decoder's names. `renames` are parts of names, `parts` by the decoder's name in a layer,
-    `stacked` vectors that are stored one per head, `paired` matrices whose rows come in rotated pairs."""
+    """A WeightSource under the decoder's names. `renames` maps parts of names, `parts` maps the decoder's name in a layer to
+    outputs of a fused matrix, `stacked` are vectors stored one per head, `pair_dims` (head dim, rotated dims) of q and k
+    whose outputs are stored as adjacent rotary pairs."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class LaidOutSource:
         self._name_of = named_once(shown, source.path)
 
     def _shown(self, stored: str, renames: dict[str, str]) -> Iterator[str]:
-        """What a stored tensor is called here; heads are gathered."""
+        """The names under which a stored tensor is presented; per-head vectors are recorded in `_heads` instead."""
         name = stored
         for old, new in renames.items():
             name = name.replace(old, new)
@@ -72,6 +73,7 @@ class LaidOutSource:
         return {*self._name_of, *self._heads}
 
     def matrix(self, name: str, n: int, k: int) -> RawMatrix:
+        """The raw matrix [n, k]: outputs of a fused matrix are sliced out, adjacent rotary pairs reordered into halves."""
         stored, part = self._name_of[name], self._part_of(name)
         if part is None:
             whole = self._source.matrix(stored, n, k)
@@ -80,6 +82,7 @@ class LaidOutSource:
         return RawMatrix(whole.kind, whole.raw[part.rows()], n, k)
 
     def vector(self, name: str, size: int) -> Floats:
+        """The float32 vector [size], likewise; per-head vectors are concatenated."""
         if name in self._heads:
             stored = sorted(self._heads[name], key=_number_in)
             return np.concatenate([self._source.vector(each, size // len(stored)) for each in stored])
@@ -97,7 +100,7 @@ class LaidOutSource:
         return self._pair_dims[0] > 0 and ".self_attn.q_" in name.replace(".k_", ".q_")
 
     def _halves(self, rows: int) -> Rows:
-        """Row order that turns rotated pairs (0, 1), (2, 3), ... of each head into halves; other rows stay."""
+        """Output order that moves rotary pairs (0, 1), (2, 3), ... of each head into halves; other outputs stay."""
         dim, rotated = self._pair_dims
         in_head = np.concatenate((np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, dim)))
         return (np.arange(rows // dim)[:, None] * dim + in_head).reshape(-1)
@@ -108,7 +111,7 @@ def _number_in(name: str) -> int:
 
 
 def _consecutive(stored: str, sizes: dict[str, int]) -> dict[str, StoredRows]:
-    """Parts that lie one under the other."""
+    """Parts that are consecutive outputs of one stored matrix."""
     total, start, parts = sum(sizes.values()), 0, {}
     for name, size in sizes.items():
         parts[name] = StoredRows(stored, total, _Range(start, start + size))
@@ -125,7 +128,7 @@ class _Range:
 
 
 class _Grouped:
-    """Rows [first, last) of the heads of each group, where a group is its query heads, its key and its value."""
+    """Outputs of heads [first, last) of each group, where a group is its query heads, its key and its value."""
 
     def __init__(self, arch: ArchSpec, first: int, last: int) -> None:
         self._arch, self._span = arch, (first, last)
@@ -162,6 +165,7 @@ def stablelm(source: WeightSource, arch: ArchSpec) -> WeightSource:
 
 
 def internlm2(source: WeightSource, arch: ArchSpec) -> WeightSource:
+    """InternLM2: its own names, and wqkv fused per KV head as (query heads, key, value)."""
     renames = {
         "model.tok_embeddings.": "model.embed_tokens.",
         "output.weight": "lm_head.weight",
@@ -186,6 +190,6 @@ MXFP4_VALUES_PER_BLOCK = 32
 
 
 def gate_up_rows(own: Span, ffn: int, *, interleaved: bool) -> np.ndarray:
-    """Rows of one rank, gates then ups; stored alternating (GPT-OSS) or as two halves (Llama 4)."""
+    """Output indices of one rank, gates then ups, in a matrix that stores them alternating (GPT-OSS) or as halves (Llama 4)."""
     gate = np.arange(own.start, own.stop)
     return np.concatenate((2 * gate, 2 * gate + 1) if interleaved else (gate, ffn + gate))

@@ -1,7 +1,7 @@
 """Reads safetensors files: tensors as views of the mapped file. No torch.
 
-Used by models/weights/sources. A file is untrusted input: trireme/model/stored.py checks its header before a byte of data is
-touched, and every defect is a ModelError.
+Used by models/weights/sources. A file is untrusted input: trireme/model/stored.py validates its header before any data is
+read, and every defect raises ModelError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trireme.model.stored import read_header
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as it lies in a file: `raw` is uint8, flat, a view of the mapped file."""
+    """A tensor as stored in a file: `raw` is flat uint8, a view of the mapped file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,11 +46,11 @@ class SafetensorsFile:
         return tuple(self._entries[name].shape)
 
     def dtype(self, name: str) -> str:
-        """The format's own name of it, such as BF16."""
+        """The format's name of the dtype, such as BF16."""
         return self._entries[name].dtype
 
     def tensor(self, name: str) -> StoredTensor:
-        """A tensor that is in names()."""
+        """The tensor `name`, which must be in names()."""
         entry = self._entries[name]
         begin, end = (self._start + offset for offset in entry.data_offsets)
         return StoredTensor(entry.dtype, tuple(entry.shape), np.asarray(self._data[begin:end]))

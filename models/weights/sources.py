@@ -1,6 +1,6 @@
-"""Where weights come from: safetensors directories and GGUF files behind one interface, memory-mapped, never unpickled.
+"""Weight sources: safetensors directories and GGUF files behind one interface, memory-mapped, never unpickled.
 
-Names are Hugging Face's on both sides. Called by models/load and models/arch; cuts and reorders raw rows, computes nothing.
+Weights go by their Hugging Face names. Called by models/load; slices and reorders raw outputs, computes nothing.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from trireme.models.weights.safetensors_file import DTYPES, SafetensorsFile, Sto
 from trireme.topology.mesh import Span
 
 DENSE_KINDS = ("F32", "F16", "BF16")
-_SCALED_KINDS = {"I8": "INT8", "F8_E4M3": "FP8"}  # of matrices with scales beside them
+_SCALED_KINDS = {"I8": "INT8", "F8_E4M3": "FP8"}  # dtypes of matrices with separate scales
 _SCALE_SUFFIXES = ("_scale", "_scale_inv", ".input_scale")
 _KIND_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class RawMatrix(NamedTuple):
-    """A matrix [n, k] as it lies in a file: uint8 [n, row_bytes], usually a view of the mapped file."""
+    """A matrix [n, k] as stored in a file: uint8 [n, row_bytes], usually a view of the mapped file."""
 
     kind: str
     raw: Bytes
@@ -53,7 +53,7 @@ class RawMatrix(NamedTuple):
         return RawMatrix(self.kind, self.raw[span.start : span.stop], span.size, self.k)
 
     def transposed(self) -> RawMatrix:
-        """[n, k] -> [k, n] of a dense kind, for weights stored as inputs x outputs."""
+        """[n, k] -> [k, n] of a dense kind, for weights stored as [inputs, outputs]."""
         size = self.raw.shape[1] // self.k
         columns = bytes_of(self.raw).reshape(self.n, self.k, size).transpose(1, 0, 2)
         return RawMatrix(self.kind, np.ascontiguousarray(columns).reshape(self.k, self.n * size), self.k, self.n)
@@ -75,8 +75,8 @@ class RawMatrix(NamedTuple):
         return dequantize(self.kind, self.raw, self.n, self.k)
 
     def computable(self, dense: str | None) -> RawMatrix:
-        """As a kind that has a kernel: other types become what LOADED_AS says; dense ones become `dense`, a kind or a rounding
-        scheme, when that is given. Rows that are no whole blocks stay dense."""
+        """Converted to a kind that has a CPU kernel: other types per LOADED_AS; dense ones to `dense` if given, a kind or a
+        quantization scheme. A matrix whose k is not a multiple of the quant block stays dense."""
         if self.kind in ("FP8", "FP8_BLOCKS"):
             return self.as_kind("F16" if self.kind == "FP8" else "BF16").computable(dense)
         if self.kind in GROUPED:
@@ -94,11 +94,11 @@ class RawMatrix(NamedTuple):
 
 
 def raw_from_floats(values: Floats, kind: str = "F32") -> RawMatrix:
-    """A float32 matrix [n, k] as raw rows of a dense kind, rounded to nearest, ties to even."""
+    """A float32 matrix [n, k] as a raw matrix of a dense kind, rounded to nearest, ties to even."""
     n, k = values.shape
     stored: np.ndarray = values
     if kind == "F16":
-        with np.errstate(over="ignore", invalid="ignore"):  # inf where float16 ends
+        with np.errstate(over="ignore", invalid="ignore"):  # float16 overflows to inf
             stored = values.astype(np.float16)
     elif kind == "BF16":
         stored = bf16_from_floats(values)
@@ -124,29 +124,29 @@ class WeightSource(Protocol):
     path: Path
 
     def names(self) -> set[str]:
-        """All names in the file; those that have no Hugging Face name keep their own."""
+        """All names in the file; tensors without a Hugging Face name keep their own."""
         ...
 
     def matrix(self, name: str, n: int, k: int) -> RawMatrix:
-        """The raw matrix, which must have this shape. Raises ModelError that names it."""
+        """The raw matrix. Raises ModelError naming it if the shape is not [n, k]."""
         ...
 
     def vector(self, name: str, size: int) -> Floats:
-        """A float32 copy of a vector, likewise."""
+        """A float32 copy of a vector. Raises ModelError naming it if it does not have `size` values."""
         ...
 
 
 class TensorSource(Protocol):
-    """What a WeightSource of safetensors has besides, as models/arch/ends.PrefixedSource gives it."""
+    """What a safetensors WeightSource offers in addition, e.g. models/cpu/embed_head.PrefixedSource."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A tensor of torch, of any rank and dtype as stored, on the host."""
+        """A torch tensor on the host, of any rank, in the stored dtype."""
         ...
 
 
 class SafetensorsSource:
-    """A directory of safetensors files, with or without an index. Matrices of int8 and float8 have scales beside them, in
-    NAME_scale (NAME_scale_inv for blocks), which are no names of their own here, as are those of their inputs."""
+    """A directory of safetensors files, with or without an index. The scales of int8 and float8 matrices, NAME_scale
+    (NAME_scale_inv for blocks), and their input scales are not listed as weights."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory
@@ -169,17 +169,17 @@ class SafetensorsSource:
         return RawMatrix(kind, stored.raw.reshape(n, row_bytes(kind, k)), n, k)
 
     def vector(self, name: str, size: int) -> Floats:
-        shape = self._file_of[name].shape(name)  # (norms of each head: a matrix)
+        shape = self._file_of[name].shape(name)  # per-head norms are stored as a matrix
         stored = self.tensor(name, shape if math.prod(shape) == size else (size,))
         kind = self._dense_kind(name, stored)
         return RawMatrix(kind, stored.raw.reshape(1, row_bytes(kind, size)), 1, size).as_float32().reshape(size)
 
     def size(self, name: str) -> int:
-        """How many values a tensor has."""
+        """Number of values of a tensor."""
         return math.prod(self._file_of[name].shape(name))
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        """A tensor of any dtype as stored, mapped, which must have this shape."""
+        """A memory-mapped tensor in its stored dtype. Raises ModelError for another shape."""
         file = self._file_of[name]
         if file.shape(name) != shape:
             raise ModelError(
@@ -195,7 +195,8 @@ class SafetensorsSource:
         return False
 
     def _scaled(self, name: str, stored: StoredTensor, n: int, k: int) -> RawMatrix:
-        """A matrix of int8 or float8 with the scale of each row; with scales of blocks as BF16."""
+        """An int8 or float8 matrix with a scale per output or per 128 x 128 quant block; BF16 if k is no whole number of
+        quant blocks. Raises ModelError for missing, ambiguous or misshapen scales."""
         kind, codes = _SCALED_KINDS[stored.dtype], stored.raw.reshape(n, k)
         file = self._file_of.get(name + "_scale") or self._file_of.get(name + "_scale_inv")
         if name + "_scale" in self._file_of and name + "_scale_inv" in self._file_of:
@@ -252,8 +253,8 @@ _GGUF_TOP = {
 
 
 def name_from_gguf(name: str, special: Mapping[str, str] | None = None) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; names that are not known stay as they are. `special`
-    are the parts that mean something else in a family."""
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names are returned unchanged. `special`
+    overrides name parts for a family."""
     layer_names = {**_GGUF_LAYER, **(special or {})}
     if name in _GGUF_TOP:
         return _GGUF_TOP[name]
@@ -264,8 +265,8 @@ def name_from_gguf(name: str, special: Mapping[str, str] | None = None) -> str:
 
 
 class GgufSource:
-    """A memory-mapped GGUF file. With `interleaved_head_dim` > 0 the rows of q and k are stored in pairs (i, i + 1) and are
-    put back into halves (i, i + head_dim / 2), which is what the kernels rotate."""
+    """A memory-mapped GGUF file. With `interleaved_head_dim` > 0 the outputs of q and k are stored as rotary pairs
+    (i, i + 1) and reordered into halves (i, i + head_dim / 2), which is what the kernels rotate."""
 
     def __init__(self, path: Path, *, interleaved_head_dim: int = 0, special: Mapping[str, str] | None = None) -> None:
         self.path = path
@@ -292,7 +293,7 @@ class GgufSource:
         return values
 
     def _flat(self, name: str, size: int) -> tuple[int, ...]:
-        """The shape in which a vector of `size` lies in the file: norms of each head are a matrix."""
+        """Stored shape of a vector of `size` values: per-head norms are stored as a matrix."""
         shape = self._file.tensors[self._name_of[name]].shape
         return shape if math.prod(shape) == size else (size,)
 
@@ -306,12 +307,12 @@ class GgufSource:
 
 
 def _halves_from_pairs(rows: int, head_dim: int) -> np.ndarray:
-    """Row order that turns ggml's pairs (0, 1), (2, 3), ... of each head into halves: evens first, then odds."""
+    """Output order that moves ggml's pairs (0, 1), (2, 3), ... of each head into halves: evens first, then odds."""
     return np.arange(rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def named_once(pairs: Iterable[tuple[str, str]], path: Path) -> dict[str, str]:
-    """{name here: name in the file} of such pairs. Raises ModelError where two weights of a file would have one name here."""
+    """{name: stored name} of (name, stored name) pairs. Raises ModelError if two stored weights map to one name."""
     found: dict[str, str] = {}
     for name, stored in pairs:
         if name in found:
@@ -323,7 +324,7 @@ def named_once(pairs: Iterable[tuple[str, str]], path: Path) -> dict[str, str]:
 
 
 def check_names(source: WeightSource, wanted: Iterable[str], ignorable: Iterable[str]) -> None:
-    """Raises ModelError that names missing weights, or weights nobody will use."""
+    """Raises ModelError naming missing weights or weights the model does not use."""
     have, want = source.names(), set(wanted)
     missing = sorted(want - have)
     unused = sorted(have - want - set(ignorable))

@@ -1,8 +1,8 @@
-"""One rank's share of a model's weights where partial sums are added up afterwards (tensor parallel on GPUs). No torch.
+"""One rank's shard of a model's weights under column- and row-parallel linear layers (tensor parallel on GPUs). No torch.
 
-Between models/load and models/cuda/weights/sources: who asks for a weight by name and by its size on this rank gets the part
-of the stored one, and nothing else is read. q, k, v, gate and up are cut by outputs, o and down by inputs, both ends by
-vocabulary; the biases of sums are on rank 0 alone.
+Between models/load and models/cuda/weights/sources: a weight requested by name and local size is sliced out of the stored
+one, and nothing else is read. q, k, v, gate and up are split by outputs, o and down by inputs, embedding and head by
+vocabulary; biases of all-reduced sums are on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNITS = (
     64,
     16,
     1,
-)  # of feed-forward columns: what kernels and blocks of weights like, the greatest that goes round
+)  # of feed-forward columns, preferred by kernels and quant blocks: the largest that divides evenly
 
 
 class MatrixSlice(NamedTuple):
@@ -40,7 +40,7 @@ class MatrixSlice(NamedTuple):
 
 
 class RankSpans:
-    """What one rank of `tp` has: spans of heads, of feed-forward columns and of the vocabulary."""
+    """The spans of heads, feed-forward columns and vocabulary of one rank of `tp`."""
 
     def __init__(self, arch: ArchSpec, mesh: Mesh) -> None:
         self.arch, self.rank, self.are_all = arch, mesh.tp_rank, mesh.tp == 1
@@ -55,7 +55,7 @@ class RankSpans:
         self.vocab_sizes = [span.size for span in vocabulary]
 
     def cut(self, name: str) -> MatrixSlice:
-        """Which part of the matrix `name` this rank has."""
+        """The slice of the matrix `name` that this rank holds."""
         arch = self.arch
         hidden, ffn = arch.hidden, arch.ffn
         q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
@@ -84,7 +84,7 @@ class RankSpans:
         return MatrixSlice(n, hidden, rows, Span(0, hidden))
 
     def own(self, source: WeightSource, name: str, size: int) -> Floats:
-        """The vector `name`, of which this rank has `size` values: all of a norm, its share of another bias."""
+        """This rank's `size` values of the vector `name`: all of a norm, a shard of a linear bias."""
         if not name.endswith(".bias") or "norm" in name:
             return source.vector(name, size)
         cut = self.cut(name)
@@ -95,7 +95,7 @@ class RankSpans:
 
 
 class ShardSource:
-    """A WeightSource that has one rank's share of another."""
+    """A WeightSource that presents one rank's shard of another."""
 
     def __init__(self, source: WeightSource, shares: RankSpans) -> None:
         self.path: Path = source.path
@@ -114,12 +114,12 @@ class ShardSource:
         return self._shares.own(self._source, name, size)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Whole: who asks knows which part of it a rank has."""
+        """The whole tensor: the caller slices it."""
         return cast(TensorSource, self._source).tensor(name, shape)
 
 
 def columns_of(matrix: RawMatrix, span: Span) -> RawMatrix:
-    """A part of every row. Raises ConfigError where the span cuts a block of values in two."""
+    """Slices a matrix by inputs. Raises ConfigError if the span splits a quant block."""
     values, nbytes = BLOCKS[matrix.kind]
     if matrix.kind == "FP8_BLOCKS" and (span.start % values or span.stop % values):
         return columns_of(matrix.as_kind("BF16"), span)
@@ -143,7 +143,7 @@ def _times(span: Span, factor: int) -> Span:
 
 
 def _spans(total: int, parts: int) -> list[Span]:
-    """Of all ranks, in whole units of the greatest size that every rank has as many of; else nearly so."""
+    """Spans of all ranks in multiples of the largest unit that divides evenly; else as even as possible."""
     even = [unit for unit in UNITS if total % (unit * parts) == 0]
     possible = [unit for unit in UNITS if total % unit == 0 and total // unit >= parts]
     unit = (even or possible or [1])[0]

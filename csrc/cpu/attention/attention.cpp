@@ -1,5 +1,5 @@
-// Cuts a step's attention into tasks for the pool: (row, KV heads, block of queries), and with few of those but long
-// contexts, one task per part of the context as well. The cut never changes a result (attention_impl.h).
+// Splits a step's attention into tasks for the pool: (sequence, KV heads, range of queries), and if those are few and contexts
+// long, one task per part of the context. The split never changes a result (attention_impl.h).
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -11,11 +11,11 @@
 namespace trireme {
 namespace {
 
-constexpr int kTaskQueries = 96;            // of one task: enough to reuse a tile of keys, few enough to stay in cache
-constexpr int64_t kShares = 4;              // per thread: so many, or more, can be dealt out evenly
+constexpr int kTaskQueries = 96;            // per task: enough to reuse a tile of keys, few enough to stay in cache
+constexpr int64_t kShares = 4;              // tasks per thread from which they balance evenly
 constexpr int64_t kLargeProducts = 250000;  // multiply-adds below which one thread is faster
 
-// Memory of one thread, kept between calls.
+// Scratch memory of one thread, kept between calls.
 class Scratch {
  public:
   float* take(int64_t floats) {
@@ -52,8 +52,8 @@ int64_t whole_context(const AttentionArgs& a) {
   return tokens;
 }
 
-// KV heads of one task for `count` tokens of a row. All of them where the queries are few and the row a small part of the
-// step: what is read then lies together.
+// KV heads of one task for `count` tokens of a sequence. All of them if the queries are few and the sequence a small part of the
+// step: reads are then contiguous.
 int heads_per_task(const AttentionArgs& a, int row, int count, int64_t context) {
   const bool is_small = a.context_len[row] * kShares * num_threads() <= context;
   return count * a.q_heads <= kTaskQueries && is_small ? a.kv.heads : 1;
@@ -96,7 +96,7 @@ void attend_whole(const AttentionArgs& a, const std::vector<AttentionTask>& task
   });
 }
 
-// One task per (task, part): partial results, then a fold per task.
+// One task per (task, part): partial results, then a merge per task.
 void attend_by_parts(const AttentionArgs& a, const std::vector<AttentionTask>& tasks, int64_t scratch_floats) {
   const OpsKernels& kernels = ops_kernels();
   std::vector<AttentionTask> pieces;
@@ -159,7 +159,7 @@ void paged_attention(const AttentionArgs& a) {
   if (static_cast<int>(tasks.size()) < 3 * threads && longest > kPartTokens) {
     return attend_by_parts(a, tasks, scratch_floats);
   }
-  // The longest tasks first, so that the threads finish together.
+  // Longest tasks first, so that the threads finish together.
   std::stable_sort(tasks.begin(), tasks.end(),
                    [](const AttentionTask& x, const AttentionTask& y) { return cost(x) > cost(y); });
   attend_whole(a, tasks, scratch_floats);

@@ -1,5 +1,5 @@
-// What the attention kernels of float and of integer caches share: the state of a task, which tokens a query sees, the fold of
-// parts, the output. Included by attention_floats_impl.h and attention_ints_impl.h. Scores are in powers of two throughout.
+// Shared by the attention kernels of float and integer caches: the state of a task, the attention mask, the merge of parts, the
+// output. Included by attention_floats_impl.h and attention_ints_impl.h. Scores are in powers of two throughout.
 #pragma once
 
 #include "cpu/elementwise/ops.h"
@@ -11,7 +11,7 @@ inline constexpr int kSubs = kTileTokens / kLanes;
 inline constexpr float kNegInf = -__builtin_inff();
 inline constexpr float kLog2e = 1.44269504f;
 
-// Queries whose accumulators fit the registers together.
+// Number of queries whose accumulators fit the registers together.
 #if defined(__AVX512F__)
 inline constexpr int kQueries = 8;
 #elif defined(__AVX2__)
@@ -20,22 +20,22 @@ inline constexpr int kQueries = 6;
 inline constexpr int kQueries = 2;
 #endif
 
-// State of the queries of one task; the arrays lie in the scratch.
+// State of the queries of one task; the arrays are in scratch memory.
 struct TaskState {
   int group;
   int kv_head;
-  int num_heads;        // each has its queries in the arrays below, one head after the other
-  int num_queries;      // of one head
+  int num_heads;        // the arrays below hold each head's queries, one head after the other
+  int num_queries;      // per head
   int dim;
-  int dim_padded;       // to whole vectors
-  float* q;             // [num_queries][dim], scaled; of integer caches [num_queries][dim_padded] int16
-  float* q_unit;        // [num_queries], what a score of integers is to be multiplied by
-  float* scores;        // [num_queries][kTileTokens], then their weights
-  float* alpha;         // [num_queries], what this tile multiplies earlier sums by
-  float* part_out;      // [num_queries][dim_padded], and the next two: of the part under way
+  int dim_padded;       // padded to whole vectors
+  float* q;             // [num_queries][dim], scaled; for integer caches [num_queries][dim_padded] int16
+  float* q_unit;        // [num_queries], factor of integer scores
+  float* scores;        // [num_queries][kTileTokens], later their weights
+  float* alpha;         // [num_queries], this tile's factor for earlier sums
+  float* part_out;      // [num_queries][dim_padded], and the next two: of the current part
   float* part_max;      // [num_queries]
   float* part_sum;      // [num_queries][16]
-  float* total_out;     // [num_queries][dim_padded], and the next two: of the parts before it
+  float* total_out;     // [num_queries][dim_padded], and the next two: of the parts before
   float* total_max;     // [num_queries]
   float* total_sum;     // [num_queries]
   float* packed_keys;   // [kSubs][dim][16], or [kSubs][dim / 2][16][2] int16
@@ -44,7 +44,7 @@ struct TaskState {
 
   int all_queries() const { return num_heads * num_queries; }
 
-  // The state of one of the heads.
+  // The state of one head.
   TaskState of_head(int index) const {
     TaskState head = *this;
     const int64_t first = static_cast<int64_t>(index) * num_queries;
@@ -90,7 +90,7 @@ static TaskState lay_out_scratch(const AttentionArgs& a, const AttentionTask& ta
   return s;
 }
 
-// ---------------------------------------------------------------- which tokens
+// ---------------------------------------------------------------- mask
 
 struct Range {
   int first, last;  // tokens within the tile
@@ -101,12 +101,12 @@ struct Range {
 TRIREME_INLINE int larger(int a, int b) { return a > b ? a : b; }
 TRIREME_INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
-// First token that the query at `position` sees.
+// First token that the query at `position` may attend to.
 TRIREME_INLINE int first_seen(int position, int window) {
   return window > 0 ? larger(0, position - window + 1) : 0;
 }
 
-// What is read after a tile: tokens of one head's cache from `start` to `last`, none if that is before `start`.
+// What is read after a tile, to prefetch: tokens of one head's cache from `start` to `last`, none if last < start.
 template <class Cache>
 struct Upcoming {
   const Cache* cache;
@@ -116,7 +116,7 @@ struct Upcoming {
   int token(int sub) const { return start + sub * kLanes; }
 };
 
-// Calls f(state of a head, its cache, first token of a tile, tokens of the tile that may be seen, what is read next) for each
+// Calls f(state of a head, its cache, first token of a tile, tokens of the tile within the mask, what is read next) for each
 // tile of a part, and within a tile for each head of the task.
 template <class Cache, class F>
 TRIREME_INLINE void each_tile(const AttentionArgs& a, const AttentionTask& task, const TaskState& task_state, int part, F f) {
@@ -136,7 +136,7 @@ TRIREME_INLINE void each_tile(const AttentionArgs& a, const AttentionTask& task,
   }
 }
 
-// The lanes of `sub` that are seen.
+// The lanes of `sub` within the mask.
 struct SeenLanes {
   int first, last;
   SeenLanes(Range seen, int sub)
@@ -145,7 +145,7 @@ struct SeenLanes {
   bool all() const { return first == 0 && last == kLanes; }
 };
 
-// Tokens of the tile that some query of [query, query + count) sees.
+// Tokens of the tile that at least one query of [query, query + count) sees.
 TRIREME_INLINE Range covered_range(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, int query,
                                    int count, int tile_start, Range available) {
   const int first_position = task.first_position + query / s.group;
@@ -154,7 +154,7 @@ TRIREME_INLINE Range covered_range(const AttentionArgs& a, const AttentionTask& 
           smaller(available.last, last_position + 1 - tile_start)};
 }
 
-// ---------------------------------------------------------------- scores and parts
+// ---------------------------------------------------------------- scores and merging parts
 
 // log2(e) * cap * tanh(x / cap), where tanh(y) = 1 - 2 / (exp(2 y) + 1).
 template <int R>
@@ -173,7 +173,7 @@ TRIREME_INLINE void copy_lanes(const float* from, float* to, int n) {
   for (int i = 0; i < n; i += kLanes) store(to + i, load(from + i));
 }
 
-// Adds one part's softmax state to what came before. A sum of zero means that no token was seen.
+// Merges one part's softmax state into the total. A sum of zero means that no token was seen.
 TRIREME_INLINE void fold_part(const float* out, float part_max, float part_sum, float* total_out, float* total_max,
                               float* total_sum, int dim_padded) {
   if (part_sum == 0.0f) return;
@@ -207,7 +207,7 @@ TRIREME_INLINE void write_out(const AttentionArgs& a, const AttentionTask& task,
   const int token = task.first_token + of_head / s.group;
   const int head = (s.kv_head + query / s.num_queries) * s.group + of_head % s.group;
   float* out = a.out + token * a.out_stride + static_cast<int64_t>(head) * s.dim;
-  // Where nothing has any weight, `values` were never written.
+  // If all weights are zero, `values` was never written.
   const Vec inverse = set1(sum != 0.0f ? 1.0f / sum : __builtin_nanf(""));
   int d = 0;
   for (; d + kLanes <= s.dim; d += kLanes) store(out + d, mul(load(values + d), inverse));

@@ -1,12 +1,12 @@
 // Attention over caches of floats, for one instruction set. Included by attention_impl.h.
 //
-// Keys are stored with tokens in the lanes, values with dims in the lanes, so both products are broadcast-and-FMA without
-// sums across lanes:
+// Keys are stored with tokens in the lanes, values with dims in the lanes, so both GEMMs are broadcast-and-FMA without
+// horizontal sums:
 //
 //     scores[r][16 tokens] = sum over d of q[r][d] * k[d][16 tokens]        out[r][16 dims] += sum over j of p[r][j] * v[j][16 dims]
 //
 // Each accumulator lane belongs to one query and runs over d (or j) in order, so grouping queries changes no bit: tokens
-// that a query does not see get weight zero, which adds exactly nothing. Online softmax: Milakov and Gimelshein 2018.
+// outside a query's mask get weight zero, which adds exactly nothing. Online softmax: Milakov and Gimelshein 2018.
 #pragma once
 
 #include "cpu/attention/attention_common_impl.h"
@@ -24,9 +24,9 @@ constexpr int num_columns(int queries) {
 #endif
 }
 
-// Where the keys and values of one tile are: a pointer per 16 tokens, strides in elements. `ahead` are those of the next
-// tile, to be fetched meanwhile, a line per step: blocks are scattered, which the hardware does not foresee. A packed tile
-// has been copied to scratch and has none.
+// Locations of the keys and values of one tile: a pointer per 16 tokens, strides in elements. `ahead` is the next tile, of which
+// one cache line is prefetched per step: blocks are scattered, which hardware prefetchers do not predict. A packed tile has
+// been copied to scratch and has none.
 template <class T, bool Packed>
 struct Tile {
   static constexpr bool is_packed = Packed;
@@ -137,8 +137,8 @@ TRIREME_INLINE float sum_of_seen(const float* scores, Range covered, Range seen)
   return reduce_add(sum);
 }
 
-// Turns the scores of one query into weights, in place; `seen` are its tokens among the `covered` ones. Returns the factor
-// for what was summed before.
+// Converts the scores of one query into weights, in place; `seen` are its tokens among the `covered` ones. Returns the factor
+// for earlier sums.
 TRIREME_INLINE float weigh_query(float* scores, Range covered, Range seen, float* max_so_far, float* sum_lanes) {
   if (seen.first >= seen.last) {
     clear_weights(scores, covered);
@@ -155,7 +155,7 @@ TRIREME_INLINE float weigh_query(float* scores, Range covered, Range seen, float
   const float before = *max_so_far;
   float after = before > tile_max ? before : tile_max;
   if (after == kNegInf) {
-    after = sum_of_seen(scores, covered, seen);  // a NaN that no maximum kept, if there is one
+    after = sum_of_seen(scores, covered, seen);  // picks up a NaN that the maximum dropped
     if (after == kNegInf) {
       clear_weights(scores, covered);
       return 1.0f;
@@ -225,7 +225,7 @@ static void pass_over_queries(const AttentionArgs& a, const AttentionTask& task,
   }
 }
 
-// All queries against the keys, then all against the values: each half of the tile stays in the first cache meanwhile.
+// All queries against the keys, then all against the values: each half of the tile stays in L1 meanwhile.
 template <class T, bool P>
 static void attend_tile(const AttentionArgs& a, const AttentionTask& task, const TaskState& s, const Tile<T, P>& tile,
                         int tile_start, Range available) {
@@ -233,7 +233,7 @@ static void attend_tile(const AttentionArgs& a, const AttentionTask& task, const
   pass_over_queries<Pass::add>(a, task, s, tile, tile_start, available);
 }
 
-// ---------------------------------------------------------------- finding and packing the tiles
+// ---------------------------------------------------------------- locating and packing the tiles
 
 template <class T>
 struct HeadCache {

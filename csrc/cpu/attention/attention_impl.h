@@ -1,5 +1,5 @@
-// Paged attention for one instruction set. Included by ops_*.cpp. One task is some queries of one row (tokens times the
-// query heads of some KV heads); attention_floats_impl.h and attention_ints_impl.h do one part of it.
+// Paged attention for one instruction set. Included by ops_*.cpp. A task is some queries of one sequence (tokens times the
+// query heads of some KV heads); attention_floats_impl.h and attention_ints_impl.h compute one part of it.
 #pragma once
 
 #include "cpu/attention/attention_floats_impl.h"

@@ -1,13 +1,13 @@
 // Attention over caches of integers (KvView in ops.h), for one instruction set. Included by attention_impl.h.
 //
-// Both products are sums of int16 products, exact in int32, tokens or dims in the lanes, two of the other per step:
+// Both GEMMs are sums of int16 multiplies, exact in int32, with tokens or dims in the lanes, two of the other per step:
 //
 //     score[r][16 tokens] = (sum over d of q[r][d] * k[d][16 tokens]) * unit of the query * units of the keys
-//     w[r][j] = 2^(score[r][j] - largest of the tile) * unit of the value       W = round(w * 32767 / sum of the tile's w)
+//     w[r][j] = 2^(score[r][j] - max of the tile) * unit of the value           W = round(w * 32767 / sum of the tile's w)
 //     out[r][16 dims] = out * alpha + (sum over j of W[r][j] * v[j][16 dims]) * factor
 //
-// Nothing overflows: q has length 32767 and so has k or less (Cauchy-Schwarz), and the W of a tile add up to 32767. A score is
-// off by at most sqrt(dim) / 65534 * |q| |k| * scale for either rounding, a weight by 1 / 65534 of its tile's sum.
+// No overflow: q has L2 norm 32767 and k at most that (Cauchy-Schwarz), and the W of a tile sum to 32767. The error of a score
+// is at most sqrt(dim) / 65534 * |q| |k| * scale per quantization, that of a weight 1 / 65534 of its tile's sum.
 #pragma once
 
 #include "cpu/attention/attention_common_impl.h"
@@ -15,8 +15,8 @@
 
 namespace trireme::TRIREME_VARIANT {
 
-// Columns of 16 lanes per query. An addition takes one cycle on AVX2, so there the loads decide; AVX-512 sums within the
-// product's five cycles.
+// Columns of 16 lanes per query. On AVX2 an addition takes one cycle, so loads are the bottleneck; AVX-512 accumulates within the
+// multiply's five cycles.
 constexpr int num_integer_columns([[maybe_unused]] int queries) {
 #if defined(__AVX512F__)
   return queries <= 3 ? 4 : 2;
@@ -27,8 +27,8 @@ constexpr int num_integer_columns([[maybe_unused]] int queries) {
 #endif
 }
 
-// Where the numbers and units of one tile are: pointers per 16 tokens, strides in elements. With Ahead, a line of the next
-// tile is fetched per step: blocks are scattered, which the hardware does not foresee.
+// Locations of the elements and units of one tile: pointers per 16 tokens, strides in elements. With Ahead, one cache line of the
+// next tile is prefetched per step: blocks are scattered, which hardware prefetchers do not predict.
 template <class T, bool Ahead>
 struct IntegerTile {
   const T* keys[kSubs];    // [dim / 2][16][2]
@@ -43,12 +43,12 @@ struct IntegerTile {
   int64_t value_stride;
 };
 
-// What a few queries need between the passes over one tile.
+// Scratch of a few queries between the passes over one tile.
 struct Weighed {
   alignas(64) float scores[kQueries][kTileTokens];  // then w
   alignas(64) int16_t weights[kQueries][kTileTokens];
-  alignas(64) float sums[kQueries][kLanes];    // of p, over the lanes
-  alignas(64) float totals[kQueries][kLanes];  // of w
+  alignas(64) float sums[kQueries][kLanes];    // of p, per lane
+  alignas(64) float totals[kQueries][kLanes];  // of w, per lane
   alignas(64) float alpha[kLanes];
   alignas(64) float factor[kLanes];
 };
@@ -144,7 +144,7 @@ TRIREME_INLINE float largest_score(const float* scores, Range covered, Range see
   return reduce_max(best);
 }
 
-// Turns the scores of one query into w, and sums up p and w over the lanes.
+// Converts the scores of one query into w, and sums p and w per lane.
 template <bool Full>
 TRIREME_INLINE void weigh_scores(float* scores, const float* const* value_units, Range covered, Range seen, float unit,
                                  float largest, float* sum_lanes, float* total_lanes) {
@@ -168,8 +168,8 @@ TRIREME_INLINE void weigh_scores(float* scores, const float* const* value_units,
   store(total_lanes, total);
 }
 
-// Joins the tile's softmax to what came before in this part, for R queries in the lanes: `largest` are their scores here, `total`
-// their sums of w.
+// Merges the tile's softmax into the running state of this part, for R queries in the lanes: `largest` are their tile maxima,
+// `total` their sums of w.
 template <int R>
 TRIREME_INLINE void join_softmax(const TaskState& s, int query, const float (&largest)[R], const float (&total)[R], Weighed& w) {
   const Vec before = load_first(s.part_max + query, R), here = from_lanes(largest);
@@ -205,7 +205,7 @@ static void weigh_tile(const AttentionArgs& a, const AttentionTask& task, const 
     seen[r] = Full ? covered : covered_range(a, task, s, query + r, 1, tile_start, covered);
     largest[r] = seen[r].first < seen[r].last ? largest_score<Full>(w.scores[r], covered, seen[r]) : kNegInf;
   }
-  // Pass by pass over all queries, so that what waits on a sum across lanes is done for several at once.
+  // Pass by pass over all queries, so that several horizontal sums are in flight at once.
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     const float unit = a.softcap > 0.0f ? 1.0f : units[r];
@@ -277,7 +277,7 @@ static void attend_integer_tile(const AttentionArgs& a, const AttentionTask& tas
   }
 }
 
-// ---------------------------------------------------------------- finding and packing the tiles
+// ---------------------------------------------------------------- locating and packing the tiles
 
 template <class T>
 struct IntegerCache {
@@ -285,7 +285,7 @@ struct IntegerCache {
   const char* v;
   const int32_t* table;
   int64_t block_bytes;
-  int64_t numbers;  // of one head of a block
+  int64_t numbers;  // elements of one head of a block
   int block_size;
   int dim;
 
@@ -331,7 +331,7 @@ TRIREME_INLINE IntegerTile<T, Ahead> direct_integers(const IntegerCache<T>& cach
   return tile;
 }
 
-// A tile copied to scratch token by token; tokens outside `available` are zeros.
+// Copies a tile to scratch token by token; tokens outside `available` become zero.
 template <class T>
 static IntegerTile<int16_t, false> packed_integers(const IntegerCache<T>& cache, const TaskState& s, int tile_start,
                                                    Range available) {
@@ -382,7 +382,7 @@ static void attend_integers(const AttentionArgs& a, const AttentionTask& task, c
   });
 }
 
-// Queries as integers of length 32767, and what their scores are to be multiplied by.
+// Quantizes queries to integers of L2 norm 32767, with the factor for their scores.
 static void round_queries(const AttentionArgs& a, const AttentionTask& task, const TaskState& s) {
   const float scale = a.softcap > 0.0f ? a.scale : a.scale * kLog2e;
   for (int query = 0; query < s.num_queries; ++query) {

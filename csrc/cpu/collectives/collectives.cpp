@@ -1,7 +1,7 @@
-// See collectives.h. A rank copies its piece into its slot, raises its flag and waits for all flags of the stage; then it
-// reads. Two slots per rank alternate: whoever writes a slot again has seen all ranks arrive at the operation in between, so
-// all have read it. Waiting is spinning, then yielding while nobody else wants the processor, then a futex in slices, in which
-// aborts and deaths are noticed.
+// See collectives.h. A rank copies its data into its slot, raises its flag, waits for all flags of the stage, then reads. Each
+// rank alternates two slots: before a slot is rewritten, all ranks have arrived at the operation in between, so all have read
+// it. Waiting spins, then yields while no other process wants the CPU, then sleeps on a futex in slices, checking for aborts
+// and dead peers after each.
 #include "cpu/collectives/collectives.h"
 
 #include <fcntl.h>
@@ -29,10 +29,10 @@ constexpr size_t kPage = 4096, kPidsOffset = 256;
 constexpr uint32_t kAbortedByOwner = 1, kAbortedByWorker = 16;
 constexpr int kSpins = 400;            // about 10 us
 constexpr int kYields = 200;
-constexpr double kLongYieldS = 50e-6;  // others want this processor: the rank we wait for may be one of them
-constexpr long kSliceNs = 20'000'000;  // between looks at the abort word and at the peers
-constexpr size_t kShareBytes = 64 << 10;  // longer sums are shared out between the ranks
-constexpr size_t kRingPiece = 256 << 10;  // so that the reader starts before the writer ends
+constexpr double kLongYieldS = 50e-6;  // another process wants this CPU, possibly the rank we wait for
+constexpr long kSliceNs = 20'000'000;  // between checks of the abort word and the peers
+constexpr size_t kShareBytes = 64 << 10;  // longer sums are split between the ranks (reduce-scatter, all-gather)
+constexpr size_t kRingPiece = 256 << 10;  // lets the reader start before the writer ends
 constexpr uint64_t kMessageMark = 0x5452494d00000000;
 
 double now_s() {
@@ -74,7 +74,7 @@ size_t share_end(size_t count, int rank, int ranks) {
 
 }  // namespace
 
-// ---------------------------------------------------------------- life
+// ---------------------------------------------------------------- setup and teardown
 
 Comm::Comm(const std::string& path, int tp_rank, int pp_rank, double timeout_s, double step_timeout_s)
     : rank_(tp_rank), stage_(pp_rank), timeout_s_(timeout_s), step_timeout_s_(step_timeout_s) {
@@ -145,7 +145,7 @@ void Comm::check_abort(const char* what) const {
   throw CommError(std::string(what) + ": aborted by worker " + std::to_string(code - kAbortedByWorker));
 }
 
-// A peer that has not come yet is not dead.
+// A peer that has not joined yet is not dead.
 bool Comm::is_dead(int peer) {
   int& fd = pidfds_[static_cast<size_t>(peer)];
   const uint32_t pid = pids_[peer].load();
@@ -158,7 +158,7 @@ bool Comm::is_dead(int peer) {
   return poll(&entry, 1, 0) == 1;
 }
 
-// One slice of sleep; true when the flag is there. Throws on abort, death and time-out.
+// Sleeps one slice; true once the flag is set. Throws on abort, peer death and time-out.
 bool Comm::sleep_until(Flag& flag, uint32_t target, int peer, double deadline, const char* what) {
   flag.waiters.fetch_add(1, std::memory_order_seq_cst);
   const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
@@ -243,7 +243,7 @@ void Comm::reduce_once(float* x, size_t count) {
   sum_rows(rows, tp_, x, 0, count);
 }
 
-// Each rank sums one share and leaves it in that part of its own slot, which nobody else reads before.
+// Each rank sums one share into that part of its own slot, which no other rank has read yet.
 void Comm::reduce_in_shares(float* x, size_t count) {
   std::memcpy(slot(rank_), x, count * sizeof(float));
   arrive_and_wait("all_reduce");

@@ -1,6 +1,6 @@
-// Collectives of the CPU ranks of one engine over a shared-memory arena (laid out by trireme/topology/arena.py). One Comm per worker,
-// used by one thread. Every rank must make the same calls in the same order. No call waits for ever: a time-out, the death
-// of a peer and the abort word all end it with CommError, after which this engine's arena is of no more use.
+// Collectives of the CPU ranks of one engine over a shared-memory arena (laid out by trireme/topology/arena.py). One Comm per
+// worker, used by one thread. Every rank must make the same calls in the same order. No call blocks forever: a time-out, a peer's
+// death or the abort word ends it with CommError, after which the engine's arena is unusable.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ struct ArenaHeader {
   uint64_t total;
 };
 
-// A counter that others wait for. Lives in shared memory, zero at first, on cache lines of its own.
+// A counter that others wait for. Lives in shared memory, initially zero, on its own cache lines.
 struct alignas(128) Flag {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> waiters;
@@ -39,23 +39,23 @@ struct alignas(128) Flag {
 
 class Comm {
  public:
-  // timeout_s bounds the wait for the other ranks of a stage, step_timeout_s that for a neighbouring stage.
+  // timeout_s bounds the wait for the other ranks of a stage, step_timeout_s the wait for a neighbouring stage.
   Comm(const std::string& path, int tp_rank, int pp_rank, double timeout_s, double step_timeout_s);
   ~Comm();
   Comm(const Comm&) = delete;
   Comm& operator=(const Comm&) = delete;
 
-  // x += the other ranks' x, summed in rank order whatever the size: all ranks get the same bits.
+  // All-reduce: x += the other ranks' x, in rank order for any size, so all ranks get the same bits.
   void all_reduce(float* x, size_t count);
-  // Rank r gives rows of sizes[r] bytes; out has rows of sum(sizes) bytes.
+  // All-gather: rank r contributes rows of sizes[r] bytes; out has rows of sum(sizes) bytes.
   void all_gather(const char* x, char* out, size_t rows, const std::vector<size_t>& sizes);
-  // x has rows of sum(sizes) floats; out gets the summed columns of this rank.
+  // Reduce-scatter: x has rows of sum(sizes) floats; out gets this rank's summed columns.
   void reduce_scatter(const float* x, float* out, size_t rows, const std::vector<size_t>& sizes);
   void broadcast(char* x, size_t bytes, int root);
   void barrier();
   void send_next(const char* x, size_t bytes);
   void recv_prev(char* x, size_t bytes);
-  // Fails all collectives of the engine, now and later.
+  // Fails all present and future collectives of the engine.
   void abort();
 
  private:
@@ -63,7 +63,7 @@ class Comm {
     Flag* written = nullptr;
     Flag* read = nullptr;
     char* data = nullptr;
-    uint64_t position = 0;  // bytes that passed on this side
+    uint64_t position = 0;  // bytes passed on this side
   };
 
   int worker_at(int stage, int tp_rank) const { return stage * tp_ + tp_rank; }
@@ -88,8 +88,8 @@ class Comm {
   int tp_ = 1, pp_ = 1, rank_ = 0, stage_ = 0;
   double timeout_s_, step_timeout_s_;
   bool may_spin_ = true;
-  uint32_t sequence_ = 0;   // of arrivals
-  uint64_t operation_ = 0;  // its parity names the slots in use
+  uint32_t sequence_ = 0;   // number of arrivals
+  uint64_t operation_ = 0;  // its parity selects the slots
   std::vector<int> pidfds_;
   Ring next_, prev_;
 };

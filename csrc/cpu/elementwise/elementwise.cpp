@@ -1,4 +1,4 @@
-// Drivers of the norms, rotary embedding and activation: cut the rows for the pool when the work is worth it.
+// Drivers of the norms, rotary embedding and activation: split the tokens over the pool if the work is worth it.
 #include <algorithm>
 
 #include "cpu/cpuinfo.h"

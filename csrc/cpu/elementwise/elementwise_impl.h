@@ -1,5 +1,5 @@
 // Kernels of norms, rotary embedding with cache write, and gated activation, for one instruction set. Included by ops_*.cpp.
-// Sums run in an order that depends on the width alone.
+// Summation order depends on the width only.
 #pragma once
 
 #include "cpu/elementwise/ops.h"
@@ -9,7 +9,7 @@ namespace trireme::TRIREME_VARIANT {
 
 // ---------------------------------------------------------------- norms
 
-// Sum of squares over four chains of lanes.
+// Sum of squares over four independent accumulators.
 TRIREME_INLINE float sum_squares(const float* x, int width) {
   Vec sums[4] = {zero(), zero(), zero(), zero()};
   int i = 0;
@@ -58,10 +58,10 @@ static void norm_rows(const NormArgs& a, int first, int last) {
 
 // ---------------------------------------------------------------- rotary embedding and cache write
 
-// Units of integers up to this count as zero: 1 / unit must be a number.
+// Units up to this count as zero: 1 / unit must be finite.
 inline constexpr float kLeastUnit = 1e-36f;
 
-// out may be x. Products are rounded before they are added, as the reference does.
+// out may be x. Multiplies are rounded before the add, as in the reference.
 TRIREME_INLINE void rotate(const float* x, const float* cos, const float* sin, int half, float* out) {
   for (int i = 0; i < half; i += kLanes) {
     const int n = half - i < kLanes ? half - i : kLanes;
@@ -89,7 +89,7 @@ TRIREME_INLINE void narrow_row(const float* x, T* out, int n) {
   for (; i < n; ++i) narrow(x[i], out + i);
 }
 
-// The rotated, normed key of one head of one token, in `key` or where k was.
+// The rotated, normed key of one head of one token, in `key` or in place.
 TRIREME_INLINE const float* finished_key(const RopeArgs& a, int token, int head, const float* cos, float* key) {
   const float* k = a.k + token * a.k_stride + static_cast<int64_t>(head) * a.kv.dim;
   if (a.k_norm != nullptr) {
@@ -117,7 +117,7 @@ static void cache_token(const RopeArgs& a, int token, const float* cos, float* k
   }
 }
 
-// out[i] = x[i] / unit, rounded; out has room for whole vectors. A unit that is not a number gives any integers.
+// out[i] = x[i] / unit, rounded; out has room for whole vectors. A NaN unit gives unspecified integers.
 TRIREME_INLINE void divide_row(const float* x, float unit, int16_t* out, int n) {
   const Vec inverse = set1(unit > kLeastUnit ? 1.0f / unit : 0.0f);
   int i = 0;
@@ -131,7 +131,7 @@ TRIREME_INLINE void store_unit(T* units, int64_t offset, float unit) {
   std::memcpy(reinterpret_cast<char*>(units) + 4 * offset, &unit, 4);
 }
 
-// The greatest absolute value, NaN if there is any.
+// The amax, NaN if there is any.
 TRIREME_INLINE float largest(const float* x, int n) {
   Vec best = zero(), tainted = zero();
   for (int i = 0; i < n; i += kLanes) {
@@ -142,7 +142,7 @@ TRIREME_INLINE float largest(const float* x, int n) {
   return reduce_max(best) + reduce_add(tainted);
 }
 
-// Numbers of one token in steps of `stride`, `width` side by side.
+// Elements of one token at `stride`, `width` adjacent ones at a time.
 template <int Width, class T>
 TRIREME_INLINE void spread(const int16_t* from, T* to, int64_t stride, int n) {
   for (int i = 0; i < n; i += Width) {

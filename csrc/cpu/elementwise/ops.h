@@ -1,6 +1,6 @@
-// The CPU ops of a decoder layer: what they take and which kernels carry them out. Called by bind/ops.cpp; the drivers
-// (attention.cpp, elementwise.cpp) cut the work into tasks, the kernels of one instruction set (ops_*.cpp) do them.
-// Pointers are to float32 unless said otherwise, strides are in elements. Nothing here checks its arguments.
+// The CPU ops of a decoder layer: their arguments and the kernels that compute them. Called by bind/ops.cpp; the drivers
+// (attention.cpp, elementwise.cpp) split the work into tasks for the kernels of one instruction set (ops_*.cpp).
+// Pointers are to float32 unless noted, strides are in elements. Arguments are not checked here.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ inline constexpr int kMaxHeadDim = 1024;
 enum class KvType : int { f32 = 0, f16 = 1, bf16 = 2, i8 = 3, i16 = 4 };
 inline bool is_integer(KvType type) { return type == KvType::i8 || type == KvType::i16; }
 
-// Paged cache of one layer, contiguous. Of floats: k [num_blocks, heads, dim, block_size], v [num_blocks, heads, block_size,
-// dim]. Of integers, dim and block_size being even, each head of a block has its numbers and then one float per token, the
-// value of its 1 (zero for a token of zeros):
+// Paged cache of one layer, contiguous. Floats: k [num_blocks, heads, dim, block_size], v [num_blocks, heads, block_size, dim].
+// Integers (dim and block_size even): each head of a block has its elements, then one float scale ("unit") per token (zero for
+// a token of zeros):
 //
-//     k   [dim / 2][block_size][2 dims], scales [block_size]      int16: 32767 is the length of the key, int8: 127 its largest
-//     v   [block_size / 2][dim][2 tokens], scales [block_size]    the token's largest is 32767 or 127
+//     k   [dim / 2][block_size][2 dims], scales [block_size]      int16: 32767 is the L2 norm of the key, int8: 127 its amax
+//     v   [block_size / 2][dim][2 tokens], scales [block_size]    32767 or 127 is the token's amax
 struct KvView {
   void* k;
   void* v;
@@ -102,7 +102,7 @@ struct SwigluArgs {
   Activation activation;
 };
 
-// True when the call is worth the pool, and the release of the interpreter lock.
+// True if the call is worth the pool, and releasing the GIL.
 bool is_large(const NormArgs& a);
 bool is_large(const RopeArgs& a);
 bool is_large(const AttentionArgs& a);
@@ -116,15 +116,15 @@ void swiglu(const SwigluArgs& a);
 // ---------------------------------------------------------------- between drivers and kernels
 
 // Numerics of attention: online softmax over tiles of kTileTokens from position 0 on, restarted at every multiple of
-// kPartTokens; the parts of one query are then folded in order. Neither depends on the other queries of the step.
+// kPartTokens; the parts of one query are then merged in order. Neither depends on the other queries of the step.
 inline constexpr int kTileTokens = 64;
 inline constexpr int kPartTokens = 256;
 
-// Some consecutive queries of one row against some KV heads: num_tokens tokens times the query heads of those KV heads.
+// Some consecutive queries of one sequence against some KV heads: num_tokens tokens times the query heads of those KV heads.
 struct AttentionTask {
   int row;
   int kv_head;      // the first
-  int num_heads;    // several for few queries: blocks are then read as they lie, all heads of one after the other
+  int num_heads;    // several for few queries: blocks are then read sequentially, all heads of one after the other
   int first_token;  // index into q
   int num_tokens;
   int first_position;
@@ -137,7 +137,7 @@ struct OpsKernels {
   void (*rope_tokens)(const RopeArgs& a, int first, int last);
   void (*swiglu_span)(const SwigluArgs& a, int row, int first, int last);
   void (*attend)(const AttentionArgs& a, const AttentionTask& task, float* scratch);
-  // Folds num_parts partial results, part_stride floats apart, into out.
+  // Merges num_parts partial results, part_stride floats apart, into out.
   void (*fold_parts)(const AttentionArgs& a, const AttentionTask& task, int num_parts, int64_t part_stride, float* scratch);
 };
 
@@ -149,7 +149,7 @@ inline int64_t partial_stride(int dim) { return (dim + 15) / 16 * 16 + 16; }
 const OpsKernels& ops_kernels_portable();
 const OpsKernels& ops_kernels_avx2();
 const OpsKernels& ops_kernels_avx512();
-// Of the instruction set in use.
+// The kernels of the instruction set in use.
 const OpsKernels& ops_kernels();
 
 }  // namespace trireme

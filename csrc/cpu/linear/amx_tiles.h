@@ -1,4 +1,4 @@
-// AMX instructions as functions that the compiler may not move: its own intrinsics do not tell it what memory they read.
+// AMX instructions as functions that the compiler may not move: its intrinsics do not declare the memory they read.
 #pragma once
 
 #include <cstddef>

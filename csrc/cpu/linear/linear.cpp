@@ -1,4 +1,4 @@
-// Packing, splitting of a product over the thread pool, and row lookup. Instruction-set independent; see linear.h.
+// Packing, splitting of a GEMM over the thread pool, and row lookup. Instruction-set independent; see linear.h.
 #include "cpu/linear/linear.h"
 
 #include <sys/mman.h>
@@ -22,7 +22,7 @@ constexpr size_t kChunkBytes = 16 * kHugePage;
 
 struct Mapping {
   explicit Mapping(size_t size) : bytes((size + kHugePage - 1) / kHugePage * kHugePage) {
-    // One page more than needed, so that the part in use can start on a huge page.
+    // One page more than needed, so that the used part can start on a huge page.
     base = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base == MAP_FAILED) throw std::bad_alloc();
     const auto address = (reinterpret_cast<uintptr_t>(base) + kHugePage - 1) / kHugePage * kHugePage;
@@ -39,7 +39,7 @@ struct Mapping {
   size_t used = 0;
 };
 
-// Small matrices share mappings, so that all weights of a model lie on few huge pages.
+// Small matrices share mappings, so that all weights of a model fit on few huge pages.
 uint8_t* allocate(size_t size, std::shared_ptr<void>* memory) {
   static std::mutex mutex;
   static std::weak_ptr<Mapping> current;
@@ -56,7 +56,7 @@ uint8_t* allocate(size_t size, std::shared_ptr<void>* memory) {
   return data;
 }
 
-// Grows and never shrinks; each calling thread has its own, so concurrent calls do not meet.
+// Grows and never shrinks; one per calling thread, so concurrent calls do not interfere.
 class Scratch {
  public:
   ~Scratch() { ::operator delete[](data_, std::align_val_t(64)); }
@@ -120,7 +120,7 @@ QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, con
   rows.sum_factor = kernels.scaled_sums ? sum_factor(form) : 1;
   const size_t blocks = static_cast<size_t>(round_up(args.m, rows.group)) * blocks_in(k);
   uint8_t* memory = scratch->reserve(blocks * grouped_block_bytes(1, wide) + 64);
-  const size_t between = grouped ? rows.group : blocks;  // from one array to the next
+  const size_t between = grouped ? rows.group : blocks;  // stride between blocks
   rows.q = reinterpret_cast<int8_t*>(memory);
   rows.scale = reinterpret_cast<float*>(memory + between * kBlock * (wide ? 2 : 1));
   rows.sum = rows.scale + between;
@@ -144,9 +144,9 @@ QuantizedRows quantize(const LinearKernels& kernels, const LinearArgs& args, con
   return rows;
 }
 
-// Multiply-adds of a task: many against the cost of claiming one, few against a whole product.
+// Multiply-adds per task: many relative to the cost of claiming one, few relative to a whole GEMM.
 constexpr int64_t kTaskWork = 3 << 20;
-// Less than this many multiply-adds is not worth waking a thread.
+// Below this many multiply-adds, waking a thread does not pay.
 constexpr int64_t kSerialWork = 40000;
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Kernels of linear.h for AMX int8 tiles (and AVX-512), for many rows; few rows are left to linear_avx512.cpp. A tile of sums is
-// 16 rows of x by the 16 of a weight tile, over one block: what follows a block's products is the same as there, to the bit.
+// Kernels of linear.h for AMX int8 tiles (and AVX-512), for large M; small M falls back to linear_avx512.cpp. A tile of sums is
+// 16 rows of x by the 16 of a weight tile, over one block: the code after a block's dot products is bit-identical to that file's.
 #define TRIREME_VNNI_LANES 16
 #include "cpu/linear/amx_tiles.h"
 #include "cpu/linear/linear_store_avx512.h"
@@ -8,8 +8,8 @@
 namespace trireme {
 namespace {
 
-constexpr int kPanelTiles = 2;  // weight tiles that meet a group of rows while it is in the first-level cache
-// Fewer rows, and a last group of so few, go the way of linear_avx512.cpp.
+constexpr int kPanelTiles = 2;  // weight tiles per group of rows while it is in L1
+// Below this M, and for a last group this small, linear_avx512.cpp is used.
 constexpr int kGroupedFrom = 32, kFewRows = 8;
 constexpr int kSumBytes = 4 * kTileRows * kTileRows;
 
@@ -25,7 +25,7 @@ void configure() {
   tile_config(config);
 }
 
-// Sums of one block (or both its halves, into two registers) on their way.
+// Sums of one block (or both its halves, into two registers) in flight.
 template <WeightKind kind, int slot>
 INLINE void start_block(const int8_t* x, const uint8_t* codes) {
   if constexpr (keeps_pairs(kind)) {
@@ -76,8 +76,8 @@ INLINE void finish_block(Floats (&acc)[kTileRows], const uint8_t* sums, const ui
   }
 }
 
-// A block's sums are stored two steps after it was started and finished two steps later: what tiles store takes a while to be
-// readable. The buffers, and the registers of sums, are used in turn.
+// A block's sums are stored two steps after it was started and finished two steps later, since stored tiles take a while to
+// become readable. Buffers and sum registers rotate.
 constexpr int kStoreAfter = 2, kFinishAfter = 4, kInFlight = 4;
 
 // One group of 16 rows with a panel; `partial` [16][16] carries sums from panel to panel of a tile.

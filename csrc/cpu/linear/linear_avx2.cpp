@@ -1,4 +1,4 @@
-// The AVX2 + FMA + F16C table of linear.h and its rounding of activations. Compiled with those flags: nothing here may be an
+// The AVX2 + FMA + F16C table of linear.h and its quantization of activations. Compiled with those flags: nothing here may be an
 // inline function with external linkage, or the linker could keep this copy of it for machines without AVX2.
 #include <immintrin.h>
 
@@ -9,7 +9,7 @@
 namespace trireme {
 namespace {
 
-// Rows from which unpacking a tile pays: the sooner the dearer the codes are to unpack.
+// M from which unpacking a tile pays: smaller for kinds whose codes are expensive to unpack.
 constexpr int kGroupedFrom = 12, kDearGroupedFrom = 8;
 
 // ---------------------------------------------------------------- activations

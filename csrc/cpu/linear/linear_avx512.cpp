@@ -6,7 +6,7 @@
 namespace trireme {
 namespace {
 
-// Calls of so many rows unpack weights once.
+// From this M on, weights are unpacked once per call.
 constexpr int kGroupedFrom = 32;
 
 // ---------------------------------------------------------------- activations

@@ -1,12 +1,12 @@
-// Kernels of linear.h for AVX2 + AVX-VNNI: block kinds by byte dot products of 256 bits, dense kinds as linear_avx2.cpp has them.
-// Compiled with those flags: nothing here may have external linkage but the table.
+// Kernels of linear.h for AVX2 + AVX-VNNI: block kinds by 256-bit byte dot products, dense kinds as in linear_avx2.cpp.
+// Compiled with those flags: only the table may have external linkage.
 #define TRIREME_VNNI_LANES 8
 #include "cpu/linear/linear_vnni_rows.h"
 
 namespace trireme {
 namespace {
 
-// Calls of so many rows unpack weights once.
+// From this M on, weights are unpacked once per call.
 constexpr int kGroupedFrom = 24;
 
 INLINE uint32_t max_lanes(__m256i v) {

@@ -1,8 +1,8 @@
-// What linear_*_avx2.cpp share: products of block kinds for AVX2 + FMA + F16C. All in an anonymous namespace: the linker must
+// Shared by linear_*_avx2.cpp: GEMMs with block kinds for AVX2 + FMA + F16C. All in an anonymous namespace: the linker must
 // never share AVX2 code with other files.
 //
-// Few rows of x stream through a tile as it lies in memory; many rows, which come grouped by kGroupRows, first have it unpacked
-// into a panel that stays in the first-level cache. Both do the same operations in the same order.
+// Small M streams through a tile in memory; large M, grouped by kGroupRows rows of x, first unpacks it into a panel that stays in
+// L1. Both do the same operations in the same order.
 #pragma once
 
 #include <immintrin.h>
@@ -16,7 +16,7 @@ namespace {
 
 #define INLINE inline __attribute__((always_inline))
 
-// Makes the compiler finish this value here. Without it gcc moves all additions of a block behind all its products and
+// Forces the compiler to compute this value here. Otherwise gcc moves all additions of a block after all its multiplies and
 // spills them: measured 100 against 220 GOP/s.
 INLINE void pin(__m256i& value) { asm("" : "+x"(value)); }
 
@@ -28,7 +28,7 @@ INLINE __m128i load_8(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cas
 INLINE __m256 load_unsigned(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_8(p))); }
 INLINE __m256 load_signed(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_8(p))); }
 
-// The same 4 activations for all 8 lanes.
+// The same 4 activations in all 8 lanes.
 INLINE __m256i broadcast4(const int8_t* q) {
   int32_t four;
   __builtin_memcpy(&four, q, 4);
@@ -42,9 +42,9 @@ INLINE __m256 load_exponents(const uint8_t* p) {  // see float_from_exponent
   return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
 }
 
-// How the codes of a kind are multiplied, whatever planes they come from: kinds of one form share their panel kernels.
+// How the codes of a kind are multiplied, independent of its planes: kinds of one form share their panel kernels.
 struct ProductForm {
-  int chain;    // products of quads that add up in 16 bits; 0: signed bytes, multiplied as 16 bits in a panel
+  int chain;    // quads whose dot products accumulate in 16 bits; 0: signed bytes, multiplied as int16 in a panel
   int offset;   // see BlockForm
   bool mins;    // a min per 32 k's
   bool pairs;   // sub-scales per 16 k's ...
@@ -55,15 +55,15 @@ constexpr ProductForm product_form(WeightKind kind) {
   const BlockForm form = block_form(kind);
   const bool pairs = has_pairs(form.scale), min_pairs = form.scale == ScaleForm::super16_min;
   if (form.max_code == 0) return {0, 0, false, false, false};
-  const int most = 32767 / (2 * 127 * form.max_code);  // two products to a lane, activations up to 127
+  const int most = 32767 / (2 * 127 * form.max_code);  // two multiplies per lane, activations up to 127
   const int chain = most >= 8 && !pairs ? 8 : most >= 4 ? 4 : 2;
   return {chain, form.offset, has_mins(form.scale) && !min_pairs, pairs, min_pairs};
 }
 
-// What one half (8 lanes) of a tile has beside the codes of a block.
+// Scales of a block for one half (8 lanes) of a tile.
 struct Scales {
   __m256 scale;
-  __m256 min;             // what a block adds per sum of activations, sign included
+  __m256 min;             // a block's contribution per sum of activations, including its sign
   __m256i first, second;  // kinds with pairs: the sub-scale of the first or second 16 k's, twice as int16
   __m256i pairs;          // both of them as int16, times the offset
   __m256i min_pairs;
@@ -101,7 +101,7 @@ INLINE Scales load_scales(const uint8_t* header, const uint8_t* sub, int half) {
   return s;
 }
 
-// A quad of codes (8 lanes) out of the planes.
+// Extracts a quad of codes (8 lanes) from the planes.
 template <WeightKind kind>
 INLINE __m256i unpack(const uint8_t* planes, int quad, int half) {
   constexpr BlockForm form = block_form(kind);
@@ -130,23 +130,23 @@ INLINE __m256i unpack(const uint8_t* planes, int quad, int half) {
   return codes;
 }
 
-// Quads of codes out of the planes of a tile.
+// Quads of codes from the planes of a tile.
 template <WeightKind kind>
 struct PackedCodes {
   const uint8_t* planes;
   INLINE __m256i read(int quad, int half) const { return unpack<kind>(planes, quad, half); }
 };
 
-// The same out of a panel.
+// Quads of codes from a panel.
 struct PanelCodes {
   const uint8_t* quads;
   INLINE __m256i read(int quad, int half) const { return load(quads + 64 * quad + 32 * half); }
 };
 
-// ---------------------------------------------------------------- products of one block with R rows of activations
+// ---------------------------------------------------------------- dot products of one block with R rows of activations
 
-// dot[r][half]: exact integer products (q: rows of x, q_stride apart), times the sub-scales of 16 k's where there are such.
-// The offset is not yet taken off.
+// dot[r][half]: exact integer dot products (q: rows of x, q_stride apart), times the sub-scales of 16 k's if there are any.
+// The offset is not yet subtracted.
 template <ProductForm form, int R, class Codes>
 INLINE void dot_unsigned(const Codes& codes, const Scales (&s)[2], const int8_t* q, ptrdiff_t q_stride, __m256i (*dot)[2]) {
   const __m256i ones = _mm256_set1_epi16(1);
@@ -173,7 +173,7 @@ INLINE void dot_unsigned(const Codes& codes, const Scales (&s)[2], const int8_t*
   }
 }
 
-// |w| times x with the sign of w: a pair is at most 2 * 128 * 127 = 32512, which fits 16 bits, but no two of them do.
+// |w| times x with the sign of w: a pair is at most 2 * 128 * 127 = 32512, which fits 16 bits, but two pairs do not.
 template <int R, class Codes>
 INLINE void dot_signed(const Codes& codes, const int8_t* q, ptrdiff_t q_stride, __m256i (*dot)[2]) {
   const __m256i ones = _mm256_set1_epi16(1);
@@ -195,7 +195,7 @@ INLINE void dot_signed(const Codes& codes, const int8_t* q, ptrdiff_t q_stride, 
   }
 }
 
-// Codes and activations as int16: twice the bytes, but one product and one sum for two k's.
+// Codes and activations as int16: twice the bytes, but one multiply and one add for two k's.
 template <int R>
 INLINE void dot_wide(const uint8_t* codes, const int16_t* x, ptrdiff_t x_stride, __m256i (*dot)[2]) {
 #pragma GCC unroll 16
@@ -213,7 +213,7 @@ INLINE void dot_wide(const uint8_t* codes, const int16_t* x, ptrdiff_t x_stride,
   }
 }
 
-// What a block of a row of activations has beside its integers; see QuantizedRows.
+// Scale and sums of a block of a row of activations; see QuantizedRows.
 struct RowBlock {
   const float* scale;
   const float* sum;
@@ -221,7 +221,7 @@ struct RowBlock {
   const int32_t* minus_halves;
 };
 
-// For all lanes. Written so that it is one load.
+// In all lanes. Written so that it compiles to one load.
 INLINE __m256i repeat(const int32_t* value) { return broadcast4(reinterpret_cast<const int8_t*>(value)); }
 
 template <ProductForm form>
@@ -231,7 +231,7 @@ INLINE __m256i take_offset(__m256i dot, const Scales& s, const RowBlock& x) {
   return _mm256_add_epi32(dot, repeat(x.minus_sum));
 }
 
-// What a block adds to the 8 lanes of one row.
+// Contribution of a block to the 8 lanes of one row of x.
 template <ProductForm form>
 INLINE __m256 add_block(__m256 acc, __m256i dot, const Scales& s, const RowBlock& x) {
   const __m256 x_scale = _mm256_broadcast_ss(x.scale);
@@ -257,9 +257,9 @@ INLINE void add_blocks(const __m256i (*dot)[2], const Scales (&s)[2], const RowB
   }
 }
 
-// ---------------------------------------------------------------- few rows: a tile as it lies in memory
+// ---------------------------------------------------------------- small M: straight from a tile in memory
 
-// R rows with a tile. Meanwhile fetches what lies `ahead` bytes further (0: nothing).
+// R rows of x with a tile. Prefetches `ahead` bytes further (0: nothing).
 template <WeightKind kind, int R>
 __attribute__((noinline)) void stream_rows(const TileArgs& args, int tile, int first_row, size_t ahead) {
   constexpr BlockForm form = block_form(kind);
@@ -300,7 +300,7 @@ __attribute__((noinline)) void stream_rows(const TileArgs& args, int tile, int f
 
 template <WeightKind kind>
 void stream_tile(const TileArgs& args, int tile) {
-  // One row streams through the weights; more rows stay on a tile while the first of them fetch the next one.
+  // A single row streams through the weights; more rows stay on a tile while the first of them prefetch the next one.
   const size_t ahead = args.m == 1 ? 2048 : args.tile_bytes;
   int row = 0;
   for (; row + 4 <= args.m; row += 4) stream_rows<kind, 4>(args, tile, row, row == 0 ? ahead : 0);
@@ -311,11 +311,11 @@ void stream_tile(const TileArgs& args, int tile) {
   }
 }
 
-// ---------------------------------------------------------------- many rows: a tile unpacked into a panel
+// ---------------------------------------------------------------- large M: a tile unpacked into a panel
 
 // A block in a panel: its Scales, then the 8 quads of codes, each of 16 lanes; or, for signed kinds, 16 pairs as int16.
 constexpr size_t kVector = 4 * kTileRows;  // 16 lanes of 4 bytes
-constexpr size_t kPanelBytes = 20u << 10;  // leaves the rest of a first-level cache to the rows of x
+constexpr size_t kPanelBytes = 20u << 10;  // leaves the rest of L1 to the rows of x
 
 constexpr size_t panel_scale_bytes(ProductForm form) {
   return kVector * (1 + (form.mins || form.min_pairs ? 1 : 0) + (form.pairs ? 3 : 0) + (form.min_pairs ? 1 : 0));
@@ -395,7 +395,7 @@ INLINE Scales load_panel_scales(const uint8_t* p, int half) {
   return s;
 }
 
-// A panel of one tile, and what to fetch meanwhile: `fetch_step` bytes at each block of each group of rows.
+// A panel of one tile, and what to prefetch: `fetch_step` bytes at each block of each group of rows.
 struct Panel {
   const uint8_t* blocks;
   int tile;
@@ -461,7 +461,7 @@ __attribute__((noinline)) void panel_rows(const TileArgs& args, Panel& panel, in
   }
 }
 
-// All rows with a panel, group by group.
+// All rows of x with a panel, group by group.
 template <ProductForm form>
 void panel_all_rows(const TileArgs& args, Panel& panel, float* partial) {
   for (int row = 0; row < args.m; row += kGroupRows, partial += kGroupRows * kTileRows) {

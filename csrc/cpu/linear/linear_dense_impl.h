@@ -1,8 +1,8 @@
-// Products with dense weights (f32, f16, bf16) for one instruction set; see linear.h. Included by linear_dense_*.cpp.
+// GEMMs with dense weights (f32, f16, bf16) for one instruction set; see linear.h. Included by linear_dense_*.cpp.
 //
-// Few rows read the weights as they come. More rows take turns on a panel of kPanel k's: the first ones leave what they read
-// there in fp32, the others find it in the first-level cache. Sums wait in `sums` from one panel to the next, so every lane
-// runs over k in order through one accumulator, whatever the rows.
+// Small M reads the weights directly. Larger M is processed in groups per panel of kPanel k's: the first group stores the weights
+// it reads in fp32, the others find them in L1. Sums are kept in `sums` from one panel to the next, so every lane runs over k in
+// order through one accumulator for any M.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace trireme::TRIREME_VARIANT {
 
-// Rows by tiles whose sums fit the registers together, and the tiles of one row that keep the memory busy.
+// (rows of x, tiles) whose sums fit the registers together, and the tiles of a single row that saturate memory bandwidth.
 #if defined(__AVX512F__)
 inline constexpr int kRegisterRows = 8, kRegisterTiles = 2, kStreamTiles = 8;
 #elif defined(__AVX2__)
@@ -21,8 +21,8 @@ inline constexpr int kRegisterRows = 6, kRegisterTiles = 1, kStreamTiles = 4;
 inline constexpr int kRegisterRows = 2, kRegisterTiles = 1, kStreamTiles = 1;
 #endif
 inline constexpr int kPanel = 192;
-inline constexpr int kMaxRows = 96;  // that share a panel
-// Up to so many groups of rows, multiplying does not hide the wait for weights: they are asked for ahead of time.
+inline constexpr int kMaxRows = 96;  // rows of x that share a panel
+// Up to this many groups of rows, arithmetic does not hide the latency of loading weights: they are prefetched.
 inline constexpr int kFetchGroups = 4;
 
 template <WeightKind kind>
@@ -38,7 +38,7 @@ struct Stored<WeightKind::bf16> {
   using Type = BFloat;
 };
 
-// Consecutive k's of consecutive tiles, weights or panel.
+// Consecutive k's of consecutive tiles, from weights or panel.
 template <class W>
 struct Columns {
   const W* first;
@@ -51,8 +51,8 @@ struct Rows {
   ptrdiff_t stride;
 };
 
-// acc[r][t] += the sum over k of x times columns. `keep` writes the columns to `panel`; `fetch` reads memory from `ahead` on
-// into the cache, 16 bytes for each k.
+// acc[r][t] += sum over k of x times columns. `keep` writes the columns to `panel`; `fetch` prefetches memory from `ahead` on,
+// 16 bytes per k.
 template <int R, int T, bool keep, bool fetch, class W>
 TRIREME_INLINE void add_products(Vec (&acc)[R][T], Rows rows, Columns<W> columns, int k, float* panel, const char* ahead) {
   const auto step = [&](int i) __attribute__((always_inline)) {
@@ -97,7 +97,7 @@ TRIREME_INLINE void write(const TileArgs& args, int row, int tile, Vec acc) {
   store_first(out, acc, cols);
 }
 
-// A group of rows on one panel.
+// A group of rows of x on one panel.
 struct Turn {
   Rows rows;
   int k;
@@ -108,7 +108,7 @@ struct Turn {
   int row, tile;  // in args
 };
 
-// Not inlined: the calls behind a copy of few lanes would make the callers save every sum.
+// Not inlined: calls behind a partial copy would make the callers save every sum.
 __attribute__((noinline)) static void finish(const TileArgs& args, const Turn& turn, int rows, int tiles) {
   for (int r = 0; r < rows; ++r) {
     for (int t = 0; t < tiles; ++t) write(args, turn.row + r, turn.tile + t, load(turn.sums + (r * tiles + t) * kLanes));
@@ -149,7 +149,7 @@ Columns<typename Stored<kind>::Type> columns_at(const TileArgs& args, int tile, 
           static_cast<ptrdiff_t>(args.tile_bytes / sizeof(W))};
 }
 
-// All groups of a block of rows, by T tiles.
+// All groups of a chunk of rows, by T tiles.
 template <WeightKind kind, int T, bool fetch>
 void multiply_block(const TileArgs& args, int first_row, int num_rows, int tile) {
   constexpr bool convert = kind != WeightKind::f32;
@@ -184,7 +184,7 @@ void multiply_block(const TileArgs& args, int first_row, int num_rows, int tile)
   }
 }
 
-// R rows, a few, by T tiles.
+// A few rows R of x by T tiles.
 template <WeightKind kind, int R, int T>
 void multiply_few(const TileArgs& args, int tile) {
   alignas(64) float sums[R * T * kLanes];

@@ -1,4 +1,4 @@
-// Products with dense weights, the portable variant; see linear_dense_impl.h.
+// GEMMs with dense weights, the portable variant; see linear_dense_impl.h.
 #include "cpu/linear/linear_dense_impl.h"
 
 namespace trireme {

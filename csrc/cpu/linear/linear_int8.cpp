@@ -1,5 +1,5 @@
-// Rows of int8 weights with one scale each: rounding, packing into the tiles of linear.h, reading back. Called by linear_pack.cpp
-// and linear_quantize.cpp from tasks of the thread pool.
+// int8 weights with one scale per output: quantizing, packing into the tiles of linear.h, reading back. Called by
+// linear_pack.cpp and linear_quantize.cpp from tasks of the thread pool.
 #include <cmath>
 #include <cstring>
 #include <limits>

@@ -1,4 +1,4 @@
-// Products with int8 weights for AVX2; see linear_int8_impl.h.
+// GEMMs with int8 weights for AVX2; see linear_int8_impl.h.
 #define TRIREME_INT8_VECTORS 256
 #include "cpu/linear/linear_int8_impl.h"
 

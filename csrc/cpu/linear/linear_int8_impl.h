@@ -1,10 +1,10 @@
-// Products with int8 weights, one scale to a row, for a vector set: x and weights meet as bytes, straight from the tiles, and
-// all of k sums in int32. Included by linear_int8_avx2.cpp (TRIREME_INT8_VECTORS 256, products by vpmaddubsw),
+// GEMMs with int8 weights, one scale per output, for one vector set: x and weights are multiplied as bytes straight from the
+// tiles, and all of k accumulates in int32. Included by linear_int8_avx2.cpp (TRIREME_INT8_VECTORS 256, by vpmaddubsw),
 // linear_int8_avxvnni.cpp (256, by vpdpbusd) and linear_int8_avx512.cpp (512); all in an anonymous namespace, so that the linker
 // never shares vector code with other files.
 //
-// vpdpbusd multiplies unsigned by signed bytes: x comes with 128 added, which sums that start at minus 128 times those of the
-// weights take off again. vpmaddubsw gets |w| and x with the sign of w: a pair is at most 2 * 128 * 127, which fits 16 bits.
+// vpdpbusd multiplies unsigned by signed bytes: x has 128 added, which is cancelled by initializing sums to minus 128 times the
+// sum of the weights. vpmaddubsw gets |w| and x with the sign of w: a pair is at most 2 * 128 * 127, which fits 16 bits.
 #pragma once
 
 #include <immintrin.h>
@@ -27,7 +27,7 @@ constexpr size_t kCodesAt = 2 * kTileVector;
 
 #if TRIREME_INT8_VECTORS == 512
 using Ints = __m512i;
-constexpr int kHalves = 1, kRows = 8, kTiles = 2;  // vectors of a tile; rows by tiles whose sums fit the registers
+constexpr int kHalves = 1, kRows = 8, kTiles = 2;  // vectors per tile; (rows of x, tiles) whose sums fit the registers
 INLINE Ints load(const void* p) { return _mm512_loadu_si512(p); }
 INLINE Ints every_int(int v) { return _mm512_set1_epi32(v); }
 INLINE void pin(Ints& value) { asm("" : "+v"(value)); }
@@ -43,7 +43,7 @@ INLINE Ints every_int(int v) { return _mm256_set1_epi32(v); }
 INLINE void pin(Ints& value) { asm("" : "+x"(value)); }
 #endif
 
-// 4 k's of a vector of rows.
+// 4 k's of a vector of outputs.
 struct Quad {
   Ints codes;
 #if TRIREME_INT8_VECTORS == 512
@@ -65,7 +65,7 @@ struct Quad {
 #endif
 };
 
-// The sums of one row with a tile, scaled.
+// The scaled sums of one row of x with a tile.
 INLINE void finish(const TileArgs& args, int row, int tile, const Ints* sums, const uint8_t* scales, float x_scale) {
 #if TRIREME_INT8_VECTORS == 512
   const __m512 scale = _mm512_mul_ps(_mm512_loadu_ps(scales), _mm512_set1_ps(x_scale));
@@ -79,7 +79,7 @@ INLINE void finish(const TileArgs& args, int row, int tile, const Ints* sums, co
 #endif
 }
 
-// R rows with T tiles. Meanwhile fetches what lies `ahead` bytes further (0: nothing).
+// R rows of x with T tiles. Prefetches `ahead` bytes further (0: nothing).
 template <int R, int T>
 __attribute__((noinline)) void multiply(const TileArgs& args, int tile, int row, size_t ahead) {
   constexpr int V = T * kHalves;
@@ -138,7 +138,7 @@ INLINE void multiply_rows(int rows, const TileArgs& args, int tile, int row, siz
   multiply<R, T>(args, tile, row, ahead);
 }
 
-// All rows with T tiles, in groups as even as can be; the first one fetches the next tiles.
+// All rows of x with T tiles, in groups as even as possible; the first one prefetches the next tiles.
 template <int T>
 void multiply_all_rows(const TileArgs& args, int tile) {
   const int groups = (args.m + kRows - 1) / kRows;
@@ -150,7 +150,7 @@ void multiply_all_rows(const TileArgs& args, int tile) {
 }
 
 void int8_tiles(const TileArgs& args) {
-  constexpr size_t kAheadOfOneRow = 2048;  // one row streams through the tiles as they lie
+  constexpr size_t kAheadOfOneRow = 2048;  // a single row streams through the tiles
   int tile = 0;
   if (args.m == 1) {
     for (; tile < args.num_tiles; ++tile) multiply<1, 1>(args, tile, 0, kAheadOfOneRow);

@@ -1,4 +1,4 @@
-// Products with int8 weights in plain C++: a block is unpacked once for all rows, a weight row in each lane. Same bits as the
+// GEMMs with int8 weights in plain C++: a block is unpacked once for all rows of x, one output per lane. Bit-identical to the
 // vector sets.
 #include <cstring>
 
@@ -9,7 +9,7 @@ namespace trireme {
 namespace {
 
 constexpr size_t kCodesAt = 8 * kTileRows;
-// So many blocks sum to less than 2^24 (128 * 127 * 1024), which float32 holds exactly.
+// This many blocks sum to less than 2^24 (128 * 127 * 1024), exact in float32.
 constexpr int kExactBlocks = 32;
 
 void unpack(const uint8_t* codes, float (*to)[kTileRows]) {

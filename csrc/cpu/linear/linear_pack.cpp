@@ -1,5 +1,5 @@
-// Conversion between rows as they lie in a GGUF file and the tiles of linear.h: packing and reading back. Called by
-// linear.cpp, from tasks of the thread pool. Layouts of raw blocks are those of ggml's block structs.
+// Conversion between GGUF file rows and the tiles of linear.h: packing and reading back. Called by linear.cpp, from tasks of the
+// thread pool. Layouts of raw blocks are those of ggml's block structs.
 #include <algorithm>
 #include <cstring>
 
@@ -11,10 +11,10 @@ namespace {
 
 // ---------------------------------------------------------------- raw blocks
 
-// One raw block with everything in bytes: the form between file and tile.
+// One raw block unpacked to bytes: the intermediate form between file and tile.
 struct Group {
   uint8_t header[4];      // fp16 scale and min, or an exponent
-  uint8_t first_sub[8];   // per block of 32: what the sub-scale area holds for a row, see linear.h
+  uint8_t first_sub[8];   // per block of 32: the sub-scale area of a row, see linear.h
   uint8_t second_sub[8];
   uint8_t codes[256];
 };
@@ -151,7 +151,7 @@ void read_group(WeightKind kind, const uint8_t* raw, Group* group) {
 
 // ---------------------------------------------------------------- planes
 
-// Puts bits [from_bit, from_bit + bits) of 32 codes into a plane.
+// Stores bits [from_bit, from_bit + bits) of 32 codes in a plane.
 void write_plane(const uint8_t* codes, int from_bit, int bits, int lane, uint8_t* plane) {
   const int per_byte = 8 / bits;
   const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
@@ -214,7 +214,7 @@ struct Scale {
   float min;  // added
 };
 
-// Of one half (16 k's) of a block.
+// Scale and min of one half (16 k's) of a block.
 Scale scale_of(ScaleForm form, const uint8_t* header, const uint8_t* sub, int lane, int half) {
   if (form == ScaleForm::exponent) return {float_from_exponent(header[lane]), 0.0f};
   const float scale = half_at(header + 2 * lane);

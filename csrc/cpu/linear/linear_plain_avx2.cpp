@@ -1,4 +1,4 @@
-// Products with the block kinds that have their own scale for every 32 values, for AVX2; see linear_blocks_avx2.h.
+// GEMMs with the block kinds that have a scale per 32 values, for AVX2; see linear_blocks_avx2.h.
 #include "cpu/linear/linear_blocks_avx2.h"
 
 namespace trireme {

@@ -1,4 +1,4 @@
-// Kernels of linear.h in plain C++, for machines without the vector sets and as a check of the others.
+// Kernels of linear.h in plain C++, for machines without the vector sets and as a reference for them.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -42,7 +42,7 @@ void store(const TileArgs& args, int row, int tile, const float* acc) {
   }
 }
 
-// Codes of one row of a block as the values that products are made of, offset taken off, kTileRows apart.
+// Codes of one row of a block as multiplicands, offset subtracted, kTileRows apart.
 template <WeightKind kind>
 void read_codes(const uint8_t* planes, int lane, float* codes) {
   constexpr BlockForm form = block_form(kind);
@@ -70,11 +70,11 @@ float half_at(const uint8_t* p) {
   return float_from_fp16(half);
 }
 
-// A block of a tile, unpacked once for all rows of activations. A lane is a weight row, so that compilers find vectors.
+// A block of a tile, unpacked once for all rows of activations. One output per lane, so that the compiler vectorizes.
 struct WeightBlock {
   float codes[kBlock][kTileRows];
   float scale[kTileRows], min[kTileRows];        // of the block
-  int scales[2][kTileRows], mins[2][kTileRows];  // sub-scales of its halves, or in the first those of the block
+  int scales[2][kTileRows], mins[2][kTileRows];  // sub-scales of its halves, or of the whole block in the first
 };
 
 template <WeightKind kind>
@@ -99,7 +99,7 @@ void unpack(const uint8_t* header, const uint8_t* sub, WeightBlock& w) {
   }
 }
 
-// Sums of 16 products for each lane. They are whole numbers below 2^24, so exact in float32.
+// Sums of 16 multiplies per lane. They are integers below 2^24, so exact in float32.
 void add_products(const float (*codes)[kTileRows], const int8_t* q, float* dot) {
   for (int i = 0; i < kBlock / 2; ++i) {
     const float x = q[i];
@@ -107,7 +107,7 @@ void add_products(const float (*codes)[kTileRows], const int8_t* q, float* dot) 
   }
 }
 
-// Adds to acc what a block gives with one row of activations, `at`: its place in `rows`.
+// Adds a block's contribution for one row of activations to acc; `at` is its position in `rows`.
 template <WeightKind kind>
 void add_block(const WeightBlock& w, const QuantizedRows& rows, size_t at, float* acc) {
   constexpr ScaleForm form = block_form(kind).scale;

@@ -1,4 +1,4 @@
-// Rounding of fp32 weights to raw GGUF blocks, for models that are quantized while they load. Bound by bind/linear.cpp.
+// Quantizes fp32 weights to raw GGUF blocks, for models that are quantized while they load. Bound by bind/linear.cpp.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -21,7 +21,7 @@ void put_half(float value, uint8_t* to) {
   std::memcpy(to, &half, 2);
 }
 
-// As ggml does, values are divided by the scale before that is rounded to fp16.
+// As in ggml, values are divided by the scale before the scale is rounded to fp16.
 void round_q8_0(const float* x, uint8_t* block) {
   const float scale = largest_magnitude(x) / 127.0f;
   const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
@@ -32,7 +32,7 @@ void round_q8_0(const float* x, uint8_t* block) {
   }
 }
 
-// The value of largest magnitude, sign included, becomes -8.
+// The value of largest magnitude, including its sign, becomes -8.
 void round_q4_0(const float* x, uint8_t* block) {
   float extreme = 0.0f;
   for (int i = 0; i < kBlock; ++i) {

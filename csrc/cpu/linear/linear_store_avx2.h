@@ -1,5 +1,5 @@
-// Writing a tile's sums to the output and how rows are grouped, for the linear_*_avx2.cpp alone: each has its own copy, so
-// that the linker never shares AVX2 code with other files.
+// Stores a tile's sums to the output and groups rows of x, for linear_*_avx2.cpp only: each has its own copy, so that the linker
+// never shares AVX2 code with other files.
 #pragma once
 
 #include <immintrin.h>
@@ -9,7 +9,7 @@
 namespace trireme {
 namespace {
 
-// Rows that lie side by side once there are many of them: what a panel kernel takes at a time.
+// Rows of x that are interleaved for large M: what a panel kernel takes at a time.
 constexpr int kGroupRows = 6;
 
 inline void store_half(float* out, const float* bias, bool accumulate, __m256 acc) {

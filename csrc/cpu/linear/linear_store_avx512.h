@@ -1,4 +1,4 @@
-// Writing a tile's sums to the output, for linear_avx512.cpp and linear_dense_avx512.cpp alone: each has its own copy, so that the
+// Stores a tile's sums to the output, for linear_avx512.cpp and linear_dense_avx512.cpp only: each has its own copy, so that the
 // linker never shares AVX-512 code with other files.
 #pragma once
 

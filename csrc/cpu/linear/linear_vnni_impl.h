@@ -1,6 +1,6 @@
-// Block kinds of linear.h with byte dot products (vpdpbusd): vectors of 16 lanes where the file that includes this sets
+// Block kinds of linear.h with byte dot products (vpdpbusd): vectors of 16 lanes if the including file sets
 // TRIREME_VNNI_LANES to 16 (AVX-512 VNNI), of 8 with 8 (AVX-VNNI). Included by linear_avx512.cpp, linear_avxvnni.cpp and
-// linear_amx.cpp alone; each has a copy of everything, so that the linker never shares such code with other files.
+// linear_amx.cpp only; each has its own copy, so that the linker never shares such code with other files.
 #pragma once
 
 #include <immintrin.h>
@@ -14,8 +14,8 @@ namespace {
 #define INLINE inline __attribute__((always_inline))
 
 constexpr int kLanes = TRIREME_VNNI_LANES;
-constexpr int kHalves = kTileRows / kLanes;  // vectors to a tile
-constexpr size_t kVector = 4 * kLanes;       // bytes of a vector
+constexpr int kHalves = kTileRows / kLanes;  // vectors per tile
+constexpr size_t kVector = 4 * kLanes;       // bytes per vector
 
 INLINE __m128i load_16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 INLINE __m256i load_32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -107,14 +107,14 @@ INLINE Floats exponents(const uint8_t* p) {  // see float_from_exponent
 }
 #endif
 
-// Makes the compiler finish this value here: left alone, gcc moves whole chains of products behind each other and spills.
+// Forces the compiler to compute this value here: otherwise gcc reorders whole chains of multiplies and spills.
 #if TRIREME_VNNI_LANES == 16
 INLINE void pin(Ints& value) { asm("" : "+v"(value)); }
 #else
 INLINE void pin(Ints& value) { asm("" : "+x"(value)); }
 #endif
 
-// The same 4 activations for all lanes.
+// The same 4 activations in all lanes.
 INLINE Ints every_quad(const int8_t* q) {
   int32_t four;
   __builtin_memcpy(&four, q, 4);
@@ -123,7 +123,7 @@ INLINE Ints every_quad(const int8_t* q) {
 
 // ---------------------------------------------------------------- codes and scales of a block
 
-// What a vector of rows has beside the codes of a block.
+// Scales of a block for a vector of outputs.
 struct Scales {
   Floats scale;
   Floats min;
@@ -162,7 +162,7 @@ INLINE Scales load_scales(const uint8_t* header, const uint8_t* sub, int half) {
   return s;
 }
 
-// Two quads of codes, as they are in the file (after the table, where there is one), out of the planes.
+// Extracts two quads of codes, as in the file (after the table, if any), from the planes.
 template <WeightKind kind>
 INLINE void unpack(const uint8_t* planes, int pair, int half, Ints& a, Ints& b) {
   constexpr BlockForm form = block_form(kind);
@@ -195,7 +195,7 @@ INLINE void unpack(const uint8_t* planes, int pair, int half, Ints& a, Ints& b) 
   }
 }
 
-// What is taken off the unsigned codes of a product: signed bytes get 128 added.
+// Offset to subtract from the unsigned codes of a dot product: signed bytes get 128 added.
 constexpr int offset_of(BlockForm form) { return form.max_code == 0 ? 128 : form.offset; }
 
 template <WeightKind kind>
@@ -205,10 +205,10 @@ INLINE Ints unsigned_codes(Ints codes) {
 
 // ---------------------------------------------------------------- panels
 
-// A panel is what load_scales and unpack give for some blocks of a tile, made once for many rows of x:
+// A panel holds the results of load_scales and unpack for some blocks of a tile, computed once for large M:
 //     scale | min (types with mins) | min_pairs (Q2_K) | first, second (Q6_K) | 8 quads of codes
-// Codes of Q2_K and Q3_K are multiplied by their sub-scales, which leaves one sum to a block: 3 * 15 fits a byte, and so
-// does minus the product of -4..3 and -32..31; Q3_K's scale turns its sign with it.
+// Codes of Q2_K and Q3_K are multiplied by their sub-scales, which leaves one sum per block: 3 * 15 fits a byte, and so does
+// minus the product of -4..3 and -32..31; Q3_K's scale changes sign with it.
 constexpr bool keeps_pairs(WeightKind kind) { return kind == WeightKind::q6_k; }
 constexpr bool is_negated(WeightKind kind) { return kind == WeightKind::q3_k; }
 constexpr int panel_offset(WeightKind kind) { return is_negated(kind) ? 128 : offset_of(block_form(kind)); }
@@ -222,13 +222,13 @@ constexpr size_t panel_step(WeightKind kind) { return panel_codes_at(kind) + 8 *
 
 constexpr int kPanelBlocks = 20;
 
-// Blocks of the next panel: all panels of a tile are about as long.
+// Blocks of the next panel: the panels of a tile are about equally long.
 INLINE int panel_blocks(int blocks_left) {
   const int panels = (blocks_left + kPanelBlocks - 1) / kPanelBlocks;
   return (blocks_left + panels - 1) / panels;
 }
 
-// Makes the cache lines ready that some rows' sums with a tile will be written to.
+// Prefetches the output cache lines of some rows of x for a tile.
 INLINE void fetch_output(const TileArgs& args, int row, int rows, int tile, int cols) {
   const float* out = args.out + row * args.out_stride + tile * kTileRows;
   for (int r = 0; r < rows; ++r, out += args.out_stride) {
@@ -242,7 +242,7 @@ INLINE Ints multiply_bytes(Ints codes, Ints scale) {
   return bit_or(even, left_16(mul_16(right_16(codes, 8), scale), 8));
 }
 
-// As bytes that stand for themselves (tiles) or with panel_offset added (byte products).
+// Unpacks to plain bytes (AMX tiles) or bytes plus panel_offset (byte dot products).
 template <WeightKind kind, bool is_signed>
 INLINE Ints panel_codes(Ints codes, Ints pair_scale) {
   constexpr BlockForm form = block_form(kind);
@@ -298,7 +298,7 @@ __attribute__((noinline)) void write_panel(const uint8_t* tile, int half, int fi
   }
 }
 
-// What a block adds to one row: `total` is the exact sum of products, sub-scales of 16 k's included.
+// Contribution of a block to one row of x: `total` is the exact integer dot product, including sub-scales of 16 k's.
 template <WeightKind kind>
 INLINE Floats add_block(Floats acc, Floats total, const Scales& s, float x_scale, float x_sum, int32_t minus_halves) {
   constexpr ScaleForm form = block_form(kind).scale;

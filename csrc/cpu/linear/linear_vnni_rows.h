@@ -1,5 +1,5 @@
 // Kernels over linear_vnni_impl.h with byte dot products: rows of x by strips of two vectors, so that each broadcast of
-// activations serves both. Included by linear_avx512.cpp and linear_avxvnni.cpp alone.
+// activations is used twice. Included by linear_avx512.cpp and linear_avxvnni.cpp only.
 #pragma once
 
 #include "cpu/linear/linear_vnni_impl.h"
@@ -13,13 +13,13 @@ namespace trireme {
 namespace {
 
 constexpr int kMaxRows = TRIREME_VNNI_LANES == 16 ? kAvx512TaskRows : kMaxTaskRows;
-// Rows that one pass takes: as many as there are registers for.
+// Rows of x per pass: as many as the registers hold.
 constexpr int kStreamRows = TRIREME_VNNI_LANES == 16 ? 8 : 5;
 constexpr int kPanelRows = TRIREME_VNNI_LANES == 16 ? 6 : 3;
 constexpr int kPairRows = TRIREME_VNNI_LANES == 16 ? 4 : 2;
 
-// Sums to begin with, where codes of `kind` have `offset` (a power of two, or 0) to be taken off: minus the offset times the sum of
-// activations. minus_sum is multiplied by sum_factor already, the halves are not.
+// Initial sums if codes of `kind` have an `offset` (a power of two, or 0) to subtract: minus the offset times the sum of
+// activations. minus_sum already includes sum_factor, the halves do not.
 template <WeightKind kind, int offset, bool pairs>
 INLINE void start_dots(int32_t minus_sum, int32_t minus_halves, Ints (&dot)[2]) {
   if constexpr (offset == 0) {
@@ -59,9 +59,9 @@ INLINE void store_half(const TileArgs& args, int row, int tile, int half, Floats
 }
 #endif
 
-// ---------------------------------------------------------------- few rows: straight from the packed tiles
+// ---------------------------------------------------------------- small M: straight from the packed tiles
 
-// acc + products of codes with 4 activations, the same for all lanes.
+// acc + dot products of codes with 4 activations, the same for all lanes.
 INLINE void add_products(Ints& acc, Ints codes, const int8_t* q) {
 #if TRIREME_VNNI_LANES == 16
   struct Four {
@@ -75,15 +75,15 @@ INLINE void add_products(Ints& acc, Ints codes, const int8_t* q) {
 #endif
 }
 
-// R rows, row by row as QuantizedRows has them, with V vectors of a tile from vector `half` on. Meanwhile fetches what lies
-// `ahead` bytes further (0: nothing).
+// R rows of x, row by row as in QuantizedRows, with V vectors of a tile from vector `half` on. Prefetches `ahead` bytes further
+// (0: nothing).
 template <WeightKind kind, int R, int V>
 __attribute__((noinline)) void stream_rows(const TileArgs& args, int tile, int half, int first_row, size_t ahead) {
   constexpr BlockForm form = block_form(kind);
   constexpr size_t step = packed_block_bytes(kind);
   constexpr int per_group = form.raw_values / kBlock;
   constexpr bool pairs = has_pairs(form.scale);
-  constexpr bool splits = R == 1 && V == 1 && !pairs;  // one row: two sums side by side
+  constexpr bool splits = R == 1 && V == 1 && !pairs;  // one row: two independent accumulators
   const size_t num_blocks = static_cast<size_t>(args.k) / kBlock;
   const QuantizedRows& rows = args.rows;
   const uint8_t* packed = args.tiles + tile * args.tile_bytes;
@@ -159,7 +159,7 @@ __attribute__((noinline)) void stream_rows(const TileArgs& args, int tile, int h
   }
 }
 
-// R rows with a tile: one row takes the whole tile at once, more take it vector by vector.
+// R rows of x with a tile: one row takes the whole tile at once, more take it vector by vector.
 template <WeightKind kind, int R>
 INLINE void stream_pass(const TileArgs& args, int tile, int row, size_t ahead) {
   if constexpr (R == 1 || kHalves == 1) {
@@ -172,7 +172,7 @@ INLINE void stream_pass(const TileArgs& args, int tile, int row, size_t ahead) {
 
 template <WeightKind kind>
 void stream_tile(const TileArgs& args, int tile) {
-  // One row streams through the weights; more rows stay on a tile while the first of them fetch the next one.
+  // A single row streams through the weights; more rows stay on a tile while the first of them prefetch the next one.
   const size_t ahead = args.m == 1 ? 2048 : args.tile_bytes;
   for (int row = 0; row < args.m;) {
     const size_t fetch = row == 0 ? ahead : 0;
@@ -191,9 +191,9 @@ void stream_tile(const TileArgs& args, int tile) {
   }
 }
 
-// ---------------------------------------------------------------- many rows: from a panel
+// ---------------------------------------------------------------- large M: from a panel
 
-// R rows of a group of 16 with V vectors. `x` is the group's first block of the panel at its first row of these; `partial`
+// R rows of a group of 16 with V vectors. `x` is the group's first block of the panel at the first of these rows; `partial`
 // [R][V vectors] carries sums from panel to panel of a tile.
 template <WeightKind kind, int R, int V>
 __attribute__((noinline)) void panel_rows(const TileArgs& args, int tile, int row, const uint8_t* panel, int first, int count, float* partial) {

@@ -1,4 +1,4 @@
-// Shares the rows of a sampling call among the threads of the pool, each with its own scratch.
+// Distributes the sequences of a sampling call over the threads of the pool, each with its own scratch.
 #include "cpu/sampling/sampling.h"
 
 #include <vector>

@@ -1,6 +1,6 @@
-// The sampler over whole vocabularies: from logits to tokens and log-probabilities, rows in parallel. Called by
-// bind/sampling.cpp; workers/sampling/sampler.py has the same in numpy, which defines every decision, and takes over a row whose
-// answer is kUndecided. A row's results depend on nothing but its own logits and job.
+// The sampler over whole vocabularies: from logits to tokens and log-probabilities, sequences in parallel. Called by
+// bind/sampling.cpp; workers/sampling/sampler.py is the numpy version that defines every decision, and recomputes a sequence
+// whose result is kUndecided. A sequence's results depend only on its own logits and job.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@ namespace trireme {
 // Noise of workers/sampling/gumbel.py.
 uint64_t noise_key(uint64_t seed, int choice, int position);
 
-// What is asked of one row. workers/sampling/sampler.py has the same layout as a numpy type; ids in it lie inside the vocabulary.
+// Sampling parameters of one sequence. workers/sampling/sampler.py has the same layout as a numpy dtype; ids in it are in range.
 struct SampleJob {
   uint64_t seed;
   int32_t choice;
-  int32_t position;  // index that the new token will have in its row
+  int32_t position;  // index that the new token will have in its sequence
   double temperature;
   double top_p;      // 1: off
   double min_depth;  // temperature * log(min_p); -inf: off
@@ -24,7 +24,7 @@ struct SampleJob {
   float repetition_penalty;  // 1: off, and the next two at 0
   float frequency_penalty;
   float presence_penalty;
-  int32_t num_seen;  // tokens that the penalties know; their counts in the output
+  int32_t num_seen;  // tokens that the penalties cover; their counts in the output
   int32_t num_bias;
   int32_t num_allowed;  // 0: all
   int32_t num_barred;
@@ -36,10 +36,10 @@ struct SampleJob {
   const int64_t* barred;
 };
 
-// Instead of a token.
-inline constexpr int kUndecided = -1;   // two tokens are too close for these logarithms
+// Error codes in place of a token.
+inline constexpr int kUndecided = -1;   // two tokens are too close for the precision of these logarithms
 inline constexpr int kNotFinite = -2;   // the logits hold NaN or +inf, or nothing finite
-inline constexpr int kNothingLeft = -3; // the rules bar every token
+inline constexpr int kNothingLeft = -3; // every token is masked
 
 struct SampleArgs {
   const float* logits;  // [rows, vocab], rows logits_stride apart
@@ -48,16 +48,16 @@ struct SampleArgs {
   int vocab;
   const SampleJob* jobs;  // [rows]
   int32_t* tokens;        // [rows]
-  float* peaks;           // [rows], greatest logit of each row
-  int num_best;           // greatest `logprobs` of the jobs, at most 64
-  int32_t* best_ids;      // [rows, 1 + num_best]: the token, then the likeliest ones; -1 and -inf past them
+  float* peaks;           // [rows], max logit of each sequence
+  int num_best;           // maximum `logprobs` of the jobs, at most 64
+  int32_t* best_ids;      // [rows, 1 + num_best]: the token, then the most likely ones; padded with -1 and -inf
   float* logprobs;        // [rows, 1 + num_best]
   int32_t* ranks;         // [rows]
 };
 
 void sample_rows(const SampleArgs& a);
 
-// Log-probabilities of targets[i] and of the num_best likeliest tokens under each row; kNotFinite in ranks[i] where there are none.
+// Log-probabilities of targets[i] and of the num_best most likely tokens of each sequence; kNotFinite in ranks[i] if undefined.
 struct LogprobArgs {
   const float* logits;
   int64_t logits_stride;
@@ -72,14 +72,14 @@ struct LogprobArgs {
 
 void logprob_rows(const LogprobArgs& a);
 
-// Winner of the Gumbel race over one row with the greatest logit `peak`, or kUndecided.
+// Winner of the Gumbel-max draw over one sequence with the max logit `peak`, or kUndecided.
 int race(const float* logits, int size, float peak, double temperature, uint64_t key);
 
 // ---------------------------------------------------------------- between driver and kernels
 
 inline constexpr int kMaxBest = 64;
 
-// Memory of one thread: arrays for one vocabulary.
+// Scratch memory of one thread: arrays over one vocabulary.
 struct SampleScratch {
   float* group_max;  // [groups_of(vocab)]
   float* row;        // [vocab + 16], and the next four

@@ -1,11 +1,11 @@
 // The kernels of sampling.h for one instruction set. Included by sampling_*.cpp.
 //
-// Truncation never sorts a vocabulary. A floor under the k-th value comes from the maxima of groups of 16 tokens; the cut
-// itself is a radix search over the few tokens above it. Masses of top-p are whole numbers (workers/sampling/top_k_top_p.py defines
-// them), so sums are exact in any order and numpy finds the same cut.
+// Truncation never sorts a vocabulary. The maxima of groups of 16 tokens give a lower bound on the k-th value; the cut itself is
+// a radix search over the few tokens above it. Top-p masses are integers (workers/sampling/top_k_top_p.py defines them), so
+// sums are exact in any order and numpy finds the same cut.
 //
-// The draw is argmin(E * e^depth) with depth = (peak - logit) / temperature and E >= v. The float bits of v, read as a whole
-// number, bound log2(v) from below, so a token whose bound is above the leader's log2(E * e^depth) is out without a
+// The draw is argmin(E * e^depth) with depth = (peak - logit) / temperature and E >= v. The float bits of v, read as an
+// integer, bound log2(v) from below, so a token whose bound exceeds the leader's log2(E * e^depth) is ruled out without a
 // logarithm; the others, a dozen or two, are scored in double.
 #pragma once
 
@@ -16,17 +16,17 @@
 
 namespace trireme::TRIREME_VARIANT {
 
-inline constexpr int kTile = 256;  // tokens looked at together; a group is a lane of it
+inline constexpr int kTile = 256;  // tokens processed together; a group is one lane of it
 inline constexpr int kBins = 2048;
 inline constexpr int kBinBits = 11;
 inline constexpr float kLog2E = 1.44269504f;
-inline constexpr float kSlack = 1e-3f;      // above the float32 error of a bound near the leader's
-inline constexpr double kTooClose = 1e-9;   // scores nearer than this are left to the reference
+inline constexpr float kSlack = 1e-3f;      // exceeds the float32 error of a bound near the leader's
+inline constexpr double kTooClose = 1e-9;   // scores closer than this are left to the reference
 inline constexpr float kLowest = -3.40282347e+38f;
 
 TRIREME_INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
-// Tokens of a row that are still in the draw, rising; no ids: all of them.
+// Tokens still in the draw, ascending; no ids: all of them.
 struct Tokens {
   const int32_t* ids;
   const float* logits;
@@ -34,9 +34,9 @@ struct Tokens {
   int id(int i) const { return ids == nullptr ? i : ids[i]; }
 };
 
-// ---------------------------------------------------------------- greatest values
+// ---------------------------------------------------------------- maxima
 
-// group_max[16 * tile + lane] = greatest of the tile's tokens in that lane. Returns the greatest of all, NaN if there is one.
+// group_max[16 * tile + lane] = max of the tile's tokens in that lane. Returns the overall max, NaN if there is one.
 static float scan_row(const float* logits, int size, float* group_max) {
   Vec best = set1(-INFINITY);
   uint32_t widest = 0;
@@ -86,7 +86,7 @@ static int first_of(const float* logits, int size, const float* group_max, float
   return 0;
 }
 
-// Tokens whose logit is at least floor, to the scratch.
+// Collects tokens whose logit is at least floor, in scratch.
 static Tokens tokens_above(const float* logits, int size, float floor, const SampleScratch& scratch) {
   int n = 0;
   for (int first = 0; first < size; first += kLanes) {
@@ -105,7 +105,7 @@ static Tokens tokens_above(const float* logits, int size, float floor, const Sam
   return {scratch.ids, scratch.logits, n};
 }
 
-// Those of `tokens` that keep(i), to the scratch; they may lie there already.
+// Keeps those of `tokens` with keep(i), in scratch, possibly in place.
 template <class Keep>
 TRIREME_INLINE Tokens keep_tokens(const Tokens& tokens, const SampleScratch& scratch, Keep keep) {
   int n = 0;
@@ -122,26 +122,26 @@ TRIREME_INLINE Tokens keep_tokens(const Tokens& tokens, const SampleScratch& scr
 
 // ---------------------------------------------------------------- cuts
 
-// Rises as the value falls; equal for the two zeros.
+// Increases as the value decreases; equal for the two zeros.
 TRIREME_INLINE uint32_t falling_key(float value) {
   const uint32_t bits = float_to_bits(value + 0.0f);
   return (bits >> 31) != 0 ? bits : 0x7fffffffu - bits;
 }
 
 struct Cut {
-  uint32_t key;  // tokens with a lesser key stay,
-  int64_t ties;  // and so many, by rising id, of those that have it
+  uint32_t key;  // tokens with a smaller key are kept,
+  int64_t ties;  // and this many, in ascending id order, of those with it
 };
 
-// The least prefix by (key, index) whose masses (1 each if null) reach `target`, which all together do. Keys and masses are
-// destroyed.
+// The shortest prefix by (key, index) whose masses (1 each if null) reach `target`, which the total does reach. Destroys keys
+// and masses.
 static Cut find_cut(uint32_t* keys, int32_t* masses, int size, double target) {
   uint32_t low = 0xffffffffu, high = 0;
   for (int i = 0; i < size; ++i) {
     low = keys[i] < low ? keys[i] : low;
     high = keys[i] > high ? keys[i] : high;
   }
-  const auto goal = static_cast<int64_t>(std::ceil(target));  // sums are whole numbers
+  const auto goal = static_cast<int64_t>(std::ceil(target));  // sums are integers
   int64_t before = 0, bins[kBins];
   for (;;) {
     const int width = low == high ? 0 : 32 - __builtin_clz(high - low);
@@ -180,7 +180,7 @@ TRIREME_INLINE Tokens apply_cut(const Tokens& tokens, Cut cut, const SampleScrat
   });
 }
 
-// A value that at least k of the row's tokens reach; the lowest finite number where fewer groups than k have one.
+// A value that at least k of the tokens reach; the lowest finite number if fewer than k groups have one.
 static float floor_of_top(int size, int k, const SampleScratch& scratch) {
   const int groups = (size + kTile - 1) / kTile * kLanes;
   if (k > groups) return kLowest;
@@ -205,10 +205,10 @@ struct Heat {
 
 TRIREME_INLINE float depth_of(float logit, Heat heat) { return (heat.peak - logit) * heat.rate; }
 
-// Rises with the depth; equal for the two zeros.
+// Increases with the depth; equal for the two zeros.
 TRIREME_INLINE uint32_t depth_key(float logit, Heat heat) { return float_to_bits(depth_of(logit, heat) + 0.0f); }
 
-// e^-depth in units of 2^-30, plus 1/2: to be cut off to a whole number. No fused operations, as numpy has none.
+// e^-depth in units of 2^-30, plus 1/2: to be truncated to an integer. No fused operations, as numpy has none.
 TRIREME_INLINE Vec heavy_mass(Vec logits, Heat heat) {
   const Vec depth = mul(sub(set1(heat.peak), logits), set1(heat.rate));
   const Vec y = max(set1(-32.0f), mul(depth, set1(-kLog2E)));
@@ -224,14 +224,14 @@ TRIREME_INLINE Vec heavy_mass(Vec logits, Heat heat) {
   return add(scale_pow2(p, add(n, set1(30.0f))), set1(0.5f));
 }
 
-inline constexpr int kSteps = 4;  // depths 3, 6, 9, 12, about which the first look at a row tells something
+inline constexpr int kSteps = 4;  // depths 3, 6, 9, 12, for which the first pass collects masses
 inline constexpr float kStepDepth = 3.0f;
 
 TRIREME_INLINE float step_floor(int step, Heat heat) {
   return heat.peak - kStepDepth * static_cast<float>(step + 1) / heat.rate;
 }
 
-// Whole masses of `logits`, and their sum. `above`, if given, gets about the mass down to each step.
+// Integer masses of `logits`, and their sum. `above`, if given, gets the approximate mass down to each step.
 static int64_t masses_of(const float* logits, int size, Heat heat, int32_t* masses, float* above = nullptr) {
   int64_t total = 0;
   Vec steps[kSteps], floors[kSteps];
@@ -266,12 +266,12 @@ static int64_t masses_of(const float* logits, int size, Heat heat, int32_t* mass
   return total;
 }
 
-// A logit above which the tokens that reach `target` surely or likely lie.
+// A logit above which the tokens that reach `target` certainly or probably lie.
 TRIREME_INLINE float floor_of_mass(const float* above, double target, double p, int64_t total, int size, Heat heat) {
   for (int step = 0; step < kSteps; ++step) {
     if (static_cast<double>(above[step]) >= target * 1.0001) return step_floor(step, heat);
   }
-  // Tokens lighter than an equal part of what may be left out weigh less than that together.
+  // Tokens lighter than an equal share of what may be dropped weigh less than that together.
   const double part = (1.0 - p) * static_cast<double>(total) / size * 0.99;
   const double deepest = part > 1.0 ? 30.0 * 0.6931471805599453 - std::log(part) : INFINITY;
   return heat.peak - static_cast<float>(deepest / heat.rate);
@@ -284,7 +284,7 @@ static Tokens top_p(const Tokens& all, Heat heat, double p, const SampleScratch&
       masses_of(all.logits, all.size, heat, is_row ? nullptr : scratch.masses, is_row ? above : nullptr);
   const double target = p * static_cast<double>(total);
   Tokens tokens = all;
-  if (is_row) {  // whether the floor was low enough is seen from the sum
+  if (is_row) {  // the sum shows whether the floor was low enough
     const float floor = floor_of_mass(above, target, p, total, all.size, heat);
     tokens = tokens_above(all.logits, all.size, floor > kLowest ? floor : kLowest, scratch);
     if (static_cast<double>(masses_of(tokens.logits, tokens.size, heat, scratch.masses)) < target) {
@@ -302,7 +302,7 @@ static Tokens min_p(const Tokens& tokens, float floor, const SampleScratch& scra
   return keep_tokens(tokens, scratch, [&](int i) { return tokens.logits[i] >= floor; });
 }
 
-// ---------------------------------------------------------------- the race
+// ---------------------------------------------------------------- the draw
 
 TRIREME_INLINE uint32_t mix32(uint32_t x) {
   x ^= x >> 16;
@@ -342,7 +342,7 @@ struct Leader {
   }
 };
 
-// bounds[i] = at most log2(v * e^depth) of the i-th token from `first` on; infinity past the end.
+// bounds[i] <= log2(v * e^depth) of the i-th token from `first` on; infinity past the end.
 TRIREME_INLINE void bound_tile(const Tokens& tokens, int first, Heat heat, Key key, float* bounds) {
   const int count = smaller(kTile, tokens.size - first);
   const float* logits = tokens.logits + first;
@@ -367,7 +367,7 @@ TRIREME_INLINE float least(const float* bounds) {
   return -reduce_max(sub(zero(), best));
 }
 
-// Winner among `tokens`; token `best` has the greatest logit, `peak`.
+// Winner among `tokens`; token `best` has the max logit, `peak`.
 static int race_among(const Tokens& tokens, int best, float peak, double temperature, uint64_t key64) {
   const Key key = {static_cast<uint32_t>(key64), static_cast<uint32_t>(key64 >> 32)};
   const Heat heat = {peak, static_cast<float>(1.0 / temperature)};
@@ -392,7 +392,7 @@ static int race_all(const float* logits, int size, float peak, double temperatur
   return race_among({nullptr, logits, size}, best, peak, temperature, key);
 }
 
-// ---------------------------------------------------------------- rules
+// ---------------------------------------------------------------- logits processors
 
 static void penalise(const SampleJob& job, float* row) {
   for (int i = 0; i < job.num_seen; ++i) {
@@ -426,7 +426,7 @@ TRIREME_INLINE bool has_rules(const SampleJob& job) {
 
 // ---------------------------------------------------------------- log-probabilities
 
-// The row's group maxima are in the scratch. Writes 1 + num_best entries, the last of them empty where k is less.
+// Expects the group maxima in scratch. Writes 1 + num_best entries, padded with empty ones if k is smaller.
 static void write_logprobs(const float* logits, int size, float peak, int target, int k, int num_best,
                            const SampleScratch& scratch, int32_t* ids, float* values, int32_t* rank) {
   const float own = logits[target];
@@ -459,7 +459,7 @@ static void write_logprobs(const float* logits, int size, float peak, int target
   if (k == 0) return;
   const Tokens tokens = top_k(logits, size, k, scratch);
   float best[kMaxBest];
-  for (int n = 0; n < tokens.size; ++n) {  // rising ids, so a later equal goes behind
+  for (int n = 0; n < tokens.size; ++n) {  // ascending ids, so a later equal goes behind
     int at = n;
     for (; at > 0 && best[at - 1] < tokens.logits[n]; --at) {
       best[at] = best[at - 1];
@@ -483,9 +483,9 @@ static void logprob_row(const LogprobArgs& a, int row, const SampleScratch& scra
                  a.ranks + row);
 }
 
-// ---------------------------------------------------------------- one row
+// ---------------------------------------------------------------- one sequence
 
-// `logits` are those with rules applied, their group maxima in the scratch.
+// `logits` are those after the logits processors, their group maxima in scratch.
 static int draw(const SampleJob& job, const float* logits, int vocab, float peak, const SampleScratch& scratch) {
   const int best = first_of(logits, vocab, scratch.group_max, peak);
   if (job.is_greedy != 0) return best;

@@ -1,11 +1,11 @@
-// Attention of one query per row over the paged cache, bound by reading keys and values once.
+// Attention of one query per sequence over the paged cache, bound by reading keys and values once.
 //
-// Tokens are the 16 rows of tensor-core tiles, the query heads of one KV head their 8 columns: scores [tokens, heads] = K Q^T, and
-// outputs [dims, heads] = V^T P. Four warps of a block take turns over pieces of a context, each with its own online softmax
-// (Milakov and Gimelshein 2018), cp.async fetching the next pieces meanwhile; they are folded at the end in order. Where many short
-// contexts fill the card, a block takes neighbouring heads of a row, a warp or two for each. Long contexts are cut in `splits` parts
-// that run side by side and are folded within a cluster, or by a second kernel (Flash-Decoding, Dao et al. 2023). The heads of a row
-// run beside each other: their pieces are neighbours in memory.
+// Tokens are the 16 rows of tensor-core tiles, the query heads of one KV head their 8 columns: scores [tokens, heads] = K Q^T,
+// outputs [dims, heads] = V^T P. The four warps of a CTA alternate over pieces of a context, each with its own online softmax
+// (Milakov and Gimelshein 2018), while cp.async prefetches the next pieces; their results are merged at the end in order. If many
+// short contexts fill the GPU, a CTA takes adjacent heads of a sequence, one or two warps each. Long contexts are split into
+// `splits` parts that run in parallel and are merged within a cluster, or by a second kernel (Flash-Decoding, Dao et al. 2023).
+// The heads of a sequence run next to each other, since their pieces are adjacent in memory.
 #include <cooperative_groups.h>
 
 #include "cuda/async_copy.cuh"
@@ -16,12 +16,12 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kStages = 3;
-constexpr int kHeads = 8;     // query heads of a tile
-constexpr int kRun = 16;      // tokens that lie in a row where the block size is a power of two from here on
-constexpr int kShort = 512;   // tokens; up to here one warp may do for a head
-constexpr int kCluster = 8;   // blocks of a cluster at most
+constexpr int kHeads = 8;     // query heads per tile
+constexpr int kRun = 16;      // tokens that are contiguous if the block size is a power of two of at least this
+constexpr int kShort = 512;   // tokens; up to here one warp per head may suffice
+constexpr int kCluster = 8;   // maximum CTAs per cluster
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kSlack = 8.0f;  // how far, in powers of two, scores may rise above what weights are relative to
+constexpr float kSlack = 8.0f;  // how far, in powers of two, scores may exceed the reference maximum before a rescale
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t at) {
                : "r"(at)
                : "memory");
 }
-// An 8 x 8 matrix of 16-bit values that a warp holds, two to a lane.
+// An 8 x 8 matrix of 16-bit values held by a warp, two per lane.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
   uint32_t r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
@@ -57,14 +57,14 @@ __device__ __forceinline__ uint32_t rounded_pair<bf16>(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// What a launch has chosen beside its arguments.
+// Launch parameters chosen beside the arguments.
 struct Plan {
-  int log_joint;   // a block takes 1 << log_joint neighbouring heads of a row whose context is short
-  int run_shift;   // log2 of the cache's block size where blocks hold whole runs; else negative
-  bool is_cluster; // the parts of a context are a cluster
+  int log_joint;   // a CTA takes 1 << log_joint adjacent heads of a sequence with a short context
+  int run_shift;   // log2 of the cache's block size if blocks hold whole runs; else negative
+  bool is_cluster; // the parts of a context form a cluster
 };
 
-// Rows of 16-byte chunks in shared memory, permuted so that eight rows of one column lie in different banks.
+// Lines of 16-byte chunks in shared memory, swizzled so that eight lines of one column are in different banks.
 template <class C, int D, int Tokens>
 struct Layout {
   static constexpr int per_chunk = 16 / sizeof(C);  // values
@@ -74,22 +74,22 @@ struct Layout {
   static constexpr int stage_bytes = 2 * piece_bytes;  // keys, values
   static constexpr int warp_bytes = kStages * stage_bytes;
   static constexpr int bytes = kWarps * warp_bytes;
-  static constexpr int copies = kRun * chunks / 32;  // of a lane for one run of keys
+  static constexpr int copies = kRun * chunks / 32;  // per lane for one run of keys
   static_assert(kRun * chunks % 32 == 0, "lanes share the chunks of a run evenly");
 
-  // Of the lane's i-th chunk in a run.
+  // Position of the lane's i-th chunk in a run.
   static __device__ __forceinline__ uint32_t place(int i) {
     const int index = threadIdx.x % 32 + 32 * i, token = index / chunks, chunk = index % chunks;
     return token * row_bytes + (chunk ^ (token & 7)) * 16;
   }
-  // Of the row a lane names to ldmatrix: tokens 0-7 and 8-15 of one chunk, then of the next. The chunk is xored in.
+  // Position of the line a lane passes to ldmatrix: tokens 0-7 and 8-15 of one chunk, then of the next. The chunk is xored in.
   static __device__ __forceinline__ uint32_t lane_place() {
     const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     return (matrix % 2 * 8 + row) * row_bytes + (matrix / 2 ^ row) * 16;
   }
 };
 
-// What one head has found: sums of weights and of weighted values, relative to 2^top. In memory: D totals, top, sum, two unused.
+// Partial result of one head: sums of weights and of weighted values, relative to 2^top. In memory: D totals, top, sum, two unused.
 template <int D>
 constexpr int kRecord = D + 4;
 
@@ -97,7 +97,7 @@ struct Part {
   float top = -INFINITY, sum = 0.0f, total[4] = {};
 };
 
-// Four dims of `count` records, in their order.
+// Merges four dims of `count` records, in order.
 template <int D, int Unroll, class At>
 __device__ __forceinline__ Part fold(int count, int dim, At at) {
   Part part;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store_record(float* record, int dim, const Part&
   if (dim == 0) record[D] = part.top, record[D + 1] = part.sum;
 }
 
-// Four values of a row's output; gives their largest magnitude.
+// Stores four values of a sequence's output; returns their amax.
 template <class T, int D>
 __device__ __forceinline__ float store_output(const DecodeArgs& args, int row, int q_head, int dim, Part part) {
   if (args.sinks != nullptr && part.sum > 0.0f) part.sum += power_of_2(args.sinks[q_head] * kLog2e - part.top);
@@ -149,7 +149,7 @@ __device__ __forceinline__ Span pieces_of(int context, int window, int splits, i
   return {first, min(first + each, end)};
 }
 
-// Fetches pieces of one KV head of one row. `find` looks up where the blocks of a piece lie, ahead of `fetch`.
+// Copies pieces of one KV head of one sequence. `find` looks up the blocks of a piece, ahead of `fetch`.
 template <class C, int D, int Tokens>
 struct Reader {
   using L = Layout<C, D, Tokens>;
@@ -192,7 +192,7 @@ struct Reader {
     }
   }
 
-  // Token by token, for blocks of odd sizes.
+  // Token by token, for block sizes that do not hold whole runs.
   __device__ __forceinline__ void fetch_tokens(int piece, uint32_t stage) const {
 #pragma unroll 1
     for (int i = 0; i < runs * L::copies; ++i) {
@@ -216,14 +216,14 @@ struct Reader {
   }
 };
 
-// How a piece of the cache becomes tensor-core fragments of `Element`, unit() times the values stored: a[0..3] of a step of 16 dims
-// of keys, or of a tile of 16 dims of values. Queries take the dims of a step in the same order, and outputs land where out_dim says.
+// Converts a piece of the cache to tensor-core fragments of `Element`, unit() times the stored values: a[0..3] of a k-step of 16
+// dims of keys, or of a tile of 16 dims of values. Queries use the same order of dims per step; out_dim gives that of outputs.
 template <class C, int D, int Tokens>
 struct Tiles {
   using Element = C;
   using L = Layout<C, D, Tokens>;
-  static constexpr int steps = 1;  // of one ldmatrix
-  static constexpr bool has_neighbours = true;  // among the query's dims, in a pair
+  static constexpr int steps = 1;  // per ldmatrix
+  static constexpr bool has_neighbours = true;  // the two dims of a query pair are adjacent
 
   static __device__ __forceinline__ float unit() { return 1.0f; }
   static __device__ __forceinline__ int query_dim(int step, int i, int t, int which) { return step * 16 + i * 8 + t * 2 + which; }
@@ -237,8 +237,8 @@ struct Tiles {
   }
 };
 
-// float8: a 16-byte chunk holds the 16 dims of a step, four to a thread. Of values, a transposed word has two neighbouring dims of two
-// tokens, so even and odd dims become the halves of a tile.
+// float8: a 16-byte chunk holds the 16 dims of a k-step, four per thread. For values, a transposed word has two adjacent dims of
+// two tokens, so even and odd dims become the halves of a tile.
 template <int D, int Tokens>
 struct Tiles<fp8, D, Tokens> {
   using Element = f16;
@@ -292,7 +292,7 @@ struct Tiles<fp8, D, Tokens> {
   }
 };
 
-// A thread's part of the heads' outputs and softmax: heads 2t and 2t + 1 of each tile.
+// A thread's share of the heads' outputs and softmax: heads 2t and 2t + 1 of each tile.
 template <int D, int NT>
 struct State {
   float out[NT][D / 16][4];
@@ -302,7 +302,7 @@ struct State {
 template <int NT>
 using Tops = float[NT][2];
 
-// Makes weights relative to the largest scores so far.
+// Rescales weights to the running maximum of the scores.
 template <int D, int NT>
 __device__ __forceinline__ void raise(State<D, NT>& s, Tops<NT>& top) {
 #pragma unroll
@@ -321,7 +321,7 @@ __device__ __forceinline__ void raise(State<D, NT>& s, Tops<NT>& top) {
   }
 }
 
-// What turns products into scores in powers of two.
+// Converts dot products to scores in powers of two.
 struct Scores {
   float factor, cap;  // cap > 0: cap * tanh(factor * product), else factor * product
   int context, first_seen;
@@ -439,7 +439,7 @@ struct alignas(2 * sizeof(T)) Neighbours {
   T v[2];
 };
 
-// A pair of one head's query values, as the tiles take them.
+// A pair of one head's query values, in the tiles' order of dims.
 template <class F, class T, class C>
 __device__ __forceinline__ uint32_t query_pair(const T* query, int step, int i, int t) {
   if constexpr (sizeof(C) == sizeof(T)) return *reinterpret_cast<const uint32_t*>(query + F::query_dim(step, i, t, 0));
@@ -460,7 +460,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
   const int row = blockIdx.y, split = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int context = args.context_len[row];
   const int log_joint = context <= kShort ? plan.log_joint : 0, ways = kWarps >> log_joint;
-  if (blockIdx.x & ((1 << log_joint) - 1)) return;  // a neighbour takes this head
+  if (blockIdx.x & ((1 << log_joint) - 1)) return;  // another CTA takes this head
   const int turn = warp & (ways - 1), unit = blockIdx.x + (warp >> (2 - log_joint));
   const int group = args.q_heads / args.cache.heads, parts = (group + most - 1) / most, kv_head = unit / parts;
   const int first_head = kv_head * group + unit % parts * most, num_heads = min(most, (kv_head + 1) * group - first_head);
@@ -469,7 +469,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
   Reader<C, D, Tokens> reader(args, plan, row, kv_head, context);
   char* own = shared + warp * L::warp_bytes;
   const uint32_t stages = shared_address(own);
-  // Only the last piece has what the kernel before us writes, the newest token.
+  // Only the last piece contains what the previous kernel writes, the newest token.
   const int num_early = (context - 1) / Tokens;
 #pragma unroll 1
   for (int i = 0; i < 2 * (kStages - 1); ++i) {
@@ -483,7 +483,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
       reader.find(piece);
       reader.fetch(piece, stages + to * L::stage_bytes);
     }
-    if (is_late) commit_copies();  // the first one has all that was fetched early
+    if (is_late) commit_copies();  // the first group contains everything fetched early
   }
   int ahead = span.first + turn + (kStages - 1) * ways;
   if (ahead < span.last) reader.find(ahead);
@@ -517,7 +517,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
   int stage = 0;
   for (int piece = span.first + turn; piece < span.last; piece += ways) {
     const int next = stage == 0 ? kStages - 1 : stage - 1;
-    __syncwarp();  // all lanes are done with the stage that is filled now
+    __syncwarp();  // all lanes are done with the stage that is overwritten now
     if (ahead < span.last) {
       reader.fetch(ahead, stages + next * L::stage_bytes);
       ahead += ways;
@@ -530,7 +530,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
   wait_for_copies<0>();
-  __syncwarp();  // the stages become room for results, [heads][kRecord]
+  __syncwarp();  // the stages are reused for results, [heads][kRecord]
   float* results = reinterpret_cast<float*>(own);
   const float unit_of = 1.0f / F::unit();
 #pragma unroll
@@ -555,7 +555,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
   const int items = num_heads * (D / 4);
   float largest = 0.0f;
   const char* first_of_unit = shared + (warp - turn) * L::warp_bytes;
-  float* block_result = reinterpret_cast<float*>(shared + L::bytes) - most * record_floats;  // behind the last warp's
+  float* block_result = reinterpret_cast<float*>(shared + L::bytes) - most * record_floats;  // after the last warp's
   for (int i = turn * 32 + lane; i < items; i += ways * 32) {
     const int head = i / (D / 4), dim = i % (D / 4) * 4, q_head = first_head + head;
     const Part part = fold<D, kWarps>(ways, dim, [&](int w) {
@@ -580,7 +580,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(DecodeArgs args, Pl
       });
       largest = larger(largest, store_output<T, D>(args, row, first_head + head, dim, part));
     }
-    cluster.sync();  // others have read what is ours
+    cluster.sync();  // the other CTAs have read our records
   }
 #endif
   if (args.largest == nullptr || (args.splits > 1 && !plan.is_cluster)) return;
@@ -599,7 +599,7 @@ __global__ void fold_kernel(DecodeArgs args) {
   if (args.largest != nullptr) note_largest(args.largest + row, largest);
 }
 
-constexpr int kManyBlocks = 1024;  // of four warps; from here on a card has enough of them with fewer warps for a head
+constexpr int kManyBlocks = 1024;  // of four warps; from here on a GPU has enough CTAs with fewer warps per head
 
 template <class T, class C, int D, int NT, int Tokens>
 void run_tiles(const DecodeArgs& args, Stream stream) {

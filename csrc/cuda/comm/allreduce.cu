@@ -1,6 +1,6 @@
-// See allreduce.h. A region holds counters, flags, an inbox for pushed messages and a stage from which peers read; inbox and stage are
-// there twice and used in turn: who writes one again has ended the call in between, which took a mark from every peer that had
-// ended the call before it.
+// See allreduce.h. A region holds counters, flags, an inbox for pushed messages and a stage from which peers read. Inbox and stage are
+// double-buffered: before a rank rewrites one, it has finished the call in between, which received a flag from every peer that had
+// finished the call before it.
 #include "cuda/device.cuh"
 #include "cuda/comm/allreduce.h"
 
@@ -13,26 +13,26 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kPushThreads = 256;
 constexpr int kMaxBlocks = 64;
-constexpr uint32_t kLook = 4096;  // turns of waiting (about 2 ms) between looks at the clock and at the host's word, which is far
+constexpr uint32_t kLook = 4096;  // polls (about 2 ms) between checks of the clock and of the status word in host memory, which is slow to read
 constexpr int64_t kPack = 16;
 
 struct Counter {
-  uint32_t calls, ended;  // calls so far; blocks that have ended the present one
+  uint32_t calls, ended;  // calls so far; CTAs that have finished the current one
 };
 
 struct Header {
   Counter pushed, staged;
-  uint32_t arrived[2][kMaxBlocks][kMaxPeers];  // by barrier of a call, block, and rank that came
+  uint32_t arrived[2][kMaxBlocks][kMaxPeers];  // by barrier of a call, CTA, and arriving rank
 };
 
-// ---------------------------------------------------------------- places in a region
+// ---------------------------------------------------------------- region layout
 
 constexpr int64_t kHeaderBytes = 8192;
 static_assert(sizeof(Header) <= kHeaderBytes);
 
-__host__ __device__ int64_t inbox_bytes(const PeerView& v) { return 2 * v.pushed_bytes; }  // of one message with its marks
+__host__ __device__ int64_t inbox_bytes(const PeerView& v) { return 2 * v.pushed_bytes; }  // of one message with its flags
 __host__ __device__ int64_t stage_offset(const PeerView& v) { return kHeaderBytes + 2 * v.size * inbox_bytes(v); }
-// Two stages, then two places for the sums of two_shot.
+// Two stages, then two buffers for the sums of two_shot.
 __host__ __device__ int64_t region_bytes(const PeerView& v) { return stage_offset(v) + 4 * v.staged_bytes; }
 
 __device__ Header* header(const PeerView& v, int rank) { return reinterpret_cast<Header*>(v.region[rank]); }
@@ -42,7 +42,7 @@ __device__ char* inbox(const PeerView& v, int owner, uint32_t call, int from) {
 __device__ char* stage(const PeerView& v, int owner, uint32_t call) { return v.region[owner] + stage_offset(v) + (call & 1) * v.staged_bytes; }
 __device__ char* sums(const PeerView& v, int owner, uint32_t call) { return stage(v, owner, call) + 2 * v.staged_bytes; }
 
-// ---------------------------------------------------------------- waiting, with an end
+// ---------------------------------------------------------------- waiting, with a deadline
 
 __device__ uint64_t now_ns() {
   uint64_t now;
@@ -74,7 +74,7 @@ __device__ uint32_t load_acquire(const uint32_t* p) {
   return value;
 }
 
-// All ranks' blocks of this number have come here, and what they wrote before is visible.
+// Barrier over all ranks' CTAs with this index; their earlier writes are visible afterwards.
 __device__ void meet(const PeerView& v, uint32_t call, int barrier) {
   __syncthreads();
   const int peer = threadIdx.x;
@@ -90,7 +90,7 @@ __device__ void meet(const PeerView& v, uint32_t call, int barrier) {
 
 __device__ uint32_t this_call(const Counter& counter) { return *const_cast<const volatile uint32_t*>(&counter.calls) + 1; }
 
-// The last block to end counts the call.
+// The last CTA to finish counts the call.
 __device__ void end_call(Counter& counter, uint32_t call) {
   __syncthreads();
   if (threadIdx.x != 0 || atomicAdd(&counter.ended, 1) != gridDim.x - 1) return;
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kThreads) reduce_two_shot(PeerView v, const T*
   end_call(counter, call);
 }
 
-// ---------------------------------------------------------------- side by side
+// ---------------------------------------------------------------- all-gather
 
 struct Widths {
   int64_t start[kMaxPeers + 1];  // in units of U

@@ -1,4 +1,4 @@
-// Activations of the feed-forward network, with a gate and without.
+// Activations of the feed-forward network, with and without a gate.
 #include "cuda/device.cuh"
 
 namespace trireme::cuda {
@@ -7,7 +7,7 @@ namespace {
 template <Gate gate>
 __device__ __forceinline__ float activate(float x) {
   if constexpr (gate == Gate::silu) return x / (1.0f + __expf(-x));
-  if constexpr (gate == Gate::relu) return x < 0.0f ? 0.0f : x;  // NaN stays
+  if constexpr (gate == Gate::relu) return x < 0.0f ? 0.0f : x;  // NaN propagates
   if constexpr (gate == Gate::gelu_tanh) return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
   return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
 }

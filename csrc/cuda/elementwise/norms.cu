@@ -1,10 +1,10 @@
-// RMS and layer norms, with the addition to the residual before and the rounding to fp8 or int8 after in the same pass. One block per token.
+// RMS and layer norms, fused with the residual add before and quantization to fp8 or int8 after. One CTA per token.
 #include "cuda/elementwise/quantize.cuh"
 
 namespace trireme::cuda {
 namespace {
 
-// Layer norms are those that are centred.
+// Layer norm subtracts the mean.
 template <class T, bool kIsCentred>
 __device__ __forceinline__ void norm_row(const NormArgs& args) {
   __shared__ float shared[32];
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(1024) quantize_kernel(NormArgs args) {
   write_narrow<T>(kept, packs, args.narrow, args.out, token * args.out_stride, args.scale + token, shared);
 }
 
-// Rows whose largest magnitude is known: blocks side by side, none of which waits for another.
+// Quantization of tokens whose amax is known: independent CTAs, no reduction.
 template <class T, class N>
 __global__ void round_kernel(NormArgs args) {
   const int at = (blockIdx.x * blockDim.x + threadIdx.x) * Pack<T>::size;
@@ -118,7 +118,7 @@ __global__ void round_kernel(NormArgs args) {
 
 template <class T, class N>
 void round_rows(const NormArgs& args, Stream stream) {
-  constexpr int threads = 256, most = 65535;  // of a grid's second dimension
+  constexpr int threads = 256, most = 65535;  // limit of a grid's second dimension
   need_packs<T>("quantize_rows", args.hidden);
   if (args.tokens > most) throw std::invalid_argument("quantize_rows takes up to 65535 rows whose largest magnitude is known; got " + std::to_string(args.tokens));
   launch(round_kernel<T, N>, dim3((args.hidden / Pack<T>::size + threads - 1) / threads, args.tokens), dim3(threads), 0, stream, args);

@@ -1,13 +1,13 @@
-// Rows of activations as float8 or int8 with a scale each: by norms.cu, a block to a row that its threads have in registers.
+// Quantizes activations to float8 or int8 with a scale per token: used by norms.cu, one CTA per token held in registers.
 #pragma once
 
 #include "cuda/device.cuh"
 
 namespace trireme::cuda {
 
-constexpr int kMaxPacks = 8;  // of one thread
+constexpr int kMaxPacks = 8;  // per thread
 
-// A thread's part of a row between two passes over it, in whole registers: as elements the compiler would give each its own.
+// A thread's part of a token between two passes, in whole registers: as elements, the compiler would give each its own.
 template <class T>
 class Kept {
  public:
@@ -18,7 +18,7 @@ class Kept {
   uint4 packs_[kMaxPacks];
 };
 
-// How a row becomes N: its largest magnitude is 448 or 127 afterwards. A row that is not finite becomes NaN by its scale.
+// Quantizes a token to N: its amax maps to 448 or 127. A token that is not finite becomes NaN by its scale.
 template <class N>
 struct Rounding;
 
@@ -29,7 +29,7 @@ struct Rounding<fp8> {
   __device__ __forceinline__ fp8 operator()(float x) const { return from_float<fp8>(x / scale); }
 };
 
-// The same operations as a CPU's (csrc/cpu/linear/linear_int8_quantize.h), so the same bits.
+// The same operations as on the CPU (csrc/cpu/linear/linear_int8_quantize.h), so the same bits.
 template <>
 struct Rounding<int8_t> {
   float scale, inverse;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_rounded(const Pack<T>& pack, const Roundin
   }
 }
 
-// A thread's part of a row as N, and the row's scale.
+// A thread's part of a token as N, and the token's scale.
 template <class T, class N>
 __device__ __forceinline__ void write_as(const Kept<T>& kept, int packs, N* out, float* scale_out, float* shared) {
   constexpr int size = Pack<T>::size;
@@ -93,7 +93,7 @@ inline void need_narrow(const char* op, Type narrow) {
   if (narrow != Type::fp8 && narrow != Type::int8) throw std::invalid_argument(std::string(op) + " rounds to float8 or int8");
 }
 
-// Launches one block per row. Many rows fill the device by themselves; few want all threads on each.
+// Launches one CTA per token. Many tokens fill the GPU by themselves; few need all threads on each.
 template <class T, class Args>
 void launch_rows(const char* op, void (*kernel)(Args), int rows, int width, const Args& args, Stream stream) {
   constexpr int size = Pack<T>::size;

@@ -1,15 +1,15 @@
-// Rotary embedding (NeoX pairing), per-head norms before it, and the cache write. Whole heads of the usual sizes move as 16-byte
-// packs, a few lanes to a head; any other has a warp per head.
+// Rotary embedding (NeoX pairing), per-head norms before it, and the cache write. Whole heads of common sizes move as 16-byte packs, a
+// few lanes per head; any other head takes a warp.
 #include "cuda/device.cuh"
 
 namespace trireme::cuda {
 namespace {
 
 constexpr int kMaxDim = 256;
-constexpr int kPer = kMaxDim / 32;  // values of a lane
+constexpr int kPer = kMaxDim / 32;  // values per lane
 constexpr int kWarps = 4;
 
-// A head's values, lane holds dims lane, lane + 32, ...
+// A head's values: a lane holds dims lane, lane + 32, ...
 struct Head {
   float v[kPer];
 };
@@ -49,7 +49,7 @@ __device__ __forceinline__ void norm_head(Head& head, const T* weight, int dim, 
   }
 }
 
-// Through shared memory, since the partner of a dim may lie in any lane.
+// Through shared memory, since the partner of a dim may be in any lane.
 __device__ __forceinline__ void rotate_head(Head& head, const float* cos_sin, int rotary, float* shared) {
 #pragma unroll
   for (int i = 0; i < kPer; ++i) shared[threadIdx.x + 32 * i] = head.v[i];
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(32 * kWarps) rotary_kernel(RotaryArgs args) {
   }
 }
 
-// A lane's part of a head: as many dims of its first half as of its second, which pair up.
+// A lane's part of a head: as many dims of its first half as of its second, which form the pairs.
 template <class T>
 struct Halves {
   static constexpr int size = Pack<T>::size;
@@ -129,7 +129,7 @@ __device__ __forceinline__ Halves<T> load_halves(const T* p, int half, const Sca
   return x;
 }
 
-// Values of another type, as many as a pack of T has.
+// Values of another type, as many as in a pack of T.
 template <class C, int Count>
 struct alignas(sizeof(C) * Count) Part {
   C v[Count];
@@ -161,7 +161,7 @@ __device__ __forceinline__ void norm_halves(Halves<T>& x, const T* weight, int h
   }
 }
 
-// Head dims D that are rotated whole. A block takes the heads of one token in turn, so that its table entries are read once.
+// Head dims D that are rotated whole. A CTA loops over the heads of one token, so that its table entry is read once.
 template <class T, class C, int D>
 __global__ void __launch_bounds__(32 * kWarps) whole_kernel(RotaryArgs args) {
   constexpr int size = Pack<T>::size, half = D / 2, lanes = half / size, slots = 32 * kWarps / lanes;
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(32 * kWarps) whole_kernel(RotaryArgs args) {
   }
 }
 
-constexpr int kManyTokens = 512;  // fill the card with one block each
+constexpr int kManyTokens = 512;  // this many fill the GPU with one CTA each
 
 template <class T, class C, int D>
 void run_whole(const RotaryArgs& args, Stream stream) {
@@ -222,7 +222,7 @@ void run_whole(const RotaryArgs& args, Stream stream) {
   launch(whole_kernel<T, C, D>, dim3(args.tokens, parts), dim3(32 * kWarps), 0, stream, args);
 }
 
-// Whether every row of every tensor begins at a whole pack.
+// Whether every tensor is aligned to whole packs for every token.
 template <class T>
 bool has_packs(const RotaryArgs& args) {
   const int64_t strides = args.q_stride | args.k_stride | args.v_stride;

@@ -1,12 +1,12 @@
-// Products of 1 to 4 rows of x with a weight of blocks, bound by reading those: x is rounded to int8 by runs of 32 values, and
-// quantized values meet it in integer dot products as they lie.
+// GEMMs of M = 1 to 4 with a weight of quant blocks, bound by reading it: x is quantized to int8 per run of 32 values, and the codes
+// enter integer dot products without dequantization.
 //
-// A weight is rows of super-blocks of 256 values, whose bytes 16 divides. A lane owns a super-block at a time, which its warp copied
-// to shared memory two turns before, the first ones while the kernels before still run. A turn of a warp is 32 super-blocks:
-// `lanes` neighbours of each of 32 / lanes rows. Each block rounds x for itself.
+// A weight is super-blocks of 256 values, whose size 16 divides. A lane owns one super-block at a time, which its warp copied to
+// shared memory two k-steps before, the first ones before the wait for previous kernels. A k-step of a warp is 32 super-blocks:
+// `lanes` adjacent ones of each of 32 / lanes outputs. Each CTA quantizes x for itself.
 //
-// x * scale differs from what it was rounded from by half a unit at most: |x' - x| <= max |x of the run| / 254, so an output errs by
-// sum over the runs of max |x| / 254 * sum |w|, besides the order of sums.
+// Quantization is off by half a unit at most: |x' - x| <= max |x of the run| / 254, so the error of an output is
+// sum over the runs of max |x| / 254 * sum |w|, apart from summation order.
 #pragma once
 
 #include "cuda/async_copy.cuh"
@@ -14,12 +14,12 @@
 
 namespace trireme::cuda {
 
-constexpr int kDotRows = 4;  // of x, at most
-constexpr int kTurns = 2;       // of a warp that lie or arrive in shared memory
-constexpr int kTurnsAhead = 2;  // after those that are asked into the L2 cache before there is an x
+constexpr int kDotRows = 4;  // maximum M
+constexpr int kTurns = 2;       // k-steps of a warp in shared memory, loaded or in flight
+constexpr int kTurnsAhead = 2;  // further k-steps that are prefetched into L2 before x is available
 
 struct DotPlan {
-  int supers, log_lanes, steps, groups;  // of a row; lanes on a row; turns of a group of rows; groups
+  int supers, log_lanes, steps, groups;  // per output; lanes per output; k-steps per group of outputs; groups
   __host__ __device__ int lanes() const { return 1 << log_lanes; }
   __host__ __device__ int rows() const { return 32 >> log_lanes; }
 };
@@ -28,7 +28,7 @@ struct DotPlan {
 template <class Block>
 constexpr int kSlotBytes = Block::kBytes / 16 % 2 == 1 ? Block::kBytes : Block::kBytes + 16;
 
-// A warp's turn: a step of a group of rows. The groups of a warp are `stride` apart.
+// A warp's k-step: one step of a group of outputs. The groups of a warp are `stride` apart.
 struct Turn {
   int group, step;
   __device__ __forceinline__ void advance(const DotPlan& plan, int stride) {
@@ -38,7 +38,7 @@ struct Turn {
   }
 };
 
-// Of a turn: its first super-block in the weight, the row after it that is the last, and how many super-blocks a row has left.
+// For a k-step: its first super-block in the weight, the last output after it, and how many super-blocks an output has left.
 template <class Block>
 struct Source {
   const uint8_t* from;
@@ -51,7 +51,7 @@ struct Source {
   }
 };
 
-// Where a lane's 16-byte parts of a turn lie from its first super-block on.
+// Offsets of a lane's 16-byte parts of a k-step from its first super-block on.
 template <class Block>
 struct Parts {
   static constexpr int kCount = Block::kBytes / 16;
@@ -71,7 +71,7 @@ struct Parts {
   }
 };
 
-// What is past the end of a row or of the rows becomes zero.
+// Past the end of an output or of the outputs, zeros.
 template <class Block>
 __device__ __forceinline__ void copy_turn(const SkinnyArgs& args, const DotPlan& plan, Turn turn, const Parts<Block>& parts, uint32_t to) {
   const Source<Block> source(args, plan, turn);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void ask_for_turn(const SkinnyArgs& args, const DotPl
   for (int at = 0; at < Block::kBytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
 }
 
-// 8 values of a run, of which 4 neighbouring lanes have a part each, as int8 with scale and sum; `to` are the 256 values of x.
+// Quantizes 8 values of a run, shared by 4 adjacent lanes, to int8 with scale and sum; `to` are the 256 values of x.
 template <class T>
 __device__ __forceinline__ void round_run(const Pack<T>& values, uint8_t* to, int run) {
   static_assert(Pack<T>::size == 8);
@@ -112,7 +112,7 @@ __device__ __forceinline__ void round_run(const Pack<T>& values, uint8_t* to, in
   uint32_t words[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    uint32_t codes[4];  // in the lowest bytes: added to 1.5 * 2^23, which rounds
+    uint32_t codes[4];  // in the lowest bytes: rounded by adding 1.5 * 2^23
 #pragma unroll
     for (int j = 0; j < 4; ++j) codes[j] = __float_as_uint(fmaf(to_float(values.v[i * 4 + j]), inverse, 12582912.0f));
     words[i] = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
@@ -128,11 +128,11 @@ __device__ __forceinline__ void round_run(const Pack<T>& values, uint8_t* to, in
   }
 }
 
-// All rows of x into shared memory, with zeros after their k values: `slots` times 256 for each.
+// Loads and quantizes all tokens of x into shared memory, zero-padded: `slots` times 256 values each.
 template <class T, int M>
 __device__ __forceinline__ void round_rows(const SkinnyArgs& args, int slots, uint8_t* to) {
   constexpr int kAtOnce = 4, kPerPass = kProductWarps * 8;
-  const int runs = slots * (kSuperValues / kRunValues) * M;  // 8 divides it: warps stay whole
+  const int runs = slots * (kSuperValues / kRunValues) * M;  // 8 divides it: warps stay converged
   for (int first = threadIdx.x / 4; first < runs; first += kAtOnce * kPerPass) {
     Pack<T> values[kAtOnce];
 #pragma unroll
@@ -156,7 +156,7 @@ __device__ __forceinline__ void round_rows(const SkinnyArgs& args, int slots, ui
   }
 }
 
-// Block is one of block_types.cuh.
+// Block is a type of block_types.cuh.
 template <class Block, class T, int M>
 __global__ void __launch_bounds__(kProductWarps * 32) dots_kernel(SkinnyArgs args, DotPlan plan) {
   extern __shared__ uint4 shared[];
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kProductWarps * 32) dots_kernel(SkinnyArgs arg
   }
 }
 
-// The number of lanes on a row for which the last warp is done first; of several the greatest.
+// Chooses the number of lanes per output that minimizes the k-steps of the last warp; the largest on ties.
 inline DotPlan plan_dots(int n, int supers, int warps) {
   DotPlan best{};
   int64_t least = INT64_MAX;
@@ -233,7 +233,7 @@ int64_t shared_of_dots(const DotPlan& plan, int rows) {
   return static_cast<int64_t>(kProductWarps) * kTurns * 32 * kSlotBytes<Block> + static_cast<int64_t>(rows) * (plan.steps << plan.log_lanes) * kXBytes;
 }
 
-// Rows of x, 4, 2 or 1, that the current card's shared memory has room for; 0 where it has for none.
+// The largest M of 4, 2 or 1 that fits the GPU's shared memory; 0 if none does.
 template <class Block>
 int rows_of_dots(int n, int k) {
   const Card card = current_card();
@@ -253,7 +253,7 @@ void launch_dots(const SkinnyArgs& args, Stream stream) {
   launch(kernel, dim3(min(card.multiprocessors, plan.groups)), dim3(kProductWarps * 32), shared, stream, args, plan);
 }
 
-// The product of rows_of_dots rows at most, whose k 256 divides.
+// The GEMM for M up to rows_of_dots; 256 divides k.
 template <class Block>
 void run_dots(const SkinnyArgs& args, Stream stream) {
   with_half_type(args.type, [&](auto zero) {
@@ -264,7 +264,7 @@ void run_dots(const SkinnyArgs& args, Stream stream) {
   });
 }
 
-// A warp writes a super-block's values: a lane those of a word of each of two neighbouring runs.
+// A warp writes a super-block's values: each lane those of a word of two adjacent runs.
 template <class Block, class T>
 __global__ void __launch_bounds__(kProductWarps * 32) expand_blocks_kernel(const uint8_t* blocks, T* out, int64_t count) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kProductWarps + threadIdx.x / 32;

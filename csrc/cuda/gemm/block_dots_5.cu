@@ -1,4 +1,4 @@
-// Kernels of GGUF's types of 5 and 8 bits with a float16 scale for 32 values.
+// Kernels of GGUF's 5- and 8-bit types with a float16 scale per 32 values.
 #include "cuda/gemm/block_dots.cuh"
 
 namespace trireme::cuda {

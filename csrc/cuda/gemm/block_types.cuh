@@ -1,12 +1,12 @@
-// GGUF's types of blocks as a GPU has them, 256 values at a time: what a lane makes of one for dot products with int8, and its values.
+// GGUF quant block types in their GPU layout, 256 values at a time: int8 dot products per lane, and dequantization.
 //
-// Q4_K and Q5_K lie as in the file (ggml-common.h). The others are laid out anew when they are loaded (models/cuda/weights/gguf_blocks.py), in the
-// order of Q5_K: scales, the bits of a code above the fourth, then 128 bytes of nibbles, whose chunk of 32 bytes has one run of 32 values
-// in its low nibbles and the next in its high ones. Each type has
+// Q4_K and Q5_K keep the file layout (ggml-common.h). The others are repacked at load (models/cuda/weights/gguf_blocks.py) in
+// Q5_K's order: scales, code bits above the fourth, then 128 bytes of nibbles, where each chunk of 32 bytes holds one run of 32
+// values in its low nibbles and the next in its high ones. Each type has
 //   kBytes                      of 256 values; 16 divides it
-//   add(total, block, x, step)  total[m] += the product with 256 values of row m of x, rows `step` bytes apart (XBlock)
+//   add(total, block, x, step)  total[m] += dot product with 256 values of token m, tokens `step` bytes apart (XBlock)
 //   codes(block, chunk, word)   four codes, as signed bytes, of run 2 * chunk and of the next: those from 4 * word on
-//   line(block, run, word)      what they stand for: scale * code - minimum
+//   line(block, run, word)      the mapping to values: scale * code - minimum
 #pragma once
 
 #include "cuda/gemm/gemm_tiles.cuh"
@@ -15,7 +15,7 @@
 namespace trireme::cuda {
 
 constexpr int kSuperValues = 256, kRunValues = 32;
-// Of 256 values of x in shared memory: int8, 8 scales, 8 scaled sums, and 16 bytes by which neighbours begin in other banks.
+// 256 values of x in shared memory: int8, 8 scales, 8 scaled sums, and 16 bytes of padding against bank conflicts.
 constexpr int kXScales = 256, kXSums = 288, kXBytes = 336;
 
 struct Pair {
@@ -25,7 +25,7 @@ struct Line {
   float scale, minimum;
 };
 
-// A whole number up to 2^22 in magnitude as float: put below the exponent of 1.5 * 2^23.
+// An integer up to 2^22 in magnitude as float: placed below the exponent of 1.5 * 2^23.
 __device__ __forceinline__ float float_of(int x) { return __int_as_float(x + 0x4b400000) - 12582912.0f; }
 // Byte i of a word as float.
 __device__ __forceinline__ float float_of_byte(uint32_t word, int i) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ int dot_of(uint32_t a, uint32_t b, int sum) {
 __device__ __forceinline__ float2 floats_at(const uint8_t* p) { return *reinterpret_cast<const float2*>(p); }
 __device__ __forceinline__ const uint4* words_at(const uint8_t* p) { return reinterpret_cast<const uint4*>(p); }
 
-// ---- scales of runs: line(run) says scale and minimum but for the factors `scale` and `minimum` of all
+// ---- scales of runs: line(run) gives scale and minimum without the common factors `scale` and `minimum`
 
 // 6 bits each.
 struct SixBits {
@@ -64,7 +64,7 @@ struct SixBits {
   __device__ __forceinline__ Line factors() const { return {s.d, s.dmin}; }
 };
 
-// A float16 each; ZERO is the code of zero.
+// float16 each; ZERO is the code of zero.
 template <int ZERO>
 struct Halves {
   static constexpr int kBytes = 16;
@@ -78,7 +78,7 @@ struct Halves {
   __device__ __forceinline__ Line factors() const { return {1.0f, 1.0f}; }
 };
 
-// A float16 each, and another for the least value.
+// float16 each, plus a float16 minimum.
 struct HalfPairs {
   static constexpr int kBytes = 32;
   static constexpr bool kMinima = true;
@@ -93,12 +93,12 @@ struct HalfPairs {
 // ---- codes: a pair of words of a chunk from its nibbles and the words of higher bits; the second is 1 << kShift times the codes
 
 struct FourBits {
-  static constexpr int kHighBytes = 0, kShift = 4;  // high nibbles are multiplied where they lie
+  static constexpr int kHighBytes = 0, kShift = 4;  // high nibbles are multiplied in place
   static constexpr bool kSigned = false;
   static __device__ __forceinline__ Pair pair(uint32_t nibbles, uint32_t, int) { return {nibbles & 0x0f0f0f0fu, nibbles & 0xf0f0f0f0u}; }
 };
 
-// Bit `run` of a byte is the fifth of that run's code.
+// Bit `run` of a byte is the fifth bit of that run's code.
 struct FiveBits {
   static constexpr int kHighBytes = 32, kShift = 0;
   static constexpr bool kSigned = true;
@@ -108,7 +108,7 @@ struct FiveBits {
   }
 };
 
-// Codes of ggml's table kvalues_iq4nl, which 8 at a time is looked up by permutations of bytes.
+// Codes of ggml's table kvalues_iq4nl, looked up 8 at a time by byte permutations.
 struct Table {
   static constexpr int kHighBytes = 0, kShift = 0;
   static constexpr bool kSigned = true;
@@ -122,7 +122,7 @@ struct Table {
   }
 };
 
-// ---- types whose runs of 32 values share a scale. A sum of a run is 32 * 127 * 127 at most, and 63 times 32 * 127 * 31 below 2^23.
+// ---- types with a scale per run of 32 values. A run's sum is at most 32 * 127 * 127, and 63 times 32 * 127 * 31 is below 2^23.
 
 template <class Head, class Codes>
 struct RunBlock {
@@ -196,7 +196,7 @@ using Q5_0 = RunBlock<Halves<16>, FiveBits>;
 using Q5_1 = RunBlock<HalfPairs, FiveBits>;
 using IQ4NL = RunBlock<Halves<0>, Table>;
 
-// ---- types with codes of their own
+// ---- types with their own code layout
 
 // 8 float16 scales, 256 signed bytes.
 struct Q8_0 {
@@ -231,8 +231,8 @@ struct Q8_0 {
   static __device__ __forceinline__ Line line(const uint8_t* block, int run, int) { return Halves<0>(block).line(run); }
 };
 
-// 16 signed scales of 16 values each, their float16 factor and 14 bytes of nothing; 64 bytes with 2 bits of each of 4 runs; nibbles. The
-// code of zero is 32. A sum of 16 values is 16 * 127 * 32 at most, and two of them times 128 below 2^24.
+// 16 signed scales of 16 values each, their float16 factor and 14 bytes of padding; 64 bytes with 2 bits of each of 4 runs; nibbles.
+// The code of zero is 32. A sum of 16 values is at most 16 * 127 * 32, and two of them times 128 are below 2^24.
 struct Q6K {
   static constexpr int kHigh = 32, kNibbles = 96, kBytes = 224;
 

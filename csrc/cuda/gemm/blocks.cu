@@ -1,4 +1,4 @@
-// Products with weights of blocks, and their values, by the blocks' type.
+// Dispatch of GEMMs and dequantization by quant block type.
 #include "cuda/gemm/block_dots.cuh"
 
 namespace trireme::cuda {
@@ -9,7 +9,7 @@ struct Of {
   using type = Block;
 };
 
-// Calls f with Of<the type that `blocks` names>.
+// Calls f with Of<the type named by `blocks`>.
 template <class F>
 auto with_blocks(Blocks blocks, F&& f) {
   switch (blocks) {

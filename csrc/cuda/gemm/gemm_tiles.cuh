@@ -1,4 +1,4 @@
-// What products of few rows share: streaming loads, tensor-core steps, float8 as 16-bit fragments, the sum over a block's warps.
+// Shared by the skinny GEMMs: streaming loads, mma steps, float8 to 16-bit fragments, the reduction over a CTA's warps.
 #pragma once
 
 #include "cuda/device.cuh"
@@ -7,14 +7,14 @@ namespace trireme::cuda {
 
 constexpr int kProductWarps = 8;
 
-// 16 bytes of a weight that nobody reads again.
+// Loads 16 bytes of a weight that is read once.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 
-// Calls the 128 bytes around p to the card's last-level cache.
+// Prefetches the 128 bytes around p into the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // c += a b of mma.m16n8k16; T is bf16 or f16.
@@ -33,19 +33,19 @@ __device__ __forceinline__ void multiply<f16>(float (&c)[4], uint32_t a0, uint32
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two values of T in one register, the first one low.
+// Two values of T in one register, the first in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t pair_of(float low, float high) {
   const T pair[2] = {from_float<T>(low), from_float<T>(high)};
   return *reinterpret_cast<const uint32_t*>(pair);
 }
 
-// Two registers of two 16-bit values as those at even and at odd places.
+// Splits two registers of two 16-bit values into those at even and odd positions.
 __device__ __forceinline__ uint32_t evens_of(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ uint32_t odds_of(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-// Four e4m3 values as two pairs of T: bytes 0 and 2, bytes 1 and 3. Sign, exponent and fraction move to their places in T, whose
-// exponent has another bias: the results are the values times kFp8Unit<T>, subnormal ones included.
+// Four e4m3 values as two pairs of T: bytes 0 and 2, bytes 1 and 3. Sign, exponent and fraction move to their positions in T, whose
+// exponent has another bias: the results are the values times kFp8Unit<T>, including subnormals.
 template <class T>
 constexpr float kFp8Unit = 0x1p-8f;
 template <>
@@ -63,7 +63,7 @@ __device__ __forceinline__ Fp8Pairs unpack_fp8(uint32_t bytes) {
   return {(low >> shift & mask) | (low & 0x80008000u), (bytes >> shift & mask) | (bytes & 0x80008000u)};
 }
 
-// The next 16 bytes of 16 * NT rows of bytes, those of g and of g + 8, unless the rows end before `at`.
+// The next 16 bytes for outputs g and g + 8 of each of NT tiles, unless they end before `at`.
 template <int NT, class Byte>
 __device__ __forceinline__ void fetch_rows(uint4 (&piece)[NT][2], const Byte* const (&rows)[NT][2], int at, int end) {
   if (at >= end) return;
@@ -74,9 +74,9 @@ __device__ __forceinline__ void fetch_rows(uint4 (&piece)[NT][2], const Byte* co
   }
 }
 
-// Adds up acc [NT * 16 outputs, MT * 8 rows] of a block's warps, of which each W neighbours have parts of the same outputs, in their
-// order: calls store(output, row, sum) for the outputs before `num_outputs`, of which the block's first is `first`, and the first `num_rows`.
-// `sums` is dynamic shared memory of shared_floats<NT, MT>() values.
+// Reduces acc [NT * 16 outputs, MT * 8 tokens] over a CTA's warps, where each W adjacent warps hold parts of the same outputs, in warp
+// order: calls store(output, row, sum) for outputs before `num_outputs`, starting at the CTA's `first`, and the first `num_rows`
+// tokens. `sums` is dynamic shared memory of shared_floats<NT, MT>() values.
 template <int NT, int MT>
 constexpr size_t shared_floats() { return static_cast<size_t>(kProductWarps) * 16 * NT * (8 * MT + 1); }
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ void sum_warps(const V (&acc)[NT][MT][4], V* sums, in
   }
 }
 
-// The sums times the scale of the output, plus the bias, into out.
+// Writes the sums times the output's scale, plus the bias, to out.
 template <class T, int NT, int MT, int W = kProductWarps>
 __device__ __forceinline__ void store_products(const SkinnyArgs& args, const float (&acc)[NT][MT][4], float* sums, int first) {
   sum_warps<NT, MT, W>(acc, sums, first, args.n, args.m, [&](int output, int row, float total) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_products(const SkinnyArgs& args, const flo
   });
 }
 
-// Launches a kernel of (SkinnyArgs) over blocks of 16 * NT outputs for each W of its warps.
+// Launches a kernel of (SkinnyArgs) with one CTA per 16 * NT outputs for each W of its warps.
 template <int NT, int MT, int W = kProductWarps>
 void launch_products(void (*kernel)(SkinnyArgs), const SkinnyArgs& args, Stream stream) {
   constexpr size_t shared = shared_floats<NT, MT>() * sizeof(float);
@@ -125,7 +125,7 @@ void launch_products(void (*kernel)(SkinnyArgs), const SkinnyArgs& args, Stream 
   launch(kernel, dim3((args.n + outputs - 1) / outputs), dim3(kProductWarps * 32), shared, stream, args);
 }
 
-// The kernels behind skinny_linear, by what the weight is made of.
+// The kernels behind skinny_linear, by weight format.
 void skinny_dense(const SkinnyArgs& args, Stream stream);
 void skinny_fp8(const SkinnyArgs& args, Stream stream);
 void skinny_q4_k(const SkinnyArgs& args, Stream stream);

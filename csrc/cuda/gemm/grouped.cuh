@@ -1,4 +1,4 @@
-// What products with grouped weights share: who may call, how they are launched, the sum of a group times its scale.
+// Shared by GEMMs with quant groups: argument checks, launches, scaling of a group's sum.
 #pragma once
 
 #include "cuda/gemm/grouped.h"
@@ -6,7 +6,7 @@
 
 namespace trireme::cuda {
 
-constexpr int kTurn = 128;  // k's of one turn of a warp: four lanes have 32 each
+constexpr int kTurn = 128;  // k's of one k-step of a warp: 32 for each of four lanes
 
 inline void need_grouped(const char* op, const GroupedArgs& args) {
   const bool is_known = args.group == 32 || args.group == 64 || args.group == 128;
@@ -22,7 +22,7 @@ void launch_grouped(void (*kernel)(GroupedArgs), const GroupedArgs& args, Stream
   launch(kernel, dim3((args.product.n + 16 * NT - 1) / (16 * NT)), dim3(kProductWarps * 32), shared, stream, args);
 }
 
-// Adds a group's sums, of outputs g and g + 8, times the scales of those, and begins anew.
+// Adds a group's sums for outputs g and g + 8, times their scales, and resets them.
 template <int MT>
 __device__ __forceinline__ void add_group(float (&acc)[MT][4], float (&part)[MT][4], float low, float high) {
 #pragma unroll

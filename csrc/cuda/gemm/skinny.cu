@@ -1,18 +1,18 @@
-// Products of few rows of x with a large weight, bound by reading the weight once. Tensor cores do the arithmetic.
+// GEMMs of small M with a large weight, bound by reading the weight once, on tensor cores.
 //
-// A block owns 16 * NT outputs; its warps take turns over K in pieces of 64 and are summed at the end, always in the same
-// order. Weights go from memory straight into the A fragments of mma.m16n8k16: a dot product may take its k's in any order
-// as long as both sides agree, so a thread gives its 16 bytes (8 neighbouring k's of one row) to two steps as they come,
-// and x (the B fragments, 8 columns to a tile) is read with the same assignment.
+// A CTA owns 16 * NT outputs; its warps alternate over K in pieces of 64 and are reduced at the end, always in the same order.
+// Weights are loaded from memory directly into the A fragments of mma.m16n8k16: a dot product may take its k's in any order as long
+// as both operands agree, so a thread feeds its 16 bytes (8 adjacent k's of one output) to two mma steps unpermuted, and x (the B
+// fragments, 8 tokens to a tile) is read with the same assignment.
 #include "cuda/gemm/gemm_tiles.cuh"
 
 namespace trireme::cuda {
 namespace {
 
-constexpr int kPiece = 64;  // k's of one turn
-constexpr int kAhead = 1024;  // k's of a row that are called to L2 beyond those on their way to registers
+constexpr int kPiece = 64;  // k's of one k-step
+constexpr int kAhead = 1024;  // k's of an output that are prefetched into L2 beyond those being loaded
 
-// One piece of the weights of a warp: per 16 outputs, rows g and g + 8, two times 16 bytes.
+// One piece of a warp's weights: per 16 outputs, outputs g and g + 8, two times 16 bytes.
 template <int NT>
 struct Piece {
   uint4 v[NT][2][2];

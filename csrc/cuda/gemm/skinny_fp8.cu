@@ -1,15 +1,15 @@
-// Products of few rows of x with a weight of float8 values and a scale per output: half the bytes of skinny.cu, the same plan.
-// A thread's 16 bytes are 16 neighbouring k's of one row; x, of 16 bits, is read with the same assignment, and the weight is unpacked
-// to its type (four k's to a step).
+// GEMMs of small M with a float8 weight and a scale per output: half the bytes of skinny.cu, the same scheme. A thread's 16 bytes are
+// 16 adjacent k's of one output; x, 16-bit, is read with the same assignment, and the weight is unpacked to its type (four k's per
+// step).
 #include "cuda/gemm/gemm_tiles.cuh"
 
 namespace trireme::cuda {
 namespace {
 
-constexpr int kPiece = 64;  // k's of one turn
+constexpr int kPiece = 64;  // k's of one k-step
 
-// bf16 has no room for products of values 2^-120 times what they are: x, which has fewer registers than the weight, is multiplied by
-// 2^60, and the rest is left to the end.
+// bf16 would underflow for weights scaled by 2^-120: x, which needs fewer registers than the weight, is multiplied by 2^60, and the
+// rest is applied at the end.
 template <class T>
 constexpr float kUnit = kFp8Unit<T>;
 template <>

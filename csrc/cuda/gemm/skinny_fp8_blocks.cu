@@ -1,15 +1,15 @@
-// Products of few rows of x, which keeps its 16 bits, with a weight of float8 values and a float32 scale for each 128 inputs of an
-// output: the plan of skinny_fp8.cu, with the sum of each 128 multiplied by its scale in float32.
+// GEMMs of small M, 16-bit x, with a float8 weight and a float32 scale per 128 inputs of an output: the scheme of skinny_fp8.cu, with
+// the sum of each 128 multiplied by its scale in float32.
 #include "cuda/gemm/grouped.cuh"
 
 namespace trireme::cuda {
 namespace {
 
-// Unpacked values of bf16 are brought to their size at once, for lack of room in the exponent; those of f16 with the scale.
+// Unpacked bf16 values are rescaled at once, for lack of exponent range; f16 ones together with the scale.
 template <class T>
 __device__ __forceinline__ uint32_t sized(uint32_t pair) {
   if constexpr (kFp8Unit<T> == kFp8Unit<bf16>) {
-    const uint32_t unit = 0x7b807b80u, zero = 0x80008000u;  // 2^120, and what changes no sign
+    const uint32_t unit = 0x7b807b80u, zero = 0x80008000u;  // 2^120, and -0, which keeps signs
     uint32_t product;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(pair), "r"(unit), "r"(zero));
     return product;
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t sized(uint32_t pair) {
 template <class T>
 constexpr float kLeft = kFp8Unit<T> == kFp8Unit<bf16> ? 1.0f : 1.0f / kFp8Unit<T>;
 
-// What a warp has of one turn: per 16 outputs, rows g and g + 8, twice 16 values.
+// A warp's weights of one k-step: per 16 outputs, outputs g and g + 8, twice 16 values.
 template <int NT>
 struct Turn {
   uint4 values[NT][2][2];
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kProductWarps * 32) fp8_blocks_kernel(GroupedA
   store_products<T, NT, MT>(args, acc, sums, first);
 }
 
-// A thread expands 16 values.
+// A thread dequantizes 16 values.
 template <class T>
 __global__ void __launch_bounds__(kProductWarps * 32) expand_kernel(GroupedArgs grouped) {
   const SkinnyArgs& args = grouped.product;

@@ -1,16 +1,17 @@
-// Products of few rows of x with a float8 weight on Hopper's warpgroup tensor cores, which take float8 as it lies in memory: no
-// value is unpacked. One block per multiprocessor goes through its tiles of 16 outputs. 128 divides K.
+// GEMMs of small M with a float8 weight on Hopper's warpgroup tensor cores, which take float8 operands from memory without
+// unpacking. One persistent CTA per SM loops over its tiles of 16 outputs. 128 divides K.
 //
-// The weight comes by tensor copies, 16 KiB each, into a ring of stages in shared memory: a thread of its own asks for them, ahead of
-// everything that waits for the kernels before. 16 warps read a stage, 64 k's each, as the 64-row operand: the 4 warps of a group have the same 16 outputs and
-// k's of their own. x, in shared memory once, is the narrow operand, with columns of its own for each of the 4 warps' k's; a warp's
-// products with the others' columns are left lying. A thread has 16 neighbouring k's of an output, and x the order that this gives.
+// The weight arrives by TMA, 16 KiB per copy, in a ring of stages in shared memory: a producer thread issues the copies ahead of the
+// wait for previous kernels. 16 warps read a stage, 64 k's each, as the 64-row operand: the 4 warps of a warpgroup hold the same 16
+// outputs and different k's. x, loaded into shared memory once, is the narrow operand, with separate columns for each of the 4
+// warps' k's; a warp's results for the others' columns are discarded. A thread holds 16 adjacent k's of an output; x is permuted to
+// match.
 //
-// The whole of a multiprocessor's shared memory is asked for: with half of it the next kernel's block would fit beside ours and fetch
-// while we still do, and have nothing left to fetch while the small kernels between them run.
+// All of an SM's shared memory is requested: with half of it the next kernel's CTA would fit beside ours and prefetch while we still
+// do, leaving nothing to prefetch while the small kernels between them run.
 //
-// x becomes two float8 columns, of the value and of 16 times what is missing: together they have the 8 bits of bfloat16
-// for all values within 2^-13 of the row's largest.
+// x is split into two float8 columns, the value and 16 times its error: together they hold the 8 significant bits of bfloat16 for
+// all values within 2^-13 of the token's amax.
 #include <cuda.h>
 
 #include <algorithm>
@@ -19,24 +20,24 @@
 
 namespace trireme::cuda {
 
-#ifdef TRIREME_HOPPER  // set where this file is compiled for sm_90a
+#ifdef TRIREME_HOPPER  // defined if this file is compiled for sm_90a
 
 namespace {
 
-constexpr int kTile = 16;                       // of a tile
-constexpr int kPiece = 64;                         // k's of a warp in a stage
-constexpr int kWarps = 16, kGroups = kWarps / 4;   // that multiply
+constexpr int kTile = 16;                       // outputs of a tile
+constexpr int kPiece = 64;                         // k's of a warp per stage
+constexpr int kWarps = 16, kGroups = kWarps / 4;   // consumer warps and warpgroups
 constexpr int kThreads = kWarps * 32;
 constexpr int kStage = kWarps * kPiece;            // k's of a stage
 constexpr int kLine = 128;                         // k's of a line of a stage: [kStage / kLine][kTile][kLine], 16 bytes swizzled by output
 constexpr int kStageBytes = kTile * kStage;
 constexpr int kMostRows = 4;
 constexpr int kMostStages = 13, kLeastStages = 4;
-constexpr int kBlockBytes = 225 << 10;             // of shared memory, at most
+constexpr int kBlockBytes = 225 << 10;             // of shared memory, maximum
 
 struct Plan {
   int tiles, turns, stages;
-  int sums, x;  // where they begin in shared memory; stages come first
+  int sums, x;  // offsets in shared memory; stages come first
 };
 
 // ---------------------------------------------------------------- instructions
@@ -60,7 +61,7 @@ __device__ __forceinline__ void wait_for(uint64_t* barrier, int parity) {
       ::"r"(shared_address(barrier)), "r"(parity)
       : "memory");
 }
-// A stage of outputs and lines from these on; nobody reads them again.
+// Copies a stage from this output and line on, with an evict-first hint: it is read once.
 __device__ __forceinline__ void copy_stage(void* to, const CUtensorMap& weight, int output, int line, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;"
@@ -74,7 +75,7 @@ __device__ __forceinline__ void finish_products() {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
-// Core matrices of 8 columns x 16 k's lie one after the other, two along k for each 8 columns.
+// Core matrices of 8 columns x 16 k's are consecutive, two along k for each 8 columns.
 __device__ __forceinline__ uint64_t describe(const void* tile) {
   return (shared_address(tile) & 0x3ffff) >> 4 | static_cast<uint64_t>(128 >> 4) << 16 | static_cast<uint64_t>(256 >> 4) << 32;
 }
@@ -85,7 +86,7 @@ __device__ __forceinline__ uint64_t describe(const void* tile) {
 #define TRIREME_SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define TRIREME_INPUTS "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x), "r"(keep)
 
-// d [64, 8 N] = a [64, 32] x^T [32, 8 N], plus what d was with `keep`. All warps of a group together.
+// d [64, 8 N] = a [64, 32] x^T [32, 8 N], plus d if `keep`. Executed by a whole warpgroup.
 template <int N>
 __device__ __forceinline__ void multiply_fp8(float (&d)[N * 4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t x, int keep) {
   static_assert(N == 1 || N == 2 || N == 4);
@@ -115,24 +116,24 @@ __device__ __forceinline__ float2 floats_of(uint32_t fp8_pair) {
 
 // ---------------------------------------------------------------- x
 
-// Two float8 columns, planes, for each row of x and each of 4 warps: N * 8 in all, for N rows.
+// Two float8 columns (planes) for each token and each of 4 warps: N * 8 in all, for N tokens.
 template <int N>
 struct Columns {
-  static constexpr int tile_bytes = N * 8 * 32;  // of one product
+  static constexpr int tile_bytes = N * 8 * 32;  // of one wgmma
 
-  // Where the 4 k's from k on begin; 4 divides k.
+  // Offset of the 4 k's from k on; 4 divides k.
   __device__ static int place(int row, int plane, int k) {
     const int piece = k / kPiece, word = k % 16 / 4, column = piece % 4 * 2 + plane;
     return (piece / 4 * 2 + word / 2) * tile_bytes + row * 256 + word % 2 * 128 + column * 16 + k % kPiece / 16 * 4;
   }
 };
 
-// Rows of 16 bits as two columns each, of zeros from K to `length` on and for rows from args.m on. inverse[row] becomes what a sum is to
-// be multiplied by. All kThreads threads, which meet at named barrier 1 and keep so many packs each between the two passes.
+// Splits 16-bit tokens into two columns each, zero from K to `length` and for tokens from args.m on. inverse[row] receives the factor
+// for the sums. Run by all kThreads threads, which sync at named barrier 1 and keep this many packs each between the two passes.
 template <class T, int N, int Kept>
 __device__ __forceinline__ void place_halves(const Fp8Args& args, uint8_t* x, float* inverse, float* peaks, int length) {
   using Columns = Columns<N>;
-  constexpr int warps = kWarps / N;  // of a row
+  constexpr int warps = kWarps / N;  // per token
   const int warp = threadIdx.x / 32, row = warp / warps, start = (warp % warps * 32 + threadIdx.x % 32) * 8;
   const int known = row < args.m ? args.k : 0;
   const T* from = static_cast<const T*>(args.x) + row * args.x_stride;
@@ -157,7 +158,7 @@ __device__ __forceinline__ void place_halves(const Fp8Args& args, uint8_t* x, fl
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 #pragma unroll
   for (int i = 0; i < warps; ++i) peak = larger(peak, peaks[row * warps + i]);
-  const uint32_t exponent = max(__float_as_uint(peak) >> 23 & 0xff, 8u);  // the largest is lifted to 2^7 .. 2^8
+  const uint32_t exponent = max(__float_as_uint(peak) >> 23 & 0xff, 8u);  // the amax is scaled to 2^7 .. 2^8
   const float scale = __uint_as_float((261u - exponent) << 23);
   if (warp % warps == 0 && threadIdx.x % 32 == 0) inverse[row] = exponent == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float((exponent - 7u) << 23);
   auto place = [&](const Pack<T>& pack, int k) {
@@ -187,9 +188,9 @@ __device__ __forceinline__ void place_halves(const Fp8Args& args, uint8_t* x, fl
 
 // ---------------------------------------------------------------- the kernel
 
-// One thread: stage after stage of this block's tiles.
+// Producer thread: loads this CTA's tiles, stage by stage.
 __device__ __forceinline__ void bring_weight(const CUtensorMap& weight, const Plan& plan, uint8_t* stages, uint64_t* full, uint64_t* free) {
-  int stage = 0, parity = 1;  // the first time round all are free
+  int stage = 0, parity = 1;  // on the first pass all stages are free
   for (int tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
     for (int turn = 0; turn < plan.turns; ++turn) {
       wait_for(&free[stage], parity);
@@ -233,12 +234,12 @@ __global__ void __launch_bounds__(kThreads + 32, 1) hopper_kernel(const __grid_c
 
   constexpr uint64_t tile_step = Columns::tile_bytes >> 4;
   const uint64_t own = describe(x + group * 2 * Columns::tile_bytes);
-  // Lanes that load at the same time have outputs on both sides of the swizzle, and so other banks.
+  // Lanes that load simultaneously have outputs on both sides of the swizzle, hence different banks.
   const int output_of_g = g % 2 * 4 + g / 2;
   const uint8_t* piece = shared + ((warp / 2) * kTile + output_of_g) * kLine + ((warp % 2 * 4 + t) ^ output_of_g) * 16;
   int stage = 0, parity = 0, side = 0, count = 0;
   for (int tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x, side ^= 1, ++count) {
-    // Who stores changes from tile to tile, and has what that takes by then.
+    // The storing threads rotate from tile to tile, and load scale and bias in advance.
     const int item = (threadIdx.x - count * 32) % kThreads, item_row = item / kTile, item_output = tile * kTile + item % kTile;
     const bool is_mine = item_row < args.m && item_output < args.n;
     const float scale = is_mine && args.scale != nullptr ? args.scale[item_output] : 1.0f;
@@ -250,12 +251,12 @@ __global__ void __launch_bounds__(kThreads + 32, 1) hopper_kernel(const __grid_c
       const uint4 a = *reinterpret_cast<const uint4*>(piece + stage * kStageBytes);
       const uint4 b = *reinterpret_cast<const uint4*>(piece + stage * kStageBytes + 8 * kLine);
       const uint64_t at = own + turn * 2 * kGroups * tile_step;
-      float few[N * 4] = {};  // the tensor cores keep some 14 bits of a sum, so few products are summed there
+      float few[N * 4] = {};  // tensor cores accumulate with about 14 bits, so only few k's are summed there
       fence_products();
       multiply_fp8<N>(few, a.x, b.x, a.y, b.y, at, 0);
       multiply_fp8<N>(few, a.z, b.z, a.w, b.w, at + tile_step, 1);
       __syncwarp();
-      if (lane == 0) arrive(&free[stage]);  // all lanes have what they loaded
+      if (lane == 0) arrive(&free[stage]);  // all lanes have loaded their operands
       finish_products();
 #pragma unroll
       for (int j = 0; j < N * 4; ++j) total[j] += few[j];
@@ -264,7 +265,7 @@ __global__ void __launch_bounds__(kThreads + 32, 1) hopper_kernel(const __grid_c
         parity ^= 1;
       }
     }
-    if (t == quarter) {  // has both planes of what its warp multiplied
+    if (t == quarter) {  // holds both planes of its warp's result
       float* own_sums = sums + (side * kWarps + warp) * N * kTile;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(kThreads + 32, 1) hopper_kernel(const __grid_c
         }
       }
     }
-    // One side of the sums is read while the other is written: whoever writes a side again has met all readers in between.
+    // Sums are double-buffered: a thread that rewrites a side has synced with all its readers in between.
     asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
     if (is_mine) {
       float sum = 0.0f;
@@ -287,7 +288,7 @@ __global__ void __launch_bounds__(kThreads + 32, 1) hopper_kernel(const __grid_c
 
 int divided(int a, int b) { return (a + b - 1) / b; }
 
-// Places in shared memory for so many rows of x; without stages where they do not fit.
+// Shared-memory layout for this many tokens; 0 stages if they do not fit.
 Plan plan_of(int n, int k, int rows) {
   Plan plan{divided(n, kTile), divided(k, kStage), 0, 0, 0};
   const int sums = 2 * kWarps * rows * kTile * 4, x = plan.turns * kStage * rows * 2;

@@ -1,16 +1,16 @@
-// Products of few rows of int8 with an int8 weight, bound by reading the weight once: the plan of skinny_fp8.cu with nothing to unpack.
-// A thread's 16 bytes are 16 neighbouring k's of one row, and x is read with the same assignment, so they are the fragments of two
-// steps of mma.m16n8k32 as they come. Sums are exact, so their order is of no account.
+// int8 x int8 GEMMs of small M, bound by reading the weight once: the scheme of skinny_fp8.cu with nothing to unpack. A thread's 16
+// bytes are 16 adjacent k's of one output, and x is read with the same assignment, so they are directly the fragments of two steps
+// of mma.m16n8k32. Sums are exact, so their order does not matter.
 //
-// W neighbouring warps share the K of 16 * NT outputs. The fewer they are, the more warps of a block read the same x at about the same
-// time, which then comes from their multiprocessor's cache.
+// Split-K: W adjacent warps share the K of 16 * NT outputs. With a smaller W, more warps of a CTA read the same x at about the same
+// time, which then comes from the SM's L1 cache.
 #include "cuda/gemm/int8.h"
 #include "cuda/gemm/gemm_tiles.cuh"
 
 namespace trireme::cuda {
 namespace {
 
-constexpr int kPiece = 64;  // k's of one turn
+constexpr int kPiece = 64;  // k's of one k-step
 
 // c += a b of mma.m16n8k32.
 __device__ __forceinline__ void multiply(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -19,10 +19,10 @@ __device__ __forceinline__ void multiply(int (&c)[4], uint32_t a0, uint32_t a1, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// No step is contracted: models/cuda/reference.py gives the same bits.
+// No step is contracted to an FMA: models/cuda/reference.py gives the same bits.
 __device__ __forceinline__ float scaled(int sum, float row, float column) { return __fmul_rn(__int2float_rn(sum), __fmul_rn(column, row)); }
 
-// The sums of each W warps, scaled, plus the bias, into out.
+// Writes the sums of each W warps, scaled, plus the bias, to out.
 template <class T, int NT, int MT, int W>
 __device__ __forceinline__ void store_sums(const Int8Scaling& scaling, const int (&acc)[NT][MT][4], int* sums, int first) {
   sum_warps<NT, MT, W>(acc, sums, first, scaling.n, scaling.m, [&](int output, int row, int total) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_sums(const Int8Scaling& scaling, const int
   });
 }
 
-// A lane whose k's lie past the end of the rows multiplies what it has left with zeros.
+// A lane whose k's are past the end multiplies stale values by zeros.
 template <class T, int NT, int MT, int DEPTH, int W>
 __global__ void __launch_bounds__(kProductWarps * 32, MT <= 4 ? 2 : 1) skinny_int8_kernel(Int8Args args) {
   extern __shared__ int int8_sums[];
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kProductWarps * 32, MT <= 4 ? 2 : 1) skinny_in
 #pragma unroll
   for (int m = 0; m < MT; ++m) columns[m] = args.x + min(m * 8 + g, args.scaling.m - 1) * args.x_stride;
   auto x_at = [&](int m, int k) { return k < args.k ? *reinterpret_cast<const uint4*>(columns[m] + k) : uint4{}; };
-  constexpr int kAtOnce = MT <= 2 ? DEPTH : 1;  // pieces of x that are read together
+  constexpr int kAtOnce = MT <= 2 ? DEPTH : 1;  // pieces of x that are loaded together
   int acc[NT][MT][4] = {};
   for (int k = way * kPiece; k < args.k; k += DEPTH * step) {
     uint4 x[kAtOnce][MT];
@@ -104,7 +104,7 @@ void launch_int8(const Int8Args& args, Stream stream) {
   launch(kernel, dim3((args.scaling.n + outputs - 1) / outputs), dim3(kProductWarps * 32), shared, stream, args);
 }
 
-// As many warps as a large card holds at once.
+// As many warps as a large GPU holds at once.
 template <int NT>
 int ways_of(const Int8Args& args) {
   constexpr int kWarps = 2112;
@@ -123,10 +123,10 @@ void run_int8(const Int8Args& args, Stream stream) {
   }
 }
 
-constexpr int kTogether = 4;  // neighbouring outputs of a thread
-constexpr int kScaledRows = 4;  // of a thread, which reads the scales of its outputs once and has the sums of all of them in flight
+constexpr int kTogether = 4;  // adjacent outputs per thread
+constexpr int kScaledRows = 4;  // tokens per thread, which loads its outputs' scales once and has all their sums in flight
 
-// A block scales kTogether * its threads outputs of kScaledRows rows.
+// A CTA scales kTogether * blockDim outputs of kScaledRows tokens.
 template <class T>
 __global__ void __launch_bounds__(kProductWarps * 32) skinny_int8_scale_kernel(const int32_t* sums, Int8Scaling scaling, bool is_aligned) {
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kTogether, first = blockIdx.x * kScaledRows;

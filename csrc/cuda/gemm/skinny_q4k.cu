@@ -1,8 +1,8 @@
-// Products of few rows of x with a weight of GGUF's Q4_K blocks (ggml-common.h: 256 values in 144 bytes), bound by reading those.
+// GEMMs of small M with a weight of GGUF's Q4_K super-blocks (ggml-common.h: 256 values in 144 bytes), bound by reading it.
 //
-// A warp owns 16 outputs, or a part of their super-blocks, which it reads one ahead. Nibbles become 16-bit fragments in registers:
-// scale * q - minimum, where scale and minimum of each run of 32 values are rounded to 16 bits, as are the results. The fewest rows
-// go to block_dots.cuh.
+// A warp owns 16 outputs, or a part of their super-blocks, which it loads one ahead. Nibbles become 16-bit fragments in registers:
+// scale * q - minimum, where scale and minimum of each run of 32 values are rounded to 16 bits, as are the results. The smallest M
+// runs block_dots.cuh.
 #include <algorithm>
 
 #include "cuda/gemm/block_dots.cuh"
@@ -10,12 +10,12 @@
 namespace trireme::cuda {
 namespace {
 
-constexpr int kBestRows = 1;  // of x, up to which integer dot products are faster than tensor cores
+constexpr int kBestRows = 1;  // M up to which integer dot products are faster than tensor cores
 
 constexpr int kValues = 256, kBytes = 144;  // of a super-block
 
-// What a thread has of a super-block: heads of rows g and g + 8, and of both halves of their nibbles the t-th 16 bytes. Those lie in
-// chunk 2 * j + t / 2 of 32 bytes, whose low nibbles are one run of 32 values, and whose high ones are the next.
+// A thread's part of a super-block: heads of outputs g and g + 8, and the t-th 16 bytes of both halves of their nibbles. Those are in
+// chunk 2 * j + t / 2 of 32 bytes, whose low nibbles are one run of 32 values and whose high ones the next.
 struct Super {
   uint4 head[2];
   uint4 nibbles[2][2];
@@ -33,7 +33,7 @@ __device__ __forceinline__ Super load_super(const uint8_t* const (&rows)[2], int
   return super;
 }
 
-// The low nibbles of bytes 0 and 2 as a pair of T: an exponent below which they are whole numbers, less its value.
+// The low nibbles of bytes 0 and 2 as a pair of T: integers below an exponent, minus its value.
 template <class T>
 __device__ __forceinline__ uint32_t nibble_pair(uint32_t word);
 template <>
@@ -67,7 +67,7 @@ __device__ __forceinline__ uint32_t value_pair<f16>(uint32_t q, uint32_t scale, 
   return pair;
 }
 
-// Factors of a row's super-block, and what undoes the exponent below which bytes are read as floats.
+// Factors of an output's super-block, and the offset that cancels the exponent under which bytes are read as floats.
 struct Factors {
   float d, zero, dmin, zero_min;
 };
@@ -82,7 +82,7 @@ __device__ __forceinline__ uint32_t scaled_byte(uint32_t word, uint32_t selector
   return __byte_perm(bits, bits, 0x1010);
 }
 
-// `columns` are rows of x from the thread's first value on: k's of its chunk, 16 of each run.
+// `columns` are tokens of x from the thread's first value on: k's of its chunk, 16 of each run.
 template <class T, int MT>
 __device__ __forceinline__ void add_super(float (&total)[MT][4], const Super& super, const T* const (&columns)[MT], int64_t k, uint32_t pick) {
   const RunScales scales[2] = {unpack_scales(super.head[0]), unpack_scales(super.head[1])};
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kProductWarps * 32) q4_k_kernel(SkinnyArgs arg
   const T* columns[MT];
 #pragma unroll
   for (int m = 0; m < MT; ++m) columns[m] = static_cast<const T*>(args.x) + (m * 8 + g < args.m ? m * 8 + g : 0) * args.x_stride + t / 2 * 64 + t % 2 * 16;
-  const uint32_t pick = 0x7440u + t / 2 * 2;  // of the thread's byte of a word of scales, for low nibbles
+  const uint32_t pick = 0x7440u + t / 2 * 2;  // selector of the thread's byte of a word of scales, for low nibbles
   float acc[1][MT][4] = {};
   for (int index = warp % W; index < supers; index += W) {
     const Super now = next;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kProductWarps * 32) q4_k_kernel(SkinnyArgs arg
   store_products<T, 1, MT, W>(args, acc, sums, first);
 }
 
-// As many warps as a large card holds at once.
+// As many warps as a large GPU holds at once.
 int ways_of(const SkinnyArgs& args) {
   constexpr int kWarps = 2112;
   int ways = kProductWarps;

@@ -1,8 +1,8 @@
-// Products of few rows of x with a weight of 4-bit codes, bound by reading those; and the weight's values.
+// GEMMs of small M with a weight of 4-bit codes, bound by reading it; and dequantization.
 //
-// A thread's 16 bytes are 32 codes of one output, laid out so that a shift and a mask give two neighbouring k's below the exponent of
-// a 16-bit value, and so that the four lanes of a row read 64 neighbouring bytes of x. What goes into the tensor cores is code - zero,
-// a whole number and exact; the sum of a group is multiplied by its scale in float32.
+// A thread's 16 bytes are 32 codes of one output, laid out so that a shift and a mask put two adjacent k's below the exponent of a
+// 16-bit value, and so that the four lanes of an output read 64 adjacent bytes of x. The tensor-core operand is code - zero, an exact
+// integer; the sum of a quant group is multiplied by its scale in float32.
 #include "cuda/gemm/grouped.cuh"
 
 namespace trireme::cuda {
@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t masked_below(uint32_t word, uint32_t mask, u
   return v;
 }
 
-// Codes k and k + 1, k even, of a word, less their zero: whole numbers below an exponent, of which `less` is the opposite.
+// Codes k and k + 1, k even, of a word, minus their zero: integers below an exponent, which `less` cancels.
 template <class T>
 __device__ __forceinline__ uint32_t steps_of(uint32_t word, int pair, uint32_t less);
 template <>
@@ -45,7 +45,7 @@ __device__ __forceinline__ float scale_of(uint32_t group) { return __half2float(
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// What a warp has of one turn: per 16 outputs, rows g and g + 8.
+// A warp's weights of one k-step: per 16 outputs, outputs g and g + 8.
 template <int NT, int GROUP>
 struct Turn {
   uint4 codes[NT][2];
@@ -134,7 +134,7 @@ void run_w4(const GroupedArgs& args, Stream stream) {
   launch_grouped<2, 4>(w4_kernel<T, 2, 4, 2, GROUP>, args, stream);
 }
 
-// A thread expands the 16 bytes of a lane.
+// A thread dequantizes the 16 bytes of a lane.
 template <class T>
 __global__ void __launch_bounds__(kProductWarps * 32) expand_kernel(GroupedArgs grouped) {
   const SkinnyArgs& args = grouped.product;

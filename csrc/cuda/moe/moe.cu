@@ -1,8 +1,8 @@
-// Mixtures of experts without a word from the host: the router's choice, pairs sorted by expert into tiles, products of each tile with
-// the matrices of its expert, and the weighted sums. Grids are as large as the worst case; blocks beyond the last tile end at once.
+// Mixture of experts without host synchronization: top-k routing, sorting of pairs by expert into tiles, a grouped GEMM over tiles,
+// and the weighted sums. Grids are sized for the worst case; CTAs beyond the last tile exit at once.
 //
-// A product's block has up to BM places of one expert and 128 rows of its matrix (64 gates and the 64 ups that belong to them), which
-// come through shared memory in pieces of 64 k's. Every output is one sum over k in rising order, whatever the size of the tile.
+// A GEMM CTA has up to BM places of one expert and 128 outputs of its matrix (64 gates and their 64 ups), staged through shared
+// memory in pieces of 64 k's. Every output is one sum over k in ascending order, for any tile size.
 #include <climits>
 
 #include "cuda/async_copy.cuh"
@@ -12,12 +12,12 @@
 namespace trireme::cuda {
 namespace {
 
-// ---- the router's choice: a warp for each token
+// ---- routing: one warp per token
 
 constexpr int kRouteWarps = 8;
 constexpr int kLaneExperts = kMostExperts / 32;
 
-// Integers in the order of the floats; NaN above all.
+// Integers ordered like the floats; NaN above all.
 __device__ __forceinline__ int order_key(float x) {
   if (isnan(x)) return INT_MAX;
   const int bits = __float_as_int(x + 0.0f);  // -0 is 0
@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(kRouteWarps * 32) route_kernel(RouteArgs args)
   args.scores[token * args.top_k + lane] = share / total;
 }
 
-// ---- pairs by expert: one block
+// ---- sorting pairs by expert: one CTA
 
 constexpr int kSortThreads = 1024;
 
 __global__ void __launch_bounds__(kSortThreads) sort_kernel(SortArgs args) {
   __shared__ int counts[kMostExperts];  // of pairs; later the next free place
-  __shared__ int2 sums[kMostExperts];   // places and tiles up to and with each expert
+  __shared__ int2 sums[kMostExperts];   // inclusive prefix sums of places and tiles by expert
   const int at = threadIdx.x;
   const bool is_expert = at < kMostExperts;
   if (is_expert) counts[at] = 0;
@@ -109,11 +109,11 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(SortArgs args) {
   for (int pair = at; pair < args.pairs; pair += kSortThreads) args.sorted[atomicAdd(&counts[args.chosen[pair]], 1)] = pair;
 }
 
-// ---- products
+// ---- grouped GEMMs
 
 constexpr int kPiece = 64;     // k's of a stage
 constexpr int kRowBytes = 128; // of a piece of a row
-constexpr int kRows = 128;     // of the matrix, in a block
+constexpr int kRows = 128;     // outputs per CTA
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -122,10 +122,10 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
                : "memory");
 }
 
-// Where 16 bytes of a row lie in a stage; neighbouring rows begin at different banks.
+// Offset of 16 bytes of a row in a stage; adjacent rows start at different banks.
 __device__ __forceinline__ uint32_t place_of(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
 
-// Comparisons keep NaN.
+// The comparisons propagate NaN.
 __device__ __forceinline__ float gated(float gate, float up, float limit, float alpha) {
   if (limit <= 0.0f) return gate / (1.0f + __expf(-gate)) * up;
   gate = gate > limit ? limit : gate;
@@ -133,7 +133,7 @@ __device__ __forceinline__ float gated(float gate, float up, float limit, float 
   return (up + 1.0f) * (gate / (1.0f + __expf(-alpha * gate)));
 }
 
-// WM x WN warps, each with 16 * MT places and 8 * NT rows of the matrix.
+// WM x WN warps, each with 16 * MT places and 8 * NT outputs.
 template <class T, int MT, int NT, int WM, int WN, int STAGES, bool kIsGated>
 __global__ void __launch_bounds__(32 * WM * WN) expert_kernel(ExpertArgs args) {
   constexpr int kThreads = 32 * WM * WN, kPlaces = 16 * MT * WM, kStep = kThreads / 8;  // rows that all threads copy at a time
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(32 * WM * WN) expert_kernel(ExpertArgs args) {
   };
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, wm = warp / WN, wn = warp % WN;
-  // Rows of the matrix that pair p of a warp's NT tiles of 8 has: gates, then their ups.
+  // Matrix rows of pair p of a warp's NT tiles of 8: gates, then their ups.
   const auto row_of = [&](int p) {
     if constexpr (!kIsGated) return wn * 8 * NT + p * 16;
     constexpr int half = NT / 4;

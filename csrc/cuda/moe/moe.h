@@ -1,7 +1,7 @@
-// Mixtures of experts: which expert computes what, and the experts' products: moe.cu. No CUDA types.
+// Mixture of experts: routing, and the experts' grouped GEMMs: moe.cu. No CUDA types.
 //
-// Legend: T tokens, E experts, S experts that a token chooses, P = T S pairs of a token and one of its experts, H hidden, F width of
-// an expert. Pair t S + s is token t with its choice s; its place is where it stands once pairs are sorted by expert.
+// Legend: T tokens, E experts, S experts per token, P = T S pairs of a token and one of its experts, H hidden, F width of an expert.
+// Pair t S + s is token t with its choice s; its place is its index once pairs are sorted by expert.
 #pragma once
 
 #include "cuda/ops.h"
@@ -12,25 +12,25 @@ constexpr int kMostExperts = 256;
 constexpr int kMostChosen = 32;
 
 struct RouteArgs {
-  const void* logits;  // [T, E], rows `stride` apart
+  const void* logits;  // [T, E], tokens `stride` apart
   int64_t stride;
-  int32_t* chosen;     // [T, S], the likeliest first, of equals the one with the lower number; NaN is above all
+  int32_t* chosen;     // [T, S], most likely first, ties by lower number; NaN ranks above all
   float* scores;       // [T, S]: softmax over the chosen
   int tokens, experts, top_k;
   Type type;           // of logits
 };
 void route_experts(const RouteArgs& args, Stream stream);
 
-// Pairs by expert, and tiles of up to `tile_rows` places that have one expert.
+// Pairs sorted by expert, and tiles of up to `tile_rows` places of one expert.
 struct SortArgs {
   const int32_t* chosen;  // [P]
-  int32_t* sorted;        // [P]: the pair at each place; the pairs of an expert are in any order
-  int32_t* tiles;         // [1 + 3 * most]: how many tiles there are; then of each its expert, first place, number of places
+  int32_t* sorted;        // [P]: the pair at each place; the pairs of an expert are in unspecified order
+  int32_t* tiles;         // [1 + 3 * most]: the number of tiles; then each tile's expert, first place, number of places
   int pairs, experts, tile_rows;
 };
 void sort_pairs(const SortArgs& args, Stream stream);
 
-// One product of each pair with a matrix of its expert. Results do not depend on tile_rows, nor on other pairs.
+// One grouped GEMM: each pair with the matrix of its expert. Results depend neither on tile_rows nor on other pairs.
 struct ExpertArgs {
   const void* x;        // rows x_stride apart, 8 divides it: [T, K] for expert_gates, [P, K] by place for expert_outputs
   int64_t x_stride;

@@ -1,7 +1,7 @@
-// One row's logits as the draw sees them: as the model gave them, or after the row's rules. The meaning and the order of rules are
-// those of workers/logits_processors.py, in float32, one rounding each. Used by sampling.cu.
+// One sequence's logits as the sampler reads them: from the model, or after its logits processors, whose meaning and order are those
+// of workers/logits_processors.py, in float32 with one rounding each. Used by sampling.cu.
 //
-// A record of rules (see SampleJob in ops.h) has a bit for every token that any rule may concern; the others cost no more than that bit.
+// A processor record (see SampleJob in ops.h) has a bit for every token that a processor may affect; other tokens cost only that bit.
 #pragma once
 
 #include "cuda/device.cuh"
@@ -10,7 +10,7 @@ namespace trireme::cuda {
 
 __device__ __forceinline__ int touched_words(int vocab) { return (vocab + 31) / 32; }
 
-// The sum with all that is listed for a token; an end, listed with -inf, is barred while the row is short.
+// Adds everything listed for a token; an end token, listed with -inf, is masked while the sequence is too short.
 __device__ __forceinline__ float biased(const SampleJob& job, const Listed* listed, int position, int token, float x) {
   int low = 0;
   for (int high = job.num_listed; low < high;) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ BadWord* words_of(const SampleJob& job, int vocab) {
 }
 __device__ __forceinline__ int32_t* past_of(const SampleJob& job, int vocab) { return reinterpret_cast<int32_t*>(words_of(job, vocab) + job.num_words); }
 
-// Marks the tokens that would complete a word now, and no others; all threads of a block do it together.
+// Marks exactly the tokens that would complete a word now; executed by a whole CTA.
 __device__ __forceinline__ void mark_completing(const SampleJob& job, int vocab) {
   if (job.num_words == 0) return;
   uint32_t* marks = static_cast<uint32_t*>(job.record) + touched_words(vocab);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void mark_completing(const SampleJob& job, int vocab)
   __syncthreads();
 }
 
-// The logit of a token that has a mark.
+// The logit of a token with a mark.
 __device__ __forceinline__ float marked_logit(const SampleJob* job, int vocab, int position, int token, float x) {
   const uint32_t* marks = static_cast<const uint32_t*>(job->record) + touched_words(vocab);
   const uint32_t mark = marks[token];
@@ -65,7 +65,7 @@ __device__ __forceinline__ float marked_logit(const SampleJob* job, int vocab, i
 template <class T>
 struct PlainRow {
   using Value = T;
-  static constexpr bool kInPacks = true;  // worth 16-byte loads
+  static constexpr bool kInPacks = true;  // use 16-byte loads
   const T* logits;
   __device__ __forceinline__ float ruled(int, float x) const { return x; }
   __device__ __forceinline__ float operator()(int i) const { return to_float(logits[i]); }
@@ -79,7 +79,7 @@ struct RuledRow {
   const SampleJob* job;
   const uint32_t* touched;
   int vocab, position;
-  float untouched;  // -inf: only allowed tokens stay
+  float untouched;  // -inf: only allowed tokens remain
 
   __device__ RuledRow(const T* row, const SampleJob* asked, int size, int at)
       : logits(row), job(asked), touched(static_cast<const uint32_t*>(asked->record)), vocab(size), position(at),
@@ -91,7 +91,7 @@ struct RuledRow {
   __device__ __forceinline__ float operator()(int i) const { return ruled(i, to_float(logits[i])); }
 };
 
-// Notes a token that the row has been given.
+// Records a sampled token of the sequence.
 __device__ __forceinline__ void note_output(const SampleJob& job, int vocab, int token) {
   if (job.num_words > 0) {
     int32_t* past = past_of(job, vocab);

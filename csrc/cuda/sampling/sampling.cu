@@ -1,9 +1,9 @@
-// Draws tokens from whole rows of logits without a sort: greedy, temperature, top-k, top-p, min-p. One block per row.
+// Samples tokens from logits without sorting: greedy, temperature, top-k, top-p, min-p. One CTA per sequence.
 //
-// Decisions are those of workers/sampling/top_k_top_p.py and workers/sampling/gumbel.py: cuts are radix searches over float bits, top-p sums are
-// whole numbers and so exact in any order, the draw is argmax((logit - peak) / temperature + Gumbel noise), the noise a hash of
-// (seed, choice, position, token). Only the few tokens that could win are scored in double. A row's rules are applied as its logits
-// are read; log-probabilities are of the logits without them.
+// Decisions are those of workers/sampling/top_k_top_p.py and workers/sampling/gumbel.py: cuts are radix searches over float bits, top-p
+// sums are integers and so exact in any order, the sample is argmax((logit - peak) / temperature + Gumbel noise), the noise a hash of
+// (seed, choice, position, token). Only the few tokens that could win are scored in double. Logits processors are applied as logits are
+// read; log-probabilities are those of the logits before them.
 #include "cuda/device.cuh"
 #include "cuda/sampling/logits.cuh"
 
@@ -37,9 +37,9 @@ __device__ __forceinline__ uint32_t noise(uint64_t key, int token) {
   return mix32(mix32((static_cast<uint32_t>(token) * 0x9E3779B9u) ^ static_cast<uint32_t>(key)) + static_cast<uint32_t>(key >> 32));
 }
 
-// ---------------------------------------------------------------- keys and masses, step by step as in truncation.py
+// ---------------------------------------------------------------- keys and masses, step by step as in top_k_top_p.py
 
-__device__ __forceinline__ uint32_t falling_key(float value) {  // rises as the value falls
+__device__ __forceinline__ uint32_t falling_key(float value) {  // increases as the value decreases
   const uint32_t bits = __float_as_uint(value + 0.0f);
   return (bits >> 31) != 0 ? bits : 0x7fffffffu - bits;
 }
@@ -59,7 +59,7 @@ __device__ __forceinline__ int mass_of(float depth) {
   return static_cast<int>(__fadd_rn(__fmul_rn(p, scale), 0.5f));
 }
 
-// ---------------------------------------------------------------- sums over the block
+// ---------------------------------------------------------------- CTA reductions
 
 struct Shared {
   unsigned long long bins[kBins];
@@ -69,7 +69,7 @@ struct Shared {
   int ints[32];
   uint32_t low;
   unsigned long long before;
-  int tie;  // id of the first tie that is out
+  int tie;  // id of the first tie that is dropped
   float best_values[kMostLogprobs];
   int best_ids[kMostLogprobs];
   int num_best;
@@ -89,8 +89,8 @@ __device__ __forceinline__ T reduce(T value, T* shared, F better) {
   return value;
 }
 
-// f(i, logit) of every token of a row as the model gave it: 16 bytes at a time, kAhead such loads under way, where that is worth it
-// and they lie well. A thread's ids rise.
+// f(i, logit) for every token of a sequence as the model gave it: by 16-byte loads, kAhead of them in flight, if aligned and
+// worthwhile. A thread's ids ascend.
 template <int kAhead = 1, class Row, class F>
 __device__ __forceinline__ void for_each(const Row& row, int vocab, F f) {
   using P = Pack<typename Row::Value>;
@@ -108,11 +108,11 @@ __device__ __forceinline__ void for_each(const Row& row, int vocab, F f) {
 }
 
 struct Cut {
-  uint32_t key;  // tokens with a lesser key stay,
-  long long ties;  // and so many, by rising id, of those that have it
+  uint32_t key;  // tokens with a smaller key are kept,
+  long long ties;  // and this many, in ascending id order, of those with it
 };
 
-// The least prefix by (key, id) whose masses reach `goal`, over the tokens for which keys(i, &key, &mass) says yes.
+// The shortest prefix by (key, id) whose masses reach `goal`, over the tokens for which keys(i, &key, &mass) returns true.
 template <class Keys>
 __device__ Cut find_cut(int vocab, unsigned long long goal, Shared& s, Keys keys) {
   uint32_t low = 0;
@@ -131,7 +131,7 @@ __device__ Cut find_cut(int vocab, unsigned long long goal, Shared& s, Keys keys
       if (m > 0) atomicAdd(&s.bins[away >> next], static_cast<unsigned long long>(m));
     }
     __syncthreads();
-    if (threadIdx.x < 32) {  // one warp walks the bins; short of the goal it ends with the last key there is
+    if (threadIdx.x < 32) {  // one warp scans the bins; if the goal is not reached it ends with the last key
       const int each = bins / 32;
       unsigned long long own = 0;
       for (int i = 0; i < each; ++i) own += s.bins[threadIdx.x * each + i];
@@ -157,7 +157,7 @@ __device__ Cut find_cut(int vocab, unsigned long long goal, Shared& s, Keys keys
     shift = next;
     __syncthreads();
   }
-  // All tokens of one key have one mass.
+  // All tokens of one key have the same mass.
   unsigned long long own_mass = 0;
   for (int i = threadIdx.x; i < vocab && own_mass == 0; i += kThreads) {
     uint32_t key;
@@ -171,7 +171,7 @@ __device__ Cut find_cut(int vocab, unsigned long long goal, Shared& s, Keys keys
   return {low, ties < 1 ? 1 : ties};
 }
 
-// Id from which on tokens with the cut's key are out: the (ties + 1)-th of them, or the vocabulary's size.
+// Id from which tokens with the cut's key are dropped: the (ties + 1)-th of them, or the vocabulary size.
 template <class Keys>
 __device__ int end_of_ties(int vocab, Cut cut, Shared& s, Keys keys) {
   if (cut.ties >= vocab) return vocab;
@@ -200,7 +200,7 @@ __device__ int end_of_ties(int vocab, Cut cut, Shared& s, Keys keys) {
   return vocab;
 }
 
-// The k greatest, equal ones by rising id; all finite ones where they are fewer.
+// The k largest, ties by ascending id; all finite ones if fewer.
 struct Top {
   uint32_t key;
   int end;
@@ -222,11 +222,11 @@ __device__ Top top_k(const Row& values, int vocab, int k, Shared& s) {
   return {cut.key, end_of_ties(vocab, cut, s, keys)};
 }
 
-// ---------------------------------------------------------------- one row
+// ---------------------------------------------------------------- one sequence
 
 constexpr int kNotFinite = -2, kNothingLeft = -3;
 
-// The token of a row whose logits are values(i), or why there is none; all threads get it.
+// Samples a token from logits values(i), or returns an error code; all threads get it.
 template <class Row>
 __device__ int draw(const Row& values, const SampleJob& job, int vocab, int position, Shared& s) {
   auto larger = [](float a, float b) { return fmaxf(a, b); };
@@ -248,7 +248,7 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
   const float peak = reduce(best, s.floats, larger);
   if (!(peak > -INFINITY && peak < INFINITY)) return kNothingLeft;
   if (job.is_greedy) return reduce(best == peak ? found : 0x7fffffff, s.ints, least);
-  // Cuts, each among what the one before left.
+  // Cuts, each applied to what the previous one kept.
   const bool has_k = job.top_k > 0 && job.top_k < vocab;
   const Top top = has_k ? top_k(values, vocab, job.top_k, s) : Top{0xffffffffu, vocab};
   const float inverse = static_cast<float>(1.0 / job.temperature);
@@ -282,7 +282,7 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
     const uint32_t key = __float_as_uint(__fmul_rn(__fsub_rn(peak, x), inverse));
     return key < p_key || (key == p_key && i < p_end);
   };
-  // The race: a bound first, then those within it in double.
+  // The Gumbel-max draw: a bound first, then the tokens within it in double.
   const uint64_t key = noise_key(job.seed, job.choice, position);
   float leader = INFINITY;
   uint32_t leader_noise = 0;
@@ -317,7 +317,7 @@ __device__ int draw(const Row& values, const SampleJob& job, int vocab, int posi
   return reduce(ahead == highest ? winner : 0x7fffffff, s.ints, least);
 }
 
-// Log-probabilities of `token` and of the `count` - 1 likeliest ones under the row's own logits.
+// Log-probabilities of `token` and of the `count` - 1 most likely tokens under the sequence's own logits.
 template <class T>
 __device__ __noinline__ void write_logprobs(const T* logits, int vocab, int token, int count, Shared& s, Logprobs& out) {
   const PlainRow<T> values{logits};

@@ -21,7 +21,7 @@ from trireme.models.forward import ForwardBatch, KVLayer
 from trireme.models.native import load_native
 
 HEADS, KV_HEADS, DIM, HIDDEN, FFN, BLOCK = 9, 3, 64, 576, 1536, 16  # SmolLM2-135M
-# rows, context, new tokens of each
+# sequences, context, new tokens of each
 SHAPES = (
     (1, 128, 1),
     (1, 1024, 1),
@@ -32,11 +32,11 @@ SHAPES = (
     (1, 512, 512),
     (1, 2048, 2048),
 )
-LAYERS = 8  # caches taken in turn, so that a decode step does not find its KV in the first cache
+LAYERS = 8  # KV caches used in rotation, so that a decode step does not find its KV in the CPU cache
 
 
 def best_us(call: Callable[[], object], clock: Callable[[], float], budget_s: float = 0.3) -> float:
-    """Fastest of several rounds."""
+    """Microseconds per call, the fastest of several rounds."""
     call()
     start = clock()
     call()
@@ -55,7 +55,7 @@ def int32(values: list[int]) -> Tensor:
 
 
 def make_batch(rows: int, context: int, new: int) -> ForwardBatch:
-    """Equal rows, each with `new` tokens at the end of its context; blocks in a random order."""
+    """Equal sequences, each with `new` tokens at the end of its context; blocks in random order."""
     per_row = (context + BLOCK - 1) // BLOCK
     table = torch.randperm(rows * per_row).to(torch.int32).view(rows, per_row)
     position = torch.arange(context - new, context)
@@ -74,11 +74,12 @@ def make_batch(rows: int, context: int, new: int) -> ForwardBatch:
 
 
 def on_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in memory as an engine's cache has it: numpy asks the system for large pages, torch does not."""
+    """Zeros, allocated like an engine's cache: numpy asks the system for huge pages, torch does not."""
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def make_cache(batch: ForwardBatch, dtype: torch.dtype) -> KVLayer:
+    """A KV layer of random values with room for every block of the batch."""
     shapes = kv_shapes(batch.block_table.numel(), KV_HEADS, DIM, BLOCK, str(dtype).removeprefix("torch."))
     kv = KVLayer(*(on_large_pages(shape, dtype) for shape in shapes))
     if dtype.is_floating_point:
@@ -93,6 +94,7 @@ def make_cache(batch: ForwardBatch, dtype: torch.dtype) -> KVLayer:
 
 
 def time_elementwise(clock: Callable[[], float]) -> None:
+    """Prints microseconds per call of the norms and SwiGLU for 1, 16 and 512 tokens."""
     for tokens in (1, 16, 512):
         x, residual, weight = torch.randn(tokens, HIDDEN), torch.zeros(tokens, HIDDEN), torch.randn(HIDDEN)
         gate_up, out, wide = torch.randn(tokens, 2 * FFN), torch.empty(tokens, HIDDEN), torch.empty(tokens, FFN)
@@ -111,6 +113,7 @@ def attend_each(q: Tensor, caches: list[KVLayer], batch: ForwardBatch, out: Tens
 
 
 def time_attention(clock: Callable[[], float], dtype: torch.dtype) -> None:
+    """Prints microseconds per call of rope_and_cache and attention, and attention's GFLOP/s, for each of SHAPES."""
     cos_sin = torch.randn(8192, DIM)
     for rows, context, new in SHAPES:
         batch = make_batch(rows, context, new)
@@ -130,6 +133,7 @@ def time_attention(clock: Callable[[], float], dtype: torch.dtype) -> None:
 
 
 def main() -> None:
+    """Parses the options, then prints the tables."""
     parser = argparse.ArgumentParser(description="time the layer ops; microseconds per call")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kv", default="float32,float16,bfloat16,int16,int8", help="element types of the cache")

@@ -1,6 +1,6 @@
-"""Peak rates of this machine (int8 products, float32 multiply-adds, memory reads): `python -m trireme.models.cpu.bench.ceilings`.
+"""Peak rates of this machine (int8 and float32 multiply-adds, memory reads): `python -m trireme.models.cpu.bench.ceilings`.
 
-The loops are in csrc/bench/ceilings.c, compiled here with the C compiler for the machine at hand. Each figure is the best of
+The loops are in csrc/bench/ceilings.c, compiled here with the C compiler for the local machine. Each figure is the best of
 several rounds, since a ceiling is what the machine reaches undisturbed. scripts/roofline.py compares steps with them.
 """
 
@@ -29,10 +29,10 @@ ARRAY_BYTES = 512 << 20
 
 
 class Ceilings(NamedTuple):
-    """Best rates of `threads` threads together, in 1e9 per second; 0 where the instructions do not exist.
+    """Best combined rates of `threads` threads, in 1e9 per second; 0 if the instructions do not exist.
 
-    `int8_gop_s` sums as narrowly as the instructions allow (16 bits on AVX2), so no exact kernel reaches it;
-    `int8_exact_gop_s` sums in 32 bits after every product. Two operations per multiply-add.
+    `int8_gop_s` accumulates as narrowly as the instructions allow (16 bits on AVX2), so no exact kernel reaches it;
+    `int8_exact_gop_s` accumulates in 32 bits after every multiply. Two operations per multiply-add.
     """
 
     isa: str
@@ -44,7 +44,7 @@ class Ceilings(NamedTuple):
 
 
 def build_loops() -> ctypes.CDLL:
-    """Compiles and loads the loops. ConfigError without a C compiler or the source tree."""
+    """Compiles and loads the loops. Raises ConfigError without a C compiler or the source tree."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or not SOURCE.exists():
         raise ConfigError(
@@ -65,7 +65,7 @@ def build_loops() -> ctypes.CDLL:
 
 
 def rate(work: Callable[[int], int], threads: int) -> float:
-    """1e9 per second of `work(thread)` on all threads at once, each kept on a core of its own."""
+    """Rate of `work(thread)` in 1e9 per second on all threads at once, each pinned to its own core."""
     cores = sorted(os.sched_getaffinity(0))
     done = [0] * threads
     spans = [(0.0, 0.0)] * threads
@@ -87,7 +87,7 @@ def rate(work: Callable[[int], int], threads: int) -> float:
 
 
 def best_rate(loop: Callable[[int], int], threads: int) -> float:
-    """Best of ROUNDS rounds of a products loop, each about SECONDS long."""
+    """Best rate of a multiply-add loop over ROUNDS rounds of about SECONDS each."""
     if loop(1) == 0:
         return 0.0
     begun = time.perf_counter()
@@ -97,7 +97,7 @@ def best_rate(loop: Callable[[int], int], threads: int) -> float:
 
 
 def measure_ceilings(threads: int, array_bytes: int = ARRAY_BYTES) -> Ceilings:
-    """Takes about three seconds and `array_bytes` of memory, which must be far above the caches."""
+    """Measures all rates: about three seconds and `array_bytes` of memory, which must far exceed the caches."""
     loops = build_loops()
     data = np.ones(array_bytes, np.uint8)
     part = array_bytes // threads
@@ -116,7 +116,7 @@ def measure_ceilings(threads: int, array_bytes: int = ARRAY_BYTES) -> Ceilings:
 
 
 def main() -> None:
-    """Prints the table for one thread and for all."""
+    """Prints the rates for one thread and for all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
     for threads in parser.parse_args().threads:

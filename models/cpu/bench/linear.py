@@ -1,9 +1,9 @@
 """Times packed linear kernels: `python -m trireme.models.cpu.bench.linear [--kind Q4_1] [--rows 1,16,128] [--isa avx2]
 [--threads 2]`.
 
-Each figure is the median over rounds; a round multiplies with enough different matrices of a shape to leave the caches, as
-a model's layers do. GB/s counts packed weight bytes, GOP/s two operations per multiply-add. The last table is all linear
-layers of SmolLM2-135M (Q4_1 with a Q8_0 head), the product that bounds a decode step.
+Each figure is the median over rounds; a round applies enough different matrices of a shape to exceed the caches, as a
+model's layers do. GB/s counts packed weight bytes, GOP/s two operations per multiply-add. The last table covers all linear
+layers of SmolLM2-135M (Q4_1 with a Q8_0 head), which bound a decode step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMOLLM2_LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 SMOLLM2_LAYERS = 30
 SMOLLM2_HEAD = (49152, 576)
 COLD_BYTES = 48 << 20
-# Where the fp16 scales of a raw block lie.
+# Byte offsets of the fp16 scales in a raw quant block.
 FP16_AT = {
     **{"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)},
     **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()},
@@ -33,7 +33,7 @@ FP16_AT = {
 
 
 def make_weight(kind: str, n: int, k: int, seed: int) -> PackedWeight:
-    """Random values with sane scales."""
+    """A packed weight [n, k] of random codes with small scales."""
     rng = np.random.default_rng(seed)
     if kind in DENSE_KINDS:
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
@@ -49,6 +49,7 @@ def make_weight(kind: str, n: int, k: int, seed: int) -> PackedWeight:
 
 
 def median_seconds(run: Callable[[], None], min_rounds: int = 7, min_seconds: float = 0.4) -> float:
+    """Median seconds of `run` after a warm-up, over at least `min_rounds` rounds and `min_seconds` in total."""
     run()
     times: list[float] = []
     while len(times) < min_rounds or sum(times) < min_seconds:
@@ -59,6 +60,7 @@ def median_seconds(run: Callable[[], None], min_rounds: int = 7, min_seconds: fl
 
 
 def bench_shape(kind: str, n: int, k: int, rows: list[int]) -> None:
+    """Prints the time of one linear layer [n, k] for each M in `rows`."""
     one = make_weight(kind, n, k, 0)
     copies = max(1, min(200, COLD_BYTES // max(one.nbytes, 1)))
     weights = [one, *(make_weight(kind, n, k, seed) for seed in range(1, copies))]
@@ -79,6 +81,7 @@ def bench_shape(kind: str, n: int, k: int, rows: list[int]) -> None:
 
 
 def bench_model(rows: list[int]) -> None:
+    """Prints the time of all linear layers of SmolLM2-135M for each M in `rows`."""
     layers = [[make_weight("Q4_1", n, k, i) for n, k in SMOLLM2_LAYER] for i in range(SMOLLM2_LAYERS)]
     head = make_weight("Q8_0", *SMOLLM2_HEAD, 0)
     weights = [weight for layer in layers for weight in layer] + [head]
@@ -101,6 +104,7 @@ def bench_model(rows: list[int]) -> None:
 
 
 def main() -> None:
+    """Parses the options, then prints the tables."""
     native = load_native()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", default="all", help=f"all, none, or one of {', '.join(PACKED_KINDS)}")

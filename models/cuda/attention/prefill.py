@@ -1,6 +1,6 @@
-"""Attention of a step's prompts on a GPU: each part of the plan by the kernel that was chosen for it.
+"""Attention of a step's prompts on a GPU: runs each part of the plan with the kernel chosen for it.
 
-Called by models.cuda.decoder for every layer; the choice is models.cuda.attention.registry's. Launches only.
+Called by models.cuda.decoder for every layer; models.cuda.attention.registry makes the choice. Only launches kernels.
 
 Legend: T tokens of prompts, P pieces, F packed prompts, Hq query heads, Hk KV heads, D head dim, B squares of S tokens.
 """
@@ -20,28 +20,28 @@ from trireme.models.cuda.ops import CudaPagedKV
 
 @dataclass(slots=True)
 class Prompts:
-    """A plan and its columns on the device. Tokens are counted from the first one of a prompt."""
+    """A plan and its columns on the device. Token indices count from the first prompt token of the step."""
 
     plan: PromptPlan
-    table: Tensor  # [rows, blocks] int32
-    places: Tensor  # [P] int32, of each piece: which row of the table
+    table: Tensor  # [sequences, blocks] int32
+    places: Tensor  # [P] int32, index of each piece's sequence in the table
     firsts: Tensor  # [P] int32
     bounds: Tensor  # [P + 1] int32
     contexts: Tensor  # [P] int32
     fresh_start: Tensor  # [F + 1] int32
-    most_queries: int = 0  # bounds[-1] at most; more in a graph that is made for many
-    gathered: Gathered | None = None  # by a kernel that needs it
+    most_queries: int = 0  # upper bound of bounds[-1], for a graph captured for larger steps; 0: the plan's own
+    gathered: Gathered | None = None  # cached by kernels that gather
 
     @classmethod
     def of(cls, plan: PromptPlan, table: Tensor, columns: Iterable[Tensor], *, most_queries: int = 0) -> Prompts:
-        """From the plan's columns on the device, the rows of pieces as places of the table."""
+        """From the plan's columns on the device, with piece_row already mapped to indices of the table."""
         places, firsts, bounds, contexts, fresh_start = columns
         return cls(plan, table, places, firsts, bounds, contexts, fresh_start, most_queries)
 
 
 @dataclass(slots=True)
 class Gathered:
-    """Where the queries of all pieces, and what they look back on, lie."""
+    """Locations of the queries of all pieces, and of the context tokens they attend to in the cache."""
 
     tokens: Tensor  # [Q] int64
     block: Tensor  # [C] int64
@@ -50,16 +50,16 @@ class Gathered:
 
 
 RunWhole: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(q [B, Hq, S, D], k [B, Hk, S, D], v, scale) -> [B, Hq, S, D] with the heads of a token side by side in memory."""
+"""(q [B, Hq, S, D], k [B, Hk, S, D], v, scale) -> [B, Hq, S, D], stored with the heads of a token contiguous."""
 RunFresh: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int], Tensor]
 """(q [T, Hq, D], k [T, Hk, D], v, start [F + 1], longest, scale, window) -> [T, Hq, D]."""
 RunPieces: TypeAlias = Callable[..., Any]
-"""(qkv, Hq, cache, prompts, scale, window, out [T, Hq * D]): writes the pieces' rows of out. Takes a `softcap` where it has one,
-and `sinks` [Hq] float32 where it has those."""
+"""(qkv, Hq, cache, prompts, scale, window, out [T, Hq * D]): writes the pieces' tokens of out. Kernels that support them also
+take `softcap` and `sinks` [Hq] float32."""
 
 
 class PromptAttention:
-    """One kernel for each way, and the rules by which plans are made for them."""
+    """One kernel per attention path, and the rules that plans for them follow."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PromptAttention:
         fresh: RunFresh | None = None,
         softcap: float = 0.0,
     ) -> None:
-        """With a `softcap` of scores pieces must be all there is."""
+        """With a `softcap` of scores, pieces must be the only path."""
         assert not softcap or not (whole or fresh)
         self.rules = rules
         self._softcap = {"softcap": softcap} if softcap else {}
@@ -89,8 +89,8 @@ class PromptAttention:
         may_move: bool = True,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """out [T, Hq * D] from the rotated products qkv [T, (Hq + 2 Hk) * D]; with `may_move` perhaps another tensor. `sinks` are
-        for pieces: rules that know other ways were made without them."""
+        """Attention of rotated qkv [T, (Hq + 2 Hk) * D] into out [T, Hq * D]; returns out, or with `may_move` possibly another
+        tensor. `sinks` are supported by pieces only: models with sinks have no other path."""
         plan = prompts.plan
         assert sinks is None or not (plan.whole or plan.longest_fresh)
         for whole in plan.whole:
@@ -111,8 +111,8 @@ class PromptAttention:
         return out
 
     def prepare(self, qkv: Tensor, q_heads: int, kv_heads: int, scale: float) -> None:
-        """Computes the usual squares once, over whatever `qkv` [most tokens, (Hq + 2 Hk) * D] holds: some libraries plan each shape
-        when they first meet it, for 50 ms. By the thread that will launch: they remember for each thread."""
+        """Warms up the usual square shapes over arbitrary `qkv` [most tokens, (Hq + 2 Hk) * D]: some libraries plan each new
+        shape for 50 ms. Call from the thread that will launch, since plans are cached per thread."""
         for whole in usual_squares(self.rules, qkv.shape[0]):
             self._square(qkv, q_heads, kv_heads, whole, scale)
 
@@ -131,7 +131,7 @@ class PromptAttention:
 
 
 def gather(prompts: Prompts, block_size: int) -> Gathered:
-    """For kernels that do not read the cache where it lies. Kept in `prompts`, for the other layers."""
+    """Gather indices for kernels that cannot read the paged cache. Cached in `prompts` for the other layers."""
     if prompts.gathered is None:
         plan, device = prompts.plan, prompts.table.device
         counts = prompts.bounds.diff().long()

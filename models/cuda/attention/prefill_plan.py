@@ -1,11 +1,11 @@
-"""Which attention kernel takes which queries of a step's prompts. Pure numpy; called by workers.cuda.steps and
+"""Assigns the queries of a step's prompts to attention kernels. Pure numpy; called by workers.cuda.steps and
 models.cuda.host_adapter.
 
-Three ways: `whole` prompts, many queries over nothing but themselves, as dense squares of usual lengths; `fresh` ones, likewise
-without a past but short, packed one after the other; `pieces`, any run of queries over what its row has in the cache. A long
-prompt of an unusual length is a square and a piece, so that squares have few shapes: libraries prepare each of them once.
+Three paths: `whole`, long prompts without cached context, as dense squares of a few lengths; `fresh`, short prompts without
+cached context, packed; `pieces`, any run of queries over its sequence's KV cache. A long prompt of another length is a
+square plus a piece, so that squares have few shapes: libraries plan each shape once.
 
-Legend: P prompt rows, tokens are counted from the first one of the first prompt.
+Legend: P prompts; token indices count from the first token of the first prompt.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 PER_OCTAVE = 8  # lengths of squares between a power of two and the next
-MOST_TOGETHER = 16  # squares in one launch
+MOST_TOGETHER = 16  # squares per launch
 
 
 class Rules(NamedTuple):
-    """What goes which way. By default everything is pieces."""
+    """Which prompts take which path. By default all are pieces."""
 
-    whole_from: int = 0  # tokens; prompts from here on are dense squares, 0: none
-    whole_to: int = 1 << 30  # a sliding window: longer ones are pieces
-    packs_fresh: bool = False  # those that are shorter
+    whole_from: int = 0  # tokens; prompts at least this long are dense squares, 0: none
+    whole_to: int = 1 << 30  # the sliding window: longer prompts are pieces
+    packs_fresh: bool = False  # shorter prompts are packed
 
 
 PIECES = Rules()
 
 
 class Whole(NamedTuple):
-    """`num` squares of `length` queries, side by side from token `first` on."""
+    """`num` consecutive squares of `length` queries from token `first` on."""
 
     first: int
     num: int
@@ -42,7 +42,7 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """Sizes are the host's, columns go to the device."""
+    """Sizes stay on the host, columns go to the device."""
 
     whole: tuple[Whole, ...]
     fresh_first: int  # token where packed prompts begin
@@ -50,22 +50,22 @@ class PromptPlan:
     piece_row: Ints  # [P'], index of a piece's prompt
     piece_first: Ints  # [P'], token
     piece_bounds: Ints  # [P' + 1], queries of the pieces before, from 0
-    piece_context: Ints  # [P'], tokens of its row up to its last query
+    piece_context: Ints  # [P'], tokens of its sequence up to its last query
     longest_fresh: int
 
     @property
     def columns(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Those that kernels read."""
+        """The columns that kernels read."""
         return self.piece_row, self.piece_first, self.piece_bounds, self.piece_context, self.fresh_start
 
     @property
     def num_queries(self) -> int:
-        """Of all pieces."""
+        """Queries of all pieces."""
         return int(self.piece_bounds[-1])
 
 
 def usual_squares(rules: Rules, most_tokens: int) -> list[Whole]:
-    """Squares that are likely to come, in steps of up to `most_tokens`: of lengths that are powers of two."""
+    """Likely squares in steps of up to `most_tokens` tokens: power-of-two lengths."""
     found = []
     length = 1 << max(rules.whole_from - 1, 0).bit_length()
     while rules.whole_from and length <= min(rules.whole_to, most_tokens):
@@ -76,20 +76,20 @@ def usual_squares(rules: Rules, most_tokens: int) -> list[Whole]:
 
 
 def square_of(length: int) -> int:
-    """The greatest usual length within `length`: eight to an octave."""
+    """The largest square length that fits in `length`: eight per octave."""
     unit = max(1, (1 << length.bit_length() - 1) // PER_OCTAVE)
     return length // unit * unit
 
 
 def order_prompts(counts: Ints, computed: Ints) -> NDArray[np.int64]:
-    """The order in which prompts stand in a step: those with a past, then new ones, the longest first. It depends on no rules,
-    since ranks that share a model may have chosen different kernels."""
+    """Order of prompts in a step: those with cached context, then new ones, longest first. Independent of the rules, since
+    ranks of a model may have chosen different kernels."""
     is_new = computed == 0
     return np.lexsort((np.where(is_new, -counts, 0), is_new))
 
 
 def plan_prompts(counts: Ints, computed: Ints, rules: Rules) -> PromptPlan:
-    """Of prompts with `counts` new tokens each behind `computed` old ones, in the order of order_prompts."""
+    """Plans prompts of `counts` new tokens after `computed` cached ones each, in the order of order_prompts."""
     ends = np.cumsum(counts)
     starts = ends - counts
     is_whole = _are_whole(counts, computed, rules)
@@ -120,7 +120,7 @@ def _are_whole(counts: Ints, computed: Ints, rules: Rules) -> NDArray[Any]:
 
 
 def _groups(starts: list[int], lengths: list[int]) -> list[Whole]:
-    """Neighbours of one length together, by powers of two: their number is part of a shape too."""
+    """Groups adjacent squares of one length by powers of two, since their count is part of the shape."""
     found: list[Whole] = []
     at = 0
     while at < len(starts):

@@ -1,8 +1,8 @@
-"""Attention kernels for NVIDIA GPUs: what each can do, which of them are here, and which is the fastest for a model on this card.
+"""Attention kernels for NVIDIA GPUs: their capabilities, availability, and the fastest for a model on this GPU.
 
-A model asks for ways (models.cuda.attention.prefill_plan, and `decode` for single tokens); KERNELS says who has them. Those
-that can are tried once at the start, on the shapes of the model: an answer that differs from the first one's, or an error,
-rules a kernel out. What was chosen and why is told by `AttentionChoice.decisions`.
+KERNELS lists the kernels of each path (those of models.cuda.attention.prefill_plan, and `decode` for single tokens). Capable
+ones are tried once at startup on the model's shapes: a result that differs from the first kernel's, or an error, excludes a
+kernel. `AttentionChoice.decisions` reports the choice and its reasons.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ AttentionPath: TypeAlias = Literal["decode", "pieces", "fresh", "whole"]
 HALF = (torch.float16, torch.bfloat16)
 EIGHTHS = range(8, 257, 8)  # head dims
 POWERS = (16, 32, 64, 128, 256)
-LENGTHS = (128, 512, 1024, 4096)  # of the prompts that are tried
+LENGTHS = (128, 512, 1024, 4096)  # prompt lengths of the trials
 LEAST_WHOLE = 1024  # shorter squares are not worth a launch each
-TOKENS = 4096  # of a trial
+TOKENS = 4096  # tokens per trial
 UNTRIED = float("inf")
 CLOSE = 0.02  # relative error between two kernels in 16 bits, by norm
 
 
 class Need(NamedTuple):
-    """What a model asks of attention."""
+    """Attention features that a model needs."""
 
     dtype: torch.dtype
     dim: int
-    window: int = 0  # of its layers with a window, the shortest
+    window: int = 0  # the shortest sliding window of its layers
     softcap: bool = False
     sinks: bool = False
     fp8_cache: bool = False
@@ -43,7 +43,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel of one way. `load` gives its function, of the type that the way has in cuda_prompt; it may raise."""
+    """A kernel of one path. `load` returns its function, of the path's Run type in prefill.py; it may raise."""
 
     name: str
     way: AttentionPath
@@ -52,12 +52,12 @@ class Kernel:
     has_windows: bool = True
     has_softcap: bool = False
     has_sinks: bool = False
-    has_fp8: bool = True  # caches, for ways that read them
-    package: str = ""  # that must be installed
-    needs_copies: bool = False  # in memory whose size depends on the step: no part of a graph
+    has_fp8: bool = True  # float8 caches, for paths that read the cache
+    package: str = ""  # required package
+    needs_copies: bool = False  # of a size that depends on the step: cannot be captured in a graph
 
     def lacks(self, need: Need) -> str:
-        """Why it cannot serve `need`; empty when it can. `whole` and `fresh` take keys as computed, not as the cache has them."""
+        """Why it cannot serve `need`; empty if it can. `whole` and `fresh` read computed keys, not cached ones."""
         wants = {
             f"heads of {need.dim}": need.dim not in self.dims,
             str(need.dtype): need.dtype not in HALF,
@@ -78,7 +78,7 @@ class Kernel:
 
 
 def _flash() -> Any:
-    """torch's FlashAttention 2 over packed prompts; torch.nn.attention.varlen is the same kernel behind more layers."""
+    """torch's FlashAttention 2 over packed prompts; torch.nn.attention.varlen wraps the same kernel with more overhead."""
     forward = torch.ops.aten._flash_attention_forward
 
     def run(q: Tensor, k: Tensor, v: Tensor, start: Tensor, longest: int, scale: float, window: int) -> Tensor:
@@ -93,7 +93,7 @@ def _flash() -> Any:
 
 
 def _flash_package(name: str) -> Callable[[], Any]:
-    """FlashAttention 2 or 3 as installed by itself."""
+    """FlashAttention 2 or 3 from its own package."""
 
     def load() -> Any:
         varlen = importlib.import_module(name).flash_attn_varlen_func
@@ -164,7 +164,7 @@ def _triton() -> Any:
 
 
 def _gathered() -> Any:
-    """Any packed kernel over copies of what the pieces look back on: torch's FlashAttention."""
+    """torch's FlashAttention over gathered copies of each piece's context."""
     forward = torch.ops.aten._flash_attention_forward
 
     def run(
@@ -186,7 +186,7 @@ def _gathered() -> Any:
 
 
 def _tokens_of(cache: Tensor, unit: float, block: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values [N, Hk, D] of the tokens at (block, offset), in `dtype`; `unit` is that of a cache of float8."""
+    """Keys or values [N, Hk, D] of the tokens at (block, offset), in `dtype`; `unit` is the scale of a float8 cache."""
     if cache.dtype == dtype:
         return cache.transpose(1, 2)[block, offset]
     found = cache.view(torch.uint8).transpose(1, 2)[block, offset].view(cache.dtype).to(dtype)
@@ -194,7 +194,7 @@ def _tokens_of(cache: Tensor, unit: float, block: Tensor, offset: Tensor, dtype:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    # The first one of a way is the one that the others' answers are held against.
+    # The first kernel of a path is the reference for the others' results.
     Kernel("own kernel", "decode", lambda: None, (64, 80, 96, 128, 256), has_softcap=True, has_sinks=True),
     Kernel("torch flash", "fresh", _flash),
     Kernel("flash_attn 3", "fresh", _flash_package("flash_attn_interface"), package="flash_attn_interface"),
@@ -207,7 +207,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 
 def candidates(way: AttentionPath, need: Need) -> tuple[list[Kernel], list[str]]:
-    """Those that can serve, and why the others cannot."""
+    """(kernels of `way` that can serve `need`, reasons why the others cannot)."""
     mine = [kernel for kernel in KERNELS if kernel.way == way]
     reasons = [kernel.lacks(need) for kernel in mine]
     fit = [kernel for kernel, why in zip(mine, reasons, strict=True) if not why]
@@ -218,7 +218,7 @@ def candidates(way: AttentionPath, need: Need) -> tuple[list[Kernel], list[str]]
 
 
 class AttentionTrial:
-    """`tokens` tokens in prompts of one length, as each way takes them."""
+    """Inputs of `tokens` tokens in prompts of one length, for every path."""
 
     def __init__(
         self, length: int, need: Need, q_heads: int, kv_heads: int, *, tokens: int = TOKENS, block_size: int = 16
@@ -240,7 +240,7 @@ class AttentionTrial:
         return Prompts.of(plan, self.table, (torch.from_numpy(column).cuda() for column in plan.columns))
 
     def attention(self, way: AttentionPath, run: Any) -> PromptAttention:
-        """One kernel for everything."""
+        """A PromptAttention that sends everything to the kernel `run` of the path `way`."""
         if way == "whole":
             return PromptAttention(self._whole_rules, _nothing, whole=run)
         if way == "fresh":
@@ -252,14 +252,14 @@ class AttentionTrial:
         return lambda: attention(self.qkv, self.q_heads, self.cache, prompts, self.scale, window, self.out)
 
     def run(self, way: AttentionPath, run: Any) -> tuple[Tensor, float]:
-        """What it gives, and microseconds."""
+        """(float32 result, microseconds of a launch)."""
         launch = self.launch(self.attention(way, run), 0 if way == "whole" else self.need.window)
         found = launch().float()
         return found, min(_us(launch) for _ in range(3))
 
 
 def _nothing(*_: object) -> None:
-    """No pieces are left over in a trial of another way."""
+    """Piece kernel for trials of other paths, which leave no pieces."""
 
 
 def _us(launch: Callable[[], object]) -> float:
@@ -273,7 +273,7 @@ def _us(launch: Callable[[], object]) -> float:
 
 
 class KernelTiming(NamedTuple):
-    """Microseconds of a kernel for each of LENGTHS, UNTRIED where it was not; or why it is out."""
+    """Microseconds of a kernel for each of LENGTHS, UNTRIED if not tried; or why it was excluded."""
 
     kernel: Kernel
     us: tuple[float, ...]
@@ -288,7 +288,7 @@ class KernelTiming(NamedTuple):
 
 
 def try_kernels(need: Need, q_heads: int, kv_heads: int) -> tuple[list[KernelTiming], list[str]]:
-    """All that can serve the prompts of a model, timed on this card; and who cannot, with the reasons."""
+    """Times every kernel that can serve a model's prompts on this GPU; also returns the excluded ones with reasons."""
     fit: list[Kernel] = []
     out: list[str] = []
     for way in ("fresh", "whole", "pieces"):
@@ -305,7 +305,7 @@ def try_kernels(need: Need, q_heads: int, kv_heads: int) -> tuple[list[KernelTim
 
 
 Truths: TypeAlias = dict[tuple[int, bool], Tensor]
-"""What the first kernel gave for each length, and whether it had read a cache of another type."""
+"""The reference result by (trial index, whether it was read from a float8 cache)."""
 
 
 def _tried(kernel: Kernel, trials: list[AttentionTrial], expected: Truths) -> KernelTiming:
@@ -321,7 +321,7 @@ def _tried(kernel: Kernel, trials: list[AttentionTrial], expected: Truths) -> Ke
             truth = expected.setdefault((i, trial.need.fp8_cache and kernel.way == "pieces"), found)
             if not float((found - truth).norm() / truth.norm()) < CLOSE:
                 return KernelTiming(kernel, (), f"differs from the first for prompts of {LENGTHS[i]}")
-    except Exception as error:  # a library's own, of any kind: the others will do
+    except Exception as error:  # libraries raise anything; the other kernels remain
         return KernelTiming(kernel, (), f"{type(error).__name__}: {error}".splitlines()[0][:120])
     return KernelTiming(kernel, tuple(times))
 
@@ -331,7 +331,7 @@ def _tried(kernel: Kernel, trials: list[AttentionTrial], expected: Truths) -> Ke
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """What was chosen; `pieces` alone can do everything."""
+    """The chosen kernels; `pieces` can compute everything."""
 
     rules: Rules
     pieces: KernelTiming
@@ -341,16 +341,16 @@ class AttentionChoice:
 
     @property
     def fits_graphs(self) -> bool:
-        """Whether steps with prompts can be captured: nothing but pieces then."""
+        """Whether steps with prompts can be captured in a graph (with pieces only)."""
         return not self.pieces.kernel.needs_copies
 
     def attention(self, softcap: float = 0.0) -> PromptAttention:
-        """The kernels, ready to be called."""
+        """The chosen kernels, loaded."""
         whole, fresh = (timing and timing.kernel.load() for timing in (self.whole, self.fresh))
         return PromptAttention(self.rules, self.pieces.kernel.load(), whole=whole, fresh=fresh, softcap=softcap)
 
     def decisions(self) -> list[tuple[str, str, str]]:
-        """(what, value, because), for people."""
+        """(what, value, because) for the startup report."""
         from_, parts = self.rules.whole_from, [f"others {self.pieces.kernel.name}"]
         if self.fresh:
             parts.insert(0, f"new prompts {self.fresh.kernel.name}")
@@ -369,8 +369,8 @@ class AttentionChoice:
 
 
 def choose(need: Need, timings: Iterable[KernelTiming], left_out: Iterable[str] = ()) -> AttentionChoice:
-    """The fastest of each way, copies last, and from which length on whole squares are. Pure. At least one kernel of pieces must be
-    there. Ranks that share a model come to the same `fits_graphs`, whatever they have measured."""
+    """Chooses the fastest kernel of each path, those that copy last, and the length from which prompts are squares. Pure. Needs
+    at least one kernel of pieces. `fits_graphs` is the same on all ranks of a model, whatever they measured."""
     best: dict[str, KernelTiming] = {}
     for timing in sorted(timings, key=lambda timing: (timing.kernel.needs_copies, timing.total)):
         best.setdefault(timing.kernel.way, timing)
@@ -383,7 +383,7 @@ def choose(need: Need, timings: Iterable[KernelTiming], left_out: Iterable[str] 
 
 
 def _whole_from(whole: KernelTiming | None, others: list[KernelTiming]) -> int:
-    """The least length from which on squares win at every length tried; 0 where they never do."""
+    """The smallest length from which squares win at every length tried; 0 if they never do."""
     if whole is None:
         return 0
     found = 0
@@ -400,7 +400,7 @@ _chosen: dict[tuple[Need, int, int], AttentionChoice] = {}
 
 
 def choose_on_card(need: Need, q_heads: int, kv_heads: int) -> AttentionChoice:
-    """By trials on the current device, once for each kind of model. Raises RuntimeError where no kernel works."""
+    """Chooses by trials on the current device, once per (need, heads). Raises RuntimeError if no kernel works."""
     key = need, q_heads, kv_heads
     if key not in _chosen:
         timings, left_out = try_kernels(need, q_heads, kv_heads)

@@ -1,7 +1,7 @@
-"""Causal attention of runs of queries over the paged cache as a Triton kernel: any lengths, windows, soft caps, sinks, fp8.
+"""Causal attention of query runs over the paged cache as a Triton kernel: any lengths, windows, soft caps, sinks, fp8.
 
-Imported by models.cuda.attention.registry where Triton is installed. It reads keys and values where they lie, so nothing is
-gathered, and its launch depends on sizes alone, so it can be part of a CUDA graph.
+Imported by models.cuda.attention.registry if Triton is installed. It reads keys and values in the paged cache without
+gathering, and its launch depends on sizes only, so it can be captured in a CUDA graph.
 
 Legend: T tokens, P pieces, Hq query heads, Hk KV heads, D head dim. Tiles and online softmax as in Dao 2023.
 """
@@ -22,7 +22,7 @@ LOG2E = 1.4426950408889634
 
 
 class Tile(NamedTuple):
-    """Queries and keys of one step of a program, and how it is compiled."""
+    """Tile of queries and keys of a program, and its compile options."""
 
     queries: int
     keys: int
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _piece_of(bounds, num_pieces, tile, QUERIES: tl.constexpr):
-    """The piece that a tile belongs to: piece p owns the tiles from bounds[p] // QUERIES + p on."""
+    """The piece of a tile: piece p owns the tiles from bounds[p] // QUERIES + p on."""
     low, high = 0, num_pieces
     while high - low > 1:
         middle = (low + high) // 2
@@ -84,7 +84,7 @@ def _attend(
             seen = at[None, :] <= positions[:, None]
             if WINDOW:
                 seen = seen & (at[None, :] > positions[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))  # behind `last` as well: no query is there
+            scores = tl.where(seen, scores, float("-inf"))  # also masks keys from `last` on: no query is there
         new_top = tl.maximum(top, tl.max(scores, 1))
         if IS_MASKED:
             anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -103,7 +103,7 @@ def _attend(
     return acc, top, total
 
 
-# Sizes and addresses that differ between steps must not lead to another compilation.
+# Sizes and addresses that change between steps must not trigger recompilation.
 @triton.jit(
     do_not_specialize=["num_pieces", "table_stride"],
     do_not_specialize_on_alignment=["table", "places", "firsts", "bounds", "contexts"],
@@ -136,7 +136,7 @@ def _piece_kernel(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late tiles look back furthest: they begin first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # last tiles have the longest context: start them first
     head = tl.program_id(0)
     piece = _piece_of(bounds, num_pieces, tile, QUERIES)
     begin = tl.load(bounds + piece)
@@ -158,8 +158,8 @@ def _piece_kernel(
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    stop = tl.minimum(context, base + QUERIES)  # keys behind it nobody sees
-    whole = (base + 1) // KEYS * KEYS  # up to here every query sees every key, but for a window
+    stop = tl.minimum(context, base + QUERIES)  # no query sees keys beyond
+    whole = (base + 1) // KEYS * KEYS  # up to here every query sees every key, except with a window
     low = 0
     if WINDOW:
         low = tl.maximum(base - WINDOW + 1, 0) // KEYS * KEYS
@@ -180,7 +180,7 @@ def _piece_kernel(
 
 
 def tile_for(dim: int) -> Tile:
-    """The best of those tried on an H100, 128 queries and 64 keys for four warps; wide heads have fewer to fit the registers."""
+    """The best tile tried on an H100: 128 queries and 64 keys for four warps; smaller for wide heads, to fit the registers."""
     return Tile(128, 64, 4, 3) if dim <= 128 else Tile(64, 32, 4, 2)
 
 
@@ -202,8 +202,8 @@ def piece_attention(
     sinks: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """qkv [T, >= Hq * D], out [T, Hq * D]. Piece i has bounds[i + 1] - bounds[i] queries from token firsts[i] on, the last ones of
-    the first contexts[i] tokens of the row at places[i] of table. most_queries >= bounds[-1]. D is a power of two."""
+    """qkv [T, >= Hq * D], out [T, Hq * D]. Piece i has bounds[i + 1] - bounds[i] queries from token firsts[i] on: the last of
+    the first contexts[i] tokens of the sequence at table[places[i]]. most_queries >= bounds[-1]. D is a power of two."""
     _, kv_heads, block_size, dim = kv.k.shape
     tile = tile or tile_for(dim)
     num_pieces = places.numel()

@@ -1,5 +1,5 @@
-"""Where our kernel for few rows ends and torch's product begins: measured on the card once for each format and shape. Called by
-models/cuda/layers/linear and cuda_int8 while a model is built.
+"""Crossover M between our skinny GEMM and torch's, measured on the GPU once per format and shape. Called by
+models/cuda/layers/linear and int8_linear while a model is built.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 _REPEATS = 6
-# More than a card's last-level cache: weights come from memory in a step, so they must when it is timed.
+# Larger than a GPU's L2 cache: a step reads weights from memory, so the timing must too.
 _CACHE_BYTES = 128 << 20
 _crossovers: dict[tuple[Any, ...], int] = {}
 
 Launch = Callable[[], object]
 MakeLaunch = Callable[[int], Launch]
-"""A launch for so many rows."""
+"""Makes a launch for a given M."""
 
 
 def max_rows_own_kernel(
     key: tuple[Any, ...], weight: Tensor, own: MakeLaunch, theirs: MakeLaunch, tried: Sequence[int]
 ) -> int:
-    """Rows of x, of those in `tried`, up to which our kernel is the faster one; between them the answer of the next greater one
-    holds. Measured once for each key; 0 where there is no card."""
+    """The largest M of `tried` up to which our kernel is faster; an M in between uses the result of the next larger one.
+    Measured once per key; 0 without a GPU."""
     if not weight.is_cuda:
         return 0
     if key not in _crossovers:
@@ -43,7 +43,7 @@ def _measure(own: MakeLaunch, theirs: MakeLaunch, tried: Sequence[int]) -> int:
 
 
 def _time(launch: Launch, flush: Tensor) -> float:
-    """Milliseconds of one launch whose weight is in no cache, the least of several."""
+    """Milliseconds of one launch with a cold L2 cache, the minimum of several."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
     for begin, end in events:
         flush.zero_()

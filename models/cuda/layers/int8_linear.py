@@ -1,8 +1,8 @@
-"""Products on the GPU of int8 with int8. Made by cuda_linear.
+"""int8 x int8 linear layers on the GPU. Built by models/cuda/layers/linear.
 
-Every row of x is rounded with its own scale, in the norm before or by quantize_rows. Few rows go through
-csrc/cuda/gemm/skinny_int8.cu, many through torch's product, whose sums are then scaled. Sums are whole numbers, so either way
-gives the same bits.
+Each token is quantized with its own scale, fused into the preceding norm or by quantize_rows. Small M runs
+csrc/cuda/gemm/skinny_int8.cu, large M torch._int_mm with its int32 sums scaled afterwards. Sums are integers, so both paths
+are bit-identical.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trireme.models.cuda.layers.gemm_autotune import Launch, max_rows_own_kernel
 from trireme.models.cuda.layers.protocol import empty_quantized_like
 from trireme.models.cuda.ops import Scales
 
-_LEAST_ROWS = 17  # of torch._int_mm, on a card
-_OUTPUTS = 8  # what the number of them must be a multiple of, there
-_TRIED = (32, ops.INT8_ROWS)  # rows
-_SUMS = 1 << 24  # int32 at a time
-_ROWS = 256  # what the number of rows of a slice is a multiple of
+_LEAST_ROWS = 17  # smallest M of torch._int_mm on a GPU
+_OUTPUTS = 8  # torch._int_mm needs N to be a multiple of it
+_TRIED = (32, ops.INT8_ROWS)  # M
+_SUMS = 1 << 24  # int32 accumulators at a time
+_ROWS = 256  # M of a slice is a multiple of it
 
 
 class Int8Linear:
@@ -59,7 +59,7 @@ class Int8Linear:
         return None
 
     def _slices(self, num_rows: int) -> Iterator[slice]:
-        """Of rows; torch's product needs room for its sums, and a certain number of outputs."""
+        """Slices of M: torch._int_mm needs memory for its sums and N a multiple of _OUTPUTS."""
         n = self.weight.shape[0]
         step = max(_ROWS, _SUMS // n // _ROWS * _ROWS) if n % _OUTPUTS == 0 else ops.INT8_ROWS
         for start in range(0, num_rows, step):

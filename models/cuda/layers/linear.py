@@ -1,6 +1,7 @@
-"""Products with a weight on the GPU: our kernels for few rows (csrc/cuda/skinny*.cu), torch's for many. Called by models/arch.
+"""Linear layers on the GPU: our kernels for small M (csrc/cuda/gemm/skinny*.cu), torch's for large M.
 
-One class per format of trireme.machine.gpu_formats, all called alike; LINEARS is the table.
+One class per format of trireme.machine.gpu_formats, all behind one protocol; LINEARS is the table. Built by
+models/cuda/layer_weights.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from trireme.models.cuda.layers.protocol import LinearLayer, OfHalves, empty_qua
 from trireme.models.cuda.layers.quantize import fp8_from
 from trireme.models.cuda.ops import Scales
 
-_TRIED = (8, 16, 32)  # rows
-_EXACT_ROWS = 8  # whose inputs keep 16 bits where the weight is float8, unless fp8_linear says otherwise
-_UNSCALED_ROWS = 64  # of float8, up to which a product is the faster for leaving its scales to others
+_TRIED = (8, 16, 32)  # M
+_EXACT_ROWS = 8  # largest M whose input stays 16-bit with float8 weights, unless fp8_linear supports more
+_UNSCALED_ROWS = 64  # largest M for which a float8 GEMM is faster with its scales left to the reader
 
 
 class DeviceMatrix(NamedTuple):
     """A matrix [n, k] on the device in a format of trireme.machine.gpu_formats: `values` are 16-bit, float8 or int8 [n, k], or
-    bytes of blocks [n, row bytes]; `scale` [n] float32 is that of each output, where the format has one, or [n, groups] what
-    groups of its inputs share (models/cuda/layers/quantize)."""
+    quant blocks uint8 [n, row bytes]; `scale` is float32 [n] per output or [n, groups] per quant group
+    (models/cuda/layers/quantize), None for formats without."""
 
     format: str
     values: Tensor
@@ -41,7 +42,7 @@ class DeviceMatrix(NamedTuple):
 
 
 class CudaLinear(OfHalves):
-    """y = x W^T + b. `weight` [n, k] and `bias` [n] lie on the device."""
+    """y = x W^T + b with 16-bit weights; `weight` [n, k] and `bias` [n] on the device."""
 
     __slots__ = ("_bias", "_few", "_transposed", "weight")
 
@@ -71,8 +72,8 @@ def _launch_dense(product: Callable[[Tensor, Tensor], object], weight: Tensor, r
 class Fp8Linear:
     """y = x W^T * scale + b, weight [n, k] float8, scale [n] float32. 64 divides k, 16 divides n.
 
-    Few rows keep their 16 bits, or 8 of each value's on Hopper; more are rounded to float8, each with its own scale, for
-    torch._scaled_mm. cuBLAS multiplies few of them up to twice as fast where it has no scales to apply.
+    Small M keeps 16-bit input, or splits each value into two float8 on Hopper; larger M is quantized to float8 with a scale
+    per token for torch._scaled_mm. At small M cuBLAS is up to twice as fast without scales to apply.
     """
 
     __slots__ = ("_bias", "_exact_rows", "_hopper_rows", "_scale", "_scale_row", "_transposed", "weight")
@@ -88,7 +89,7 @@ class Fp8Linear:
 
     @staticmethod
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """A dense [n, k] as (float8 [n, k], scale [n]), one scale per output."""
+        """Quantizes a dense [n, k] to (float8 [n, k], scale [n]), one scale per output."""
         return fp8_from(weight)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
@@ -110,6 +111,7 @@ class Fp8Linear:
         return out if is_direct else out.copy_(found)
 
     def unscaled(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
+        """LinearLayer.unscaled; scales are applied here for a bias, another dtype than bfloat16 or M above _UNSCALED_ROWS."""
         is_plain = self._bias is None and out.dtype == torch.bfloat16 and out.is_contiguous()
         if not is_plain or x.shape[0] > _UNSCALED_ROWS:
             self.forward_quantized(x, scale, out)
@@ -119,7 +121,7 @@ class Fp8Linear:
         return Scales(scale, self._scale)
 
     def _multiply(self, x: Tensor, x_scale: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
-        """In bfloat16, whose range holds the products without their scales, too."""
+        """The GEMM in bfloat16, whose range also holds unscaled results."""
         return torch._scaled_mm(
             x,
             self._transposed,
@@ -133,17 +135,17 @@ class Fp8Linear:
 
 @lru_cache
 def _one(device: torch.device) -> Tensor:
-    """Outside of layers, whose tensors go to the host while an engine sleeps."""
+    """A constant 1, kept outside of layers, whose tensors are offloaded while an engine sleeps."""
     return torch.ones((), device=device)
 
 
 class SideBySide(OfHalves):
-    """Products of matrices in several formats that share their input, each in its columns of the output."""
+    """Linear layers of several formats over one input, each writing its columns of the output."""
 
     __slots__ = ("_pieces",)
 
     def __init__(self, pieces: Sequence[tuple[int, LinearLayer]]) -> None:
-        """(number of outputs, product) in order of the columns."""
+        """`pieces`: (number of outputs, linear layer) in column order."""
         stops = itertools.accumulate(n for n, _ in pieces)
         self._pieces = [(slice(stop - n, stop), linear) for stop, (n, linear) in zip(stops, pieces, strict=True)]
 
@@ -179,7 +181,7 @@ LINEARS: dict[str, Callable[[DeviceMatrix, Tensor | None], LinearLayer]] = {
 
 
 def make_linear(matrices: Sequence[DeviceMatrix], bias: Tensor | None) -> LinearLayer:
-    """The product with `matrices`, which share their input, one under the other; neighbours of one format become one."""
+    """One linear layer over `matrices` that share their input, fused along their outputs; adjacent ones of a format are joined."""
     pieces: list[tuple[int, LinearLayer]] = []
     start = 0
     for name, run in itertools.groupby(matrices, key=lambda matrix: matrix.format):
@@ -199,5 +201,5 @@ def _joined(run: list[DeviceMatrix]) -> DeviceMatrix:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """Float8 as bytes, which torch can join everywhere."""
+    """One-byte dtypes as uint8, which torch can concatenate on any device."""
     return values.view(torch.uint8) if values.element_size() == 1 else values

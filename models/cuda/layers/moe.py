@@ -1,9 +1,9 @@
-"""A router and its experts on the GPU, 16-bit weights in one tensor for each of the two products. Made by models/cuda/decoder.
+"""A router and its experts on the GPU, 16-bit weights, one tensor per grouped GEMM. Built by models/cuda/layer_weights.
 
-Called like a linear layer. Nothing waits for the device and all sizes follow from the number of tokens, so a step of it can be
-captured in a graph. Ranks that share a layer have some columns of every expert, and add up their results.
+Called like a linear layer. Nothing synchronizes and all sizes follow from the number of tokens, so it can be captured in a
+CUDA graph. Tensor-parallel ranks hold a column shard of every expert and sum their results.
 
-Legend: T tokens, E experts, S experts that a token chooses, H hidden, F width of an expert (on this rank).
+Legend: T tokens, E experts, S experts per token, H hidden, F width of an expert (on this rank).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trireme.models.cuda.layers.protocol import LinearLayer, OfHalves
 
 
 class ExpertWeights(NamedTuple):
-    """gate_up [E, 2 F, H], gates first; down [E, H, F]; biases [E, 2 F] and [E, H], or none."""
+    """gate_up [E, 2 F, H], gates first; down [E, H, F]; biases [E, 2 F] and [E, H], or None."""
 
     gate_up: Tensor
     down: Tensor
@@ -32,7 +32,7 @@ class ExpertWeights(NamedTuple):
 
 
 class CudaExperts(OfHalves):
-    """out [T, H] = the sum over a token's S experts of softmax(their logits) times what they make of it."""
+    """out [T, H] = sum over a token's S experts of softmax(their logits) times their outputs."""
 
     __slots__ = ("_gate", "_router", "_top_k", "_weights")
 

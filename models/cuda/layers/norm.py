@@ -1,4 +1,4 @@
-"""RMS and layer norms on the GPU behind one call, with the addition to the residual before. Made by models/cuda/decoder."""
+"""RMS and layer norms on the GPU behind one call, fused with the residual add. Built by models/cuda/layer_weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trireme.models.cuda.ops import Scales
 
 
 class CudaNorm:
-    """Norm of the rows of x [T, H], with weight [H]; layer norms may have a bias [H]."""
+    """Norm over the last dim of x [T, H], with weight [H]; layer norms may have a bias [H]."""
 
     __slots__ = ("_bias", "_eps", "_is_rms", "_weight")
 
@@ -19,7 +19,7 @@ class CudaNorm:
     def __call__(
         self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, scales: Scales | None = None
     ) -> Tensor:
-        """In `out`, which may be x. With `residual`: residual += x first, and the norm is of the sum. `scales` are x's."""
+        """The norm, into `out`, which may be x. With `residual`: residual += x, then the norm of the sum. `scales` apply to x."""
         if self._is_rms:
             return ops.rms_norm(x, self._weight, self._eps, out, residual=residual, scales=scales)
         return ops.layer_norm(x, self._weight, self._bias, self._eps, out, residual=residual, scales=scales)
@@ -33,7 +33,7 @@ class CudaNorm:
         residual: Tensor | None = None,
         scales: Scales | None = None,
     ) -> Tensor:
-        """The same rounded to the type of out, which is of one byte, with a scale for each row."""
+        """Like __call__, quantized to the one-byte dtype of `out` with `scale` [T] per token."""
         if self._is_rms:
             return ops.rms_norm_narrow(x, self._weight, self._eps, out, scale, residual=residual, scales=scales)
         return ops.layer_norm_narrow(

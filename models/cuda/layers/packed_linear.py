@@ -1,7 +1,7 @@
-"""Products on the GPU with weights of fewer bits that our kernels unpack: GGUF's blocks, 4-bit codes in groups, float8 in blocks.
+"""Linear layers on the GPU with packed weights: GGUF quant blocks, 4-bit codes in quant groups, float8 quant blocks.
 
-Few rows go through a kernel (csrc/cuda/gemm/skinny_q4k.cu, blocks.cu, skinny_w4.cu, skinny_fp8_blocks.cu); many meet the values,
-expanded, in torch's product. Inputs keep their 16 bits. Made by cuda_linear.
+Small M runs a kernel that unpacks on the fly (csrc/cuda/gemm/skinny_q4k.cu, blocks.cu, skinny_w4.cu, skinny_fp8_blocks.cu);
+large M dequantizes the weight and calls torch.mm. Inputs stay 16-bit. Built by models/cuda/layers/linear.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from trireme.models.cuda import ops
 from trireme.models.cuda.layers.protocol import OfHalves
 
 _MOST_SLICES = (
-    4  # of as many rows as a kernel takes, each reading the whole weight, before it is cheaper to expand it once
+    4  # slices of a kernel's maximum M, each reading the whole weight, beyond which dequantizing once is cheaper
 )
-_EXPANDED = 1 << 25  # values expanded at a time
+_EXPANDED = 1 << 25  # values dequantized at a time
 
 
 class QuantizedLinear(OfHalves):
-    """y = x W^T + b."""
+    """y = x W^T + b with a packed weight."""
 
     __slots__ = ("_bias", "weight")
 
@@ -37,7 +37,7 @@ class QuantizedLinear(OfHalves):
         return out
 
     def _limits(self) -> tuple[int, int]:
-        """Rows of x that the kernel takes, and up to how many it is called."""
+        """(largest M of one kernel call, largest M for which the kernel is used)."""
         rows = ops.skinny_max_rows()
         return rows, _MOST_SLICES * rows
 
@@ -53,16 +53,16 @@ class QuantizedLinear(OfHalves):
         return out if self._bias is None else out.add_(self._bias)
 
     def _few(self, x: Tensor, out: Tensor) -> None:
-        """The product of a few rows."""
+        """The kernel for small M."""
         raise NotImplementedError
 
     def _expand(self, outputs: slice, out: Tensor) -> None:
-        """The values of some rows of the weight."""
+        """Dequantizes some outputs of the weight into `out` [outputs, k]."""
         raise NotImplementedError
 
 
 class Q4Linear(QuantizedLinear):
-    """Weight uint8 [n, k / 256 * 144]: rows of GGUF's Q4_K super-blocks."""
+    """Weight uint8 [n, k / 256 * 144]: GGUF's Q4_K super-blocks."""
 
     __slots__ = ()
 
@@ -74,8 +74,8 @@ class Q4Linear(QuantizedLinear):
 
 
 class BlockLinear(QuantizedLinear):
-    """Weight uint8: rows of super-blocks of one of cuda_ops.BLOCKS. Few rows meet them as int8; many meet the values as soon as
-    that moves fewer bytes, 16-bit values being written and read."""
+    """Weight uint8: super-blocks of one of ops.BLOCKS. Small M is quantized to int8 for the kernel; beyond the M at which
+    writing and reading 16-bit values moves fewer bytes, the weight is dequantized."""
 
     __slots__ = ("_form", "_rows")
 
@@ -98,18 +98,18 @@ class BlockLinear(QuantizedLinear):
 
 
 class _GroupedLinear(QuantizedLinear):
-    """A weight whose inputs share something in groups, [k / group, n] on the device."""
+    """A weight with per-quant-group parameters, [k / group, n] on the device."""
 
     __slots__ = ("_groups",)
 
     def __init__(self, weight: Tensor, groups: Tensor, bias: Tensor | None) -> None:
-        """`groups` [n, k / group]: matrices one under the other are joined so; kernels want neighbouring outputs side by side."""
+        """`groups` [n, k / group], as matrices are joined; transposed here, since kernels read adjacent outputs."""
         super().__init__(weight, bias)
         self._groups = groups.T.contiguous()
 
 
 class W4Linear(_GroupedLinear):
-    """Weight uint8 [n, k / 2], groups int32, both as models.cuda.layers.quantize.w4_layout gives them. 128 divides k."""
+    """Weight uint8 [n, k / 2], groups int32, both laid out by models.cuda.layers.quantize.w4_layout. 128 divides k."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What every product with a weight on the GPU can do. Kept by models/cuda/layers/linear and cuda_narrow, called by models/arch."""
+"""Protocol of linear layers on the GPU. Implemented by the other modules here, called by models/cuda/decoder."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from trireme.models.cuda.ops import Scales
 
 
 def empty_quantized_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for x [T, k] in a type of one byte, and for a scale of each row."""
+    """Uninitialized (values [T, k] of the one-byte `dtype`, scale [T] float32) for quantizing x [T, k]."""
     return torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 class LinearLayer(Protocol):
-    """y = x W^T + b for x [T, k]; never changes."""
+    """y = x W^T + b for x [T, k]; immutable."""
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """Writes the product into `out` [T, n], whose rows may be strided, and returns it."""
+        """Writes y into `out` [T, n], which may be strided between tokens, and returns it."""
         ...
 
     def input_dtype(self, num_rows: int) -> torch.dtype | None:
-        """In which type of one byte so many rows are best given, to one of the next two; None: as they are."""
+        """The one-byte dtype to quantize `num_rows` tokens to, for forward_quantized or unscaled; None: 16-bit input."""
         ...
 
     def forward_quantized(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        """The product of x [T, k] of that type times scale [T]."""
+        """y for quantized input: x [T, k] of that dtype times scale [T]. Returns `out`."""
         ...
 
     def unscaled(self, x: Tensor, scale: Tensor, out: Tensor) -> Scales | None:
-        """As of_narrow, but for the scales, which are returned: whoever reads `out` applies them. None where they are applied."""
+        """Like forward_quantized, but returns the scales for the reader of `out` to apply; None if already applied."""
         ...
 
 
 class OfHalves:
-    """A linear layer that wants its inputs in 16 bits."""
+    """A linear layer that takes 16-bit input only."""
 
     __slots__ = ()
 

@@ -1,6 +1,6 @@
-"""Rounds dense matrices to the formats of a GPU while they are loaded: float8 or int8 with a scale for each output, GGUF's Q4_K.
+"""Quantizes dense matrices to GPU formats while loading: float8 or int8 with a scale per output, GGUF's Q4_K, grouped formats.
 
-Plain torch on whichever device the matrix lies, a bounded number of rows at a time. Called by models/cuda/weights/sources.
+Plain torch on the matrix's device, a bounded number of outputs at a time. Called by models/cuda/weights/sources.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trireme.models.cuda.ops import FP8_MAX, INT8_MAX, Q4_K_BYTES, Q4_K_VALUES
 
-_AT_ONCE = 1 << 25  # values, which take some times four bytes
-FP8_GROUP = 128  # inputs that share a scale, in blocks of float8
+_AT_ONCE = 1 << 25  # values; temporaries take several times four bytes each
+FP8_GROUP = 128  # inputs that share a scale in a float8 quant block
 _RUN = 32  # values of a super-block that share scale and minimum
 
 
@@ -24,7 +24,7 @@ def _by_rows(weight: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def fp8_from(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A dense [n, k] as (float8 e4m3 [n, k], scale [n] float32): the largest of each row becomes 448."""
+    """Quantizes a dense [n, k] to (float8 e4m3 [n, k], scale [n] float32): the amax of each output maps to 448."""
     largest = torch.maximum(weight.amax(1), -weight.amin(1)).float()
     scale = (largest / FP8_MAX).clamp(min=1e-12)
     out = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -36,9 +36,9 @@ def fp8_from(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_from(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A dense [n, k] as (int8 [n, k], scale [n] float32): the largest of each row becomes 127, as
-    models.weights.packed.quantize_rows has it, to the bit."""
-    largest = torch.maximum(weight.amax(1), -weight.amin(1)).float().abs()  # (of zeros: not -0)
+    """Quantizes a dense [n, k] to (int8 [n, k], scale [n] float32): the amax of each output maps to 127. Bit-identical to
+    models.weights.packed.quantize_rows."""
+    largest = torch.maximum(weight.amax(1), -weight.amin(1)).float().abs()  # abs: never -0
     is_used, most = largest.isfinite() & (largest >= 1e-30), torch.full_like(largest, INT8_MAX)
     scale = torch.where(largest.isfinite(), largest / most, float("nan"))
     out = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -51,10 +51,10 @@ def int8_from(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def q4_k_from(weight: Tensor) -> Tensor:
-    """A dense [n, k] as rows of Q4_K super-blocks, uint8 [n, k / 256 * 144]; layout: block_q4_K of ggml-common.h.
+    """Quantizes a dense [n, k] to Q4_K super-blocks, uint8 [n, k / 256 * 144]; layout: block_q4_K of ggml-common.h.
 
-    Each run of 32 values spans its range with 16 steps; scales and minima are then rounded to 6 bits, and the values once more
-    to what those say. (ggml also searches for better scales.)
+    Each run of 32 values covers its range in 16 steps; scales and minima are then quantized to 6 bits, and the values
+    requantized with those. (ggml also searches for better scales.)
     """
     return _by_rows(weight, _q4_k_rows)
 
@@ -76,14 +76,14 @@ def _q4_k_rows(weight: Tensor) -> Tensor:
 
 
 def _six_bits(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, 8] that are not negative as (whole numbers up to 63, their unit [B], a float16)."""
+    """Quantizes non-negative [B, 8] to (integers up to 63, scale [B] exact in float16)."""
     unit = (values.amax(-1) / 63).half().float()
     whole = (values / torch.where(unit > 0, unit, 1.0)[:, None]).round_().clamp_(0, 63)
     return torch.where(unit[:, None] > 0, whole, 0.0), unit
 
 
 def _packed(scales: Tensor, minima: Tensor) -> Tensor:
-    """Eight 6-bit scales and eight 6-bit minima [B, 8] in 12 bytes: the upper four lend their two high bits to the lower."""
+    """Packs eight 6-bit scales and minima [B, 8] into 12 bytes: the high 2 bits of the last four go with the first four."""
     s, m = scales.to(torch.uint8), minima.to(torch.uint8)
     first = s[:, :4] | (s[:, 4:] >> 4) << 6
     second = m[:, :4] | (m[:, 4:] >> 4) << 6
@@ -93,16 +93,16 @@ def _packed(scales: Tensor, minima: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------- weights with grouped scales
 
-HEAD = 4  # bytes of a block of models/weights/grouped before its codes
+HEAD = 4  # bytes of a quant block of models/weights/grouped before its codes
 
 
 def w4_layout(raw: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Rows of W4 blocks (models/weights/grouped), uint8 [n, row bytes], as (codes uint8 [n, k / 2] in the order of the kernels,
-    csrc/cuda/gemm/grouped.h, groups int32 [n, k / size]). 128 divides k."""
+    """Converts W4 quant blocks (models/weights/grouped), uint8 [n, row bytes], to (codes uint8 [n, k / 2] in the kernels' order,
+    see csrc/cuda/gemm/grouped.h, groups int32 [n, k / size]). 128 divides k."""
     n = raw.shape[0]
     blocks = raw.view(n, -1, HEAD + size // 2)
     groups = blocks[:, :, :HEAD].contiguous().view(torch.int32).view(n, -1)
-    pairs = blocks[:, :, HEAD:].reshape(n, -1, 4)  # the bytes of 8 codes
+    pairs = blocks[:, :, HEAD:].reshape(n, -1, 4)  # 8 codes in 4 bytes
     places = torch.cat((pairs & 15, pairs >> 4), -1)
     words = places[:, :, 0::2] | places[:, :, 1::2] << 4
     by_lane = words.view(n, -1, 4, 4, 4).transpose(2, 3)
@@ -110,7 +110,7 @@ def w4_layout(raw: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def w4_from(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """A dense [n, k] rounded to codes of 4 bits whose range each `size` inputs share, in w4_layout."""
+    """Quantizes a dense [n, k] to 4-bit codes with scale and zero per `size` inputs, in w4_layout."""
     return w4_layout(_by_rows(weight, lambda part: _w4_rows(part, size)), size)
 
 
@@ -125,14 +125,14 @@ def _w4_rows(weight: Tensor, size: int) -> Tensor:
 
 
 def fp8_blocks_from(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A dense [n, k] as (float8 [n, k], scale [n, k / 128] float32): the largest of each 128 inputs becomes 448."""
+    """Quantizes a dense [n, k] to (float8 [n, k], scale [n, k / 128] float32): the amax of each 128 inputs maps to 448."""
     n, k = weight.shape
     values, scale = fp8_from(weight.reshape(-1, FP8_GROUP))
     return values.view(n, k), scale.view(n, -1)
 
 
 def fp8_blocks_layout(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of FP8_BLOCKS blocks (models/weights/packed) as (float8 [n, k], scale [n, k / 128] float32)."""
+    """Converts FP8_BLOCKS quant blocks (models/weights/packed) to (float8 [n, k], scale [n, k / 128] float32)."""
     blocks = raw.view(raw.shape[0], -1, HEAD + FP8_GROUP)
     scale = blocks[:, :, :HEAD].contiguous().view(torch.float32).view(raw.shape[0], -1)
     return blocks[:, :, HEAD:].reshape(raw.shape[0], -1).view(torch.float8_e4m3fn), scale

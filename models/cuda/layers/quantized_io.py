@@ -1,4 +1,4 @@
-"""What goes into a product on the GPU and what comes out of it, when either is rounded to one byte. Used by models/cuda/decoder."""
+"""Quantized inputs and unscaled outputs of linear layers on the GPU. Used by models/cuda/decoder."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from trireme.models.cuda.layers.protocol import LinearLayer, empty_quantized_lik
 
 
 class Product(NamedTuple):
-    """What a linear layer has written, times `scales` where it leaves those to the reader."""
+    """Output of a linear layer: `values`, times `scales` if those are left to the reader."""
 
     values: Tensor
     scales: ops.Scales | None = None
 
 
 class QuantizedInput(NamedTuple):
-    """Inputs of a product, rounded: values [T, k] of one byte each, times scale [T] float32."""
+    """Quantized input of a linear layer: one-byte values [T, k] times scale [T] float32."""
 
     values: Tensor
     scale: Tensor
 
 
 def narrowed(linear: LinearLayer, x: Tensor, largest: Tensor | None) -> Tensor | QuantizedInput:
-    """x as `linear` wants it; `largest` are its rows' largest magnitudes, where they are known."""
+    """x, quantized if `linear` takes quantized input; `largest` is its per-token amax [T] if known."""
     dtype = linear.input_dtype(x.shape[0])
     if dtype is None:
         return x
@@ -34,5 +34,5 @@ def narrowed(linear: LinearLayer, x: Tensor, largest: Tensor | None) -> Tensor |
 
 
 def multiply(linear: LinearLayer, x: Tensor | QuantizedInput, out: Tensor) -> Tensor:
-    """The product of x with all its scales."""
+    """Applies a linear layer to x with all scales, into `out`."""
     return linear(x, out) if isinstance(x, Tensor) else linear.forward_quantized(x.values, x.scale, out)

@@ -1,7 +1,6 @@
-"""Largest magnitudes of rows, noted by the kernel that makes the rows for the one that rounds them next. Kept by
-models/cuda/decoder.
+"""Per-token amax, computed in the producer kernel's epilogue for the quantizer. Used by models/cuda/decoder.
 
-A rounding that need not look for them takes blocks side by side, none of which waits for another: 1.3 us less for 8 rows of 14336.
+With the amax known, quantization needs no reduction and runs on independent CTAs: 1.3 us less for 8 tokens of 14336.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from itertools import repeat
 
 import torch
 
-_MOST_ROWS = 64  # more fill a device with a block for each
+_MOST_ROWS = 64  # more tokens fill a GPU with one CTA each
 
 
 class RowAmax:
-    """Room for `count` of them in a step."""
+    """Buffers for `count` amax vectors per step."""
 
     __slots__ = ("_all",)
 
@@ -23,7 +22,7 @@ class RowAmax:
         self._all = torch.zeros(count, _MOST_ROWS, device="cuda")
 
     def cleared(self, num_rows: int) -> Iterator[torch.Tensor | None]:
-        """For each in turn zeros [num_rows], float32; None, without end, where rows are many."""
+        """Iterator over zeroed float32 [num_rows], one per vector; endless None above _MOST_ROWS tokens."""
         if num_rows > _MOST_ROWS:
             return repeat(None)
         return iter(self._all.zero_()[:, :num_rows])

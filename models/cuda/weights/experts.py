@@ -1,6 +1,6 @@
-"""The experts of a layer on their way to a GPU: from the file's order to one tensor for each product, in 16 bits.
+"""Loads the experts of a layer onto a GPU: from the file's layout to one 16-bit tensor per grouped GEMM.
 
-Called by models/cuda/decoder. An expert at a time is on the device as it lies in the file: dense, inputs by outputs, or MXFP4.
+Called by models/cuda/layer_weights. One expert at a time is on the device in its stored form: dense [inputs, outputs], or MXFP4.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def load_experts(
     source: DeviceWeights, at: str, arch: ArchSpec, own: Span, dtype: torch.dtype, *, adds_bias: bool
 ) -> ExpertWeights:
-    """Those of the network `at`, of whose columns this rank has `own`. The biases of sums over ranks are zero unless `adds_bias`.
-    Raises ModelError for a share that the kernels do not take."""
+    """The experts of the network `at`, column-sharded to `own`. Biases added after the all-reduce are zero unless `adds_bias`.
+    Raises ModelError for a shard size that the kernels do not support."""
     body, hidden, ffn = arch.body, arch.hidden, arch.ffn
     assert isinstance(body, MoeBody)
     if own.size % EXPERT_UNIT:
@@ -53,7 +53,7 @@ def load_experts(
 def _separate(
     source: DeviceWeights, at: str, body: MoeBody, sizes: tuple[int, int], dtype: torch.dtype
 ) -> ExpertWeights:
-    """Of matrices that are stored one by one; the source gives this rank's share of each."""
+    """Experts whose matrices are stored separately; the source yields this rank's shard of each."""
     (ffn, hidden), (gate, up, down), count = sizes, body.expert_names, body.num_experts
     found = ExpertWeights(
         torch.empty(count, 2 * ffn, hidden, dtype=dtype, device="cuda"),
@@ -68,7 +68,7 @@ def _separate(
 
 
 def _matrices(source: DeviceWeights, name: str, body: MoeBody, n: int, k: int) -> Iterator[Tensor]:
-    """[n, k] of each expert."""
+    """The matrix [n, k] of each expert."""
     count = body.num_experts
     if not body.mxfp4:
         yield from (stored.T for stored in source.experts(name, (count, k, n)))
@@ -81,7 +81,8 @@ def _matrices(source: DeviceWeights, name: str, body: MoeBody, n: int, k: int) -
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Float32 [n, k] of pairs of values, blocks [n, k / 32, 16], low halves of bytes first, and exponents, scales [n, k / 32]."""
+    """Dequantizes MXFP4 to float32 [n, k]: `blocks` [n, k / 32, 16] of code pairs, low nibble first, `scales` [n, k / 32] of
+    exponents."""
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=blocks.device)
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(2)
     powers = (scales.int() << 23).view(torch.float32)

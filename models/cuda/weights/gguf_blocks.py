@@ -1,7 +1,7 @@
-"""GGUF's blocks as the GPU's kernels read them (csrc/cuda/gemm/block_types.cuh): 256 values at a time, in bytes that 16 divides.
+"""Repacks GGUF quant blocks for the GPU kernels (csrc/cuda/gemm/block_types.cuh): 256 values in a multiple of 16 bytes.
 
-Q4_K and Q5_K lie as in the file. The others, whose blocks have 18 to 34 or 210 bytes, are laid out anew on the device when they are
-loaded: scales, then the bits of the codes above the fourth, then nibbles in the order of Q5_K. No value changes. Called by
+Q4_K and Q5_K keep their file layout. The others, whose quant blocks have 18 to 34 or 210 bytes, are repacked on the device at
+load: scales, then code bits above the fourth, then nibbles in Q5_K's order. No value changes. Called by
 models/cuda/weights/sources; models/cuda/reference reads the result.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from trireme.machine.gpu_formats import OF_BLOCKS
 
 VALUES = 256  # of a super-block, in runs of 32
-_AT_ONCE = 1 << 25  # values laid out at a time
+_AT_ONCE = 1 << 25  # values repacked at a time
 
 
 def laid_out(kind: str, rows: Tensor, k: int) -> Tensor:
-    """Raw rows of a GGUF type, uint8 [n, row bytes], as those of the format OF_BLOCKS[kind]; 256 divides k."""
+    """Repacks GGUF quant blocks, uint8 [n, row bytes], to the format OF_BLOCKS[kind]; 256 divides k."""
     form = OF_BLOCKS[kind]
     if form not in _LAYOUTS:
         return rows
@@ -33,29 +33,29 @@ def laid_out(kind: str, rows: Tensor, k: int) -> Tensor:
 
 
 def _runs(supers: Tensor) -> Tensor:
-    """Super-blocks [B, bytes] as their 8 blocks of 32 values, [B, 8, bytes / 8]."""
+    """Super-blocks [B, bytes] as their 8 quant blocks of 32 values, [B, 8, bytes / 8]."""
     return supers.unflatten(1, (8, -1))
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """Codes of 4 bits of runs [..., 16]: low nibbles, then high ones."""
+    """4-bit codes of runs [..., 16]: low nibbles, then high ones."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _high_bits(packed: Tensor) -> Tensor:
-    """The 32 bits of 4 bytes [..., 4], each as 16."""
+    """The 32 bits of 4 bytes [..., 4], each shifted to bit 4 (value 16)."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> shifts & 1) << 4).flatten(-2)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """Codes [B, 8, 32] as 128 bytes: 32 at a time have one run in their low nibbles and the next in their high ones."""
+    """Packs codes [B, 8, 32] into 128 bytes: each 32 bytes hold one run in the low nibbles and the next in the high ones."""
     pairs = (codes & 15).unflatten(1, (4, 2))
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
 
 
 def _fifth_bits(codes: Tensor) -> Tensor:
-    """Bit r of byte i [B, 32] is the fifth of value i of run r."""
+    """[B, 32]: bit r of byte i is the fifth bit of value i of run r."""
     out = torch.zeros_like(codes[:, 0])
     for run in range(8):
         out |= (codes[:, run] >> 4 & 1) << run
@@ -68,7 +68,7 @@ def _q8_0(supers: Tensor) -> Tensor:
 
 
 def _of_four_bits(supers: Tensor) -> Tensor:
-    """Scales of 16 bits, then 16 bytes of nibbles."""
+    """16-bit scales, then 16 bytes of nibbles per run."""
     runs = _runs(supers)
     return torch.cat((runs[..., :2].flatten(1), _nibbles(_halves(runs[..., 2:]))), 1)
 
@@ -93,7 +93,7 @@ def _q5_1(supers: Tensor) -> Tensor:
 
 
 def _q6_k(supers: Tensor) -> Tensor:
-    """Scales and their factor come first, with 14 bytes of nothing; the two high bits of each code lie as in the file."""
+    """Scales and their factor first, padded by 14 bytes; the two high bits of each code keep the file's layout."""
     low, high, scales, factor = supers.split((128, 64, 16, 2), 1)
     codes = _halves(low.unflatten(1, (2, 64))).reshape(-1, 8, 32)
     nothing = supers.new_zeros(supers.shape[0], 14)

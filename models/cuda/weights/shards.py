@@ -1,6 +1,6 @@
-"""A rank's share of a model's weights on its GPU: read from the files, or cut out of the noise that one card would have.
+"""A rank's shard of a model's weights on its GPU: read from the files, or sliced from the noise of a single-GPU model.
 
-Called by workers.cuda.worker in place of models.cuda.weights.sources.device_weights, which it completes.
+Called by workers.cuda.worker; extends models.cuda.weights.sources.device_weights to tensor parallelism.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trireme.models.weights.tp_shards import RankSpans, ShardSource
 
 
 class NoiseShards(NoiseWeights):
-    """A part of each matrix of NoiseWeights, so that all topologies compute with the same numbers."""
+    """A slice of each matrix of NoiseWeights, so that all topologies use the same weights."""
 
     def __init__(
         self, source: DummySource, dtype: torch.dtype, device: torch.device, shares: RankSpans, **more: Any
@@ -38,7 +38,7 @@ class NoiseShards(NoiseWeights):
 def own_weights(
     source: WeightSource, dtype: torch.dtype, device: torch.device, shares: RankSpans, **more: Any
 ) -> DeviceWeights:
-    """How this rank's share of the matrices of `source` comes to the device. `more` is what device_weights takes."""
+    """The DeviceWeights for this rank's shard of `source`. `more` is passed to device_weights."""
     if shares.are_all:
         return device_weights(source, dtype, device, **more)
     if isinstance(source, DummySource):

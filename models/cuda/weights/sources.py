@@ -1,7 +1,7 @@
-"""Weights on their way to a GPU: from a model's files, or noise made there. Called by models/cuda/decoder while it is built.
+"""Uploads weights to a GPU, from a model's files or as noise generated there. Called by models/cuda/decoder while it is built.
 
-Matrices travel as they lie in the file (models/cuda/weights/staging) and are rounded or laid out anew on the device; blocks of
-GGUF files that no kernel computes with are expanded on the way. Which format a matrix gets is said by trireme.machine.gpu_formats.
+Matrices are sent in their stored form (models/cuda/weights/staging) and quantized or repacked on the device; GGUF quant blocks
+without a GPU kernel are dequantized on the host. trireme.machine.gpu_formats decides the format of each matrix.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ ROUNDED: dict[str, Callable[[Tensor], DeviceMatrix]] = {
     "w4_128": lambda dense: DeviceMatrix("w4_128", *w4_from(dense, 128)),
     "fp8_blocks": lambda dense: DeviceMatrix("fp8_blocks", *fp8_blocks_from(dense)),
 }
-"""A dense matrix in each format."""
-_EXPANDED = 1 << 22  # values of a part
+"""Quantizes a dense matrix to each format."""
+_EXPANDED = 1 << 22  # values dequantized per job
 _MXFP4_SCALE = 120  # 2^-7
-_SCALED = {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}  # kinds whose raw rows begin with their scale
+_SCALED = {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}  # kinds that store each output's scale before its values
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _format(kind: str, n: int, k: int, scheme: str | None) -> str:
-    """trireme.machine.gpu_formats.format_of; float8 of torch._scaled_mm wants 16 outputs at a time besides."""
+    """trireme.machine.gpu_formats.format_of, except that torch._scaled_mm's float8 also needs N to be a multiple of 16."""
     form = format_of(kind, k, scheme)
     return "half" if form == "fp8" and n % 16 else form
 
 
 class DeviceWeights(Protocol):
-    """Weights by Hugging Face name, matrices already where they are computed with."""
+    """Weights by Hugging Face name, matrices on the device."""
 
     def names(self) -> set[str]: ...
 
@@ -67,7 +67,7 @@ class DeviceWeights(Protocol):
         ...
 
     def factor(self, name: str, n: int, k: int) -> DeviceMatrix:
-        """The same as a factor of products, in the format it is computed with."""
+        """The matrix as a linear layer's weight, in its compute format."""
         ...
 
     def vector(self, name: str, size: int) -> Floats:
@@ -75,16 +75,17 @@ class DeviceWeights(Protocol):
         ...
 
     def experts(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """The parts of a tensor of `shape` that each expert has, as in the file, on the device: all of it on every rank."""
+        """Each expert's part of a tensor of `shape`, in its stored dtype, on the device; unsharded on every rank."""
         ...
 
     def close(self) -> None:
-        """Nothing more is asked for: the host's memory is given back."""
+        """Frees the host's staging memory; no weight may be requested afterwards."""
         ...
 
 
 class StoredWeights:
-    """Those of a model's files. `scheme` (of gpu_formats.SCHEMES) rounds what is not computed with as it lies."""
+    """Weights of a model's files. `scheme` (of gpu_formats.SCHEMES) quantizes matrices that have no compute format of their
+    own."""
 
     def __init__(
         self, source: WeightSource, dtype: torch.dtype, device: torch.device, *, scheme: str | None = None
@@ -100,6 +101,7 @@ class StoredWeights:
         return self._dense(self._source.matrix(name, n, k))
 
     def factor(self, name: str, n: int, k: int) -> DeviceMatrix:
+        """DeviceWeights.factor: the stored form if a kernel computes with it, else quantized; the head ignores `scheme`."""
         raw = self._source.matrix(name, n, k)
         scheme = None if name.startswith("lm_head") else self._scheme
         form = _format(raw.kind, n, k, scheme)
@@ -125,7 +127,7 @@ class StoredWeights:
         return self._staging.send(raw.raw).view(_TYPES[raw.kind]).view(raw.n, raw.k).to(self._dtype)
 
     def _expanded(self, raw: RawMatrix) -> Tensor:
-        """Blocks as values, by threads of the host, which are a few parts ahead of what is sent."""
+        """Dequantizes on host threads, which run a few parts ahead of the upload."""
         out = torch.empty(raw.n, raw.k, dtype=self._dtype, device=self._staging.device)
         step = max(1, _EXPANDED // raw.k)
         spans = [Span(start, min(start + step, raw.n)) for start in range(0, raw.n, step)]
@@ -138,7 +140,7 @@ class StoredWeights:
         return out
 
     def _as_it_lies(self, form: str, raw: RawMatrix) -> DeviceMatrix:
-        """Raw rows on the device."""
+        """Uploads the stored form and repacks it on the device."""
         sent = self._staging.send(raw.raw)
         if raw.kind in GROUPED:
             return DeviceMatrix(form, *w4_layout(sent, GROUPED[raw.kind]))
@@ -151,7 +153,7 @@ class StoredWeights:
 
 
 class NoiseWeights:
-    """Noise in place of matrices, made on the device; vectors as a DummySource has them."""
+    """Matrices of noise, generated on the device; vectors of a DummySource."""
 
     def __init__(
         self, source: DummySource, dtype: torch.dtype, device: torch.device, *, scheme: str | None = None
@@ -163,7 +165,7 @@ class NoiseWeights:
         return self._source.names()
 
     def matrix(self, name: str, n: int, k: int) -> Tensor:
-        self._generator.manual_seed(crc32(name.encode()))  # the same for every rank that makes some of them
+        self._generator.manual_seed(crc32(name.encode()))  # the same weights on every rank
         weight = torch.empty(n, k, dtype=self._dtype, device=self._device)
         return weight.normal_(std=DEVIATION, generator=self._generator)
 
@@ -180,7 +182,7 @@ class NoiseWeights:
             yield self._part(name, shape[1:])
 
     def _part(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Of MXFP4, any codes with a scale that makes them about as large as other noise."""
+        """One expert's part; MXFP4 gets random codes with a scale that matches the other noise."""
         if name.endswith("_blocks"):
             codes = torch.empty(shape, dtype=torch.uint8, device=self._device)
             return codes.random_(0, 256, generator=self._generator)
@@ -198,7 +200,7 @@ class NoiseWeights:
 def device_weights(
     source: WeightSource, dtype: torch.dtype, device: torch.device, *, scheme: str | None = None
 ) -> DeviceWeights:
-    """How the matrices of `source` come to the device."""
+    """The DeviceWeights for `source`."""
     if isinstance(source, DummySource):
         return NoiseWeights(source, dtype, device, scheme=scheme)
     return StoredWeights(source, dtype, device, scheme=scheme)

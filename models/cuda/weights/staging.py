@@ -1,7 +1,7 @@
-"""Bytes of mapped files to a device: threads copy them into page-locked memory while the piece before is on its way.
+"""Uploads bytes of mapped files: threads copy a piece into page-locked memory while the previous one is in flight.
 
-Memory is bounded: NUM_BUFFERS pieces on the host, whatever the matrix. Called by models/cuda/weights/sources; works on the
-CPU, too.
+Host memory is bounded by NUM_BUFFERS pieces for any matrix. Called by models/cuda/weights/sources; also works with a CPU
+device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from trireme.models.weights.packed import Bytes
 
 PIECE = 32 << 20  # bytes
 NUM_BUFFERS = 3
-THREADS = 8  # page faults of a mapped file wait for the disk; copies from memory are bound by one core each
+THREADS = 8  # page faults of a mapped file wait for the disk; each copy from memory is bound by one core
 
 
 class Staging:
-    """Sends rows of bytes. Used by one thread; `close` gives the host's memory back."""
+    """Uploads byte matrices. Not thread-safe; `close` frees the host memory."""
 
     def __init__(self, device: torch.device, *, piece: int = PIECE, threads: int = THREADS) -> None:
         self.device, self._piece, self._threads = device, piece, threads
@@ -32,7 +32,7 @@ class Staging:
         self.sent_bytes = 0
 
     def send(self, rows: Bytes) -> Tensor:
-        """uint8 [n, row bytes], as `rows`, on the device; in the order of the current stream. `rows` may be strided."""
+        """`rows` uint8 [n, row bytes], possibly strided, on the device; ordered on the current stream."""
         n, width = rows.shape
         out = torch.empty(n, width, dtype=torch.uint8, device=self.device)
         step = max(1, self._piece // max(width, 1))
@@ -44,21 +44,21 @@ class Staging:
         return out
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for transfers in flight, then frees the buffers."""
         if self._is_cuda:
             torch.cuda.current_stream().synchronize()
         self._pool.shutdown()
         self._buffers = []
 
     def _filled(self, part: Bytes) -> Tensor:
-        """The next buffer with a copy of `part`, once its last piece has left."""
+        """The next buffer, filled with `part` after its previous transfer has completed."""
         last = self._sent[self._next]
         if last is not None:
             last.synchronize()
         size = max(self._piece, part.shape[1])
         if len(self._buffers) <= self._next:
             self._buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda))
-        elif self._buffers[self._next].numel() < part.size:  # (a row longer than a piece)
+        elif self._buffers[self._next].numel() < part.size:  # one row exceeds a piece
             self._buffers[self._next] = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
         buffer = self._buffers[self._next][: part.size].view(part.shape)
         target = buffer.numpy()
