@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-# Of one step. Products on a CPU are as fast with 256 rows as with 2048, and a first token waits for less.
+# Per step. GEMMs on a CPU are as fast with 256 tokens as with 2048, and the first token waits less.
 CPU_ROWS, CPU_TOKENS = 64, 256
 GPU_ROWS, GPU_TOKENS = 256, 16384
 LEAST_QUEUE = 16384
@@ -105,7 +105,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worker_kind(self) -> Literal["torch", "cuda", "fake"]:
-        """Which worker carries out the steps; a device that nobody has chosen yet counts as the CPU."""
+        """Which worker kind runs the steps; a device not chosen yet counts as the CPU."""
         return "cuda" if self.worker == "torch" and self.device == "cuda" else self.worker
 
 
@@ -160,16 +160,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_rows(self) -> int:
-        """max_num_seqs; before it is resolved, what a CPU gets."""
+        """max_num_seqs, or the CPU default while it is unresolved."""
         return self.max_num_seqs or CPU_ROWS
 
     @property
     def num_tokens(self) -> int:
-        """max_num_tokens, likewise."""
+        """max_num_tokens, or the CPU default while it is unresolved."""
         return self.max_num_tokens or max(CPU_TOKENS, 2 * self.num_rows)
 
     def queue_tokens(self, max_len: int) -> int:
-        """max_waiting_tokens, where the longest request has `max_len`."""
+        """max_waiting_tokens, or its default when the longest request has `max_len` tokens."""
         return self.max_waiting_tokens or max(LEAST_QUEUE, 8 * max(self.num_tokens, max_len))
 
 
@@ -235,7 +235,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
 
     def __repr__(self) -> str:
-        """Like that of any Struct, without the keys: it comes into logs and notebooks."""
+        """Like any Struct's, without the keys: it ends up in logs and notebooks."""
         hidden = ("api_key", "admin_key")
         values = ((name, getattr(self, name)) for name in self.__struct_fields__)
         return f"ServingConfig({', '.join(f'{k}={v!r}' for k, v in values if not (v and k in hidden))})"
@@ -299,7 +299,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def routes_by_prefix(self) -> bool:
-        """Whether engines tell the coordinator what they have cached, and front ends what a prompt begins with."""
+        """Whether engines report their cached prefixes to the coordinator, and frontends send it the keys of each prompt's first
+        blocks."""
         has_choice = self.parallel.dp > 1 and self.cache.prefix_cache
         return has_choice and self.coordinator.balance in ("prefix", "prefix_least")
 
@@ -310,20 +311,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def collective_timeout(self) -> float:
-        """Seconds after which a collective of CPU ranks gives up by itself. Long, for it cannot tell a rank that is stuck from one
-        without a processor: the engine can (engine_core/stall.py) and ends its workers, and deaths and aborts are noticed at once.
-        """
+        """Seconds after which a collective of CPU ranks times out by itself. Long, because it cannot tell a stuck rank from one
+        without a processor: the engine can (engine_core/stall.py) and ends its workers, and deaths and aborts are noticed at
+        once."""
         return max(LEAST_COLLECTIVE_S, 10.0 * self.launch.step_timeout)
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether workers keep the tokens they sample and go on with them in steps planned before anybody else knows them.
-        The first of several pipeline stages does not see what the last one samples."""
+        """Whether workers keep the tokens they sample and use them in steps planned before anybody else knows them. False with
+        pipeline stages: the first stage does not see what the last one samples."""
         return self.scheduler.async_steps and self.parallel.pp == 1
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """One thing the program decided, for the ready panel and `--print-config`."""
+    """One resolved setting and its reason, for the ready panel and `--print-config`."""
 
     what: str
     value: str
