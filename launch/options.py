@@ -19,7 +19,7 @@ URL = Setting(
     "", "url", "text", None, "address of a running server; default: start one, and stop it after", optional=True
 )
 MAX_TOKENS = Setting("", "max_tokens", "whole", None, "most tokens of an answer", optional=True, low=1)
-MOST_TOKENS, MOST_REQUESTS = 10_000_000, 1_000_000  # that a benchmark makes prompts for
+MOST_TOKENS, MOST_REQUESTS = 10_000_000, 1_000_000  # upper bounds of what a benchmark makes prompts for
 TEMPERATURE = Setting("", "temperature", "real", 0.7, "0 takes the likeliest token", low=0, high=100)
 SEED = Setting("", "seed", "whole", None, "number that makes sampling repeatable", optional=True, low=-(2**63))
 SYSTEM = Setting("", "system", "text", None, "system message before the talk", optional=True)
@@ -49,8 +49,8 @@ COMMON_ENGINE = ("max_len", "kv_memory", "dp", "tp", "pp", "threads", "log_level
 
 
 class Command(NamedTuple):
-    """One command. `module` has `run(invocation) -> exit status`; `options` are the flags that only this command has;
-    `common` names what `--help` shows of the engine settings (none: the command takes no settings)."""
+    """One command. `module` has `run(invocation) -> exit status`; `options` are the flags of this command only; `common` names
+    the engine settings that `--help` shows (none: the command takes no settings)."""
 
     name: str
     summary: str
@@ -333,12 +333,12 @@ def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
 
 
 def group_of(word: str) -> list[Command]:
-    """The commands whose name has two words, of which this is the first."""
+    """The commands with two words whose first is this one."""
     return [command for command in COMMANDS if command.name.startswith(word + " ")]
 
 
 def flags_of(command: Command) -> list[Setting]:
-    """Its own options, then the engine settings it takes (but those given by position)."""
+    """Its own options, then the engine settings it takes (except positional ones)."""
     places = {positional.name for positional in command.positionals}
     engine = table() if command.common else ()
     return [*command.options, *(s for s in engine if s.name not in places)]
@@ -351,7 +351,7 @@ SWITCHES = "A switch is turned on by --name or --name=true, and off by --no-name
 
 
 def help_about(words: Sequence[str]) -> str:
-    """Help of what these words name: nothing, a group of commands, or a command (with `all`: all its flags). Raises ConfigError."""
+    """Help for these words: nothing, a group of commands, or a command (with `all`: all its flags). Raises ConfigError."""
     everything = words[-1:] == ["all"]
     words = words[:-1] if everything else words
     if not words:
@@ -367,7 +367,7 @@ def help_about(words: Sequence[str]) -> str:
 
 
 def help_of_group(word: str) -> str:
-    """Help of the first word of several commands."""
+    """Help of a group: the first word of several commands."""
     commands = group_of(word)
     width = max(len(c.name) for c in commands) + 2
     lines = [f"usage: trireme {word} COMMAND [flags]", "", "commands:"]
@@ -424,17 +424,17 @@ def help_of(command: Command, *, everything: bool = False) -> str:
 
 
 def off_flag(setting: Setting) -> str:
-    """What turns a switch off."""
+    """The flag that turns a switch off."""
     return "--no-" + setting.flag[2:]
 
 
 def spellings(setting: Setting) -> list[str]:
-    """The flag, and for a switch the one that turns it off."""
+    """The flag, and for a switch also the one that turns it off."""
     return [setting.flag, off_flag(setting)] if setting.kind == "switch" else [setting.flag]
 
 
 def flag_text(setting: Setting) -> str:
-    """The flag with what follows it: `--port N`; both flags of a switch that a file or the environment may have turned on."""
+    """The flag and its placeholder: `--port N`; both flags of a switch that a file or the environment may have turned on."""
     if setting.kind == "switch" and setting.group:
         return ", ".join(spellings(setting))
     return f"{setting.flag} {setting.metavar}".rstrip()
