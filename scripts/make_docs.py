@@ -1,4 +1,4 @@
-"""Writes docs/cli.md and docs/metrics.md from the tables of the code (`make docs`); tests compare them with these."""
+"""Writes docs/cli.md and docs/metrics.md from the tables of the code (`make docs`); tests compare them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STATUS = (
 
 
 def cli() -> str:
-    """Every command and every setting in its three spellings."""
+    """The command-line reference: every command, and every setting in its three spellings."""
     parts = [
         "# Command line\n",
         _NOTE,
@@ -78,7 +78,7 @@ def cli() -> str:
 
 
 def metrics() -> str:
-    """The metric table."""
+    """The metrics reference."""
     rows = [
         f"| {'**' if m.decisive else ''}`{m.exported}`{'**' if m.decisive else ''} | {m.kind} | {', '.join(m.labels)} | {m.help} |"
         for m in METRICS
