@@ -1,7 +1,7 @@
 """Entry point of `trireme`: finds the command, parses its flags, runs it, and prints an error once, last.
 
-Imports next to nothing before signals are dealt with, then the table of commands; a command's module is imported when it is
-chosen. An exception that is not one of ours is a bug and shows its traceback.
+Imports next to nothing before signals are handled, then the table of commands; a command's module is imported when it is chosen.
+An exception that is not a TriremeError is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _HELP = ("-h", "--help", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, the error's own, or 128 and the number of the signal that ended it."""
+    """Runs one command and returns its exit status: 0, the error's own, or 128 + the number of the signal that ended it."""
     words = list(sys.argv[1:] if argv is None else argv)
     former = catch_signals(leave)
     if argv is None:
         prepare_streams()
         if any("-key" in word for word in words):
             import_module("trireme.launch.processes.hide").hide_keys()
-    is_server = words[:1] == ["serve"]  # it deals with signals by itself
+    is_server = words[:1] == ["serve"]  # handles signals itself
     try:
         return _outcome(words, lambda: None if is_server else release_signals(former))
     except KeyboardInterrupt:
@@ -45,9 +45,7 @@ def _outcome(words: list[str], on_imported: Callable[[], None]) -> int:
         print_error(error.message, error.hint)
         return error.exit_code
     except OSError as error:
-        if isinstance(
-            error, BrokenPipeError
-        ):  # the reader of our output has left: nothing to say, and nobody to say it to
+        if isinstance(error, BrokenPipeError):  # our output's reader has closed the pipe: there is nobody to report to
             give_up(1)
             return 141
         if error.errno not in WRITE_ERRORS:
@@ -58,7 +56,7 @@ def _outcome(words: list[str], on_imported: Callable[[], None]) -> int:
 
 
 def run(words: list[str], on_imported: Callable[[], None]) -> int:
-    """As main, but raises. `on_imported`: the command is about to begin."""
+    """Like main, but raises. `on_imported` is called when the command is about to begin."""
     from trireme.launch.options import find_command, group_of, help_about, help_of
 
     if not words or words[0] in _HELP:
@@ -81,7 +79,7 @@ def run(words: list[str], on_imported: Callable[[], None]) -> int:
 
 
 def print_error(message: str, hint: str = "") -> None:
-    """The form of every error: what happened with its numbers, then what to try, one cure a line."""
+    """The form of every error: what happened with its numbers, then what to try, one suggestion per line."""
     from trireme.launch.terminal import show
 
     cures = [line for line in hint.split("\n") if line]

@@ -1,7 +1,7 @@
-"""What a person sees while Trireme starts and works: progress bars, the ready panel, tables. The only user of rich.
+"""Terminal output while Trireme starts and runs: progress bars, the ready panel, tables. The only user of rich.
 
-It goes to stderr unless told otherwise: stdout is for data. On a terminal lines move; elsewhere each thing is one plain line
-and nothing is animated. NO_COLOR is honoured (by rich).
+Written to stderr unless told otherwise: stdout is for data. On a terminal lines are animated; elsewhere each event is one plain
+line. NO_COLOR is honoured (by rich).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Amount(ProgressColumn):
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Names, templates and errors may come from files and servers of others."""
+    """Text without markup: names, templates and errors may come from untrusted files and servers."""
     return Text(printable(text), style=style)
 
 
@@ -45,14 +45,14 @@ def _amount(done: float, total: float) -> str:
 
 
 class _Output(RichConsole):
-    """rich leaves with status 1 where a reader has left; who called it knows better."""
+    """rich exits with status 1 on a broken pipe; here the caller decides."""
 
     def on_broken_pipe(self) -> None:
-        raise  # called while the error is handled
+        raise  # called inside rich's exception handler
 
 
 class _Status(RichConsole):
-    """What is said beside the work. That nobody can read it, or no disk can hold it, does not end the work."""
+    """Status output. A closed pipe or a full disk does not end the work."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         with suppress(OSError):
@@ -93,7 +93,7 @@ class Console:
     # ------------------------------------------------------------ progress
 
     def progress(self, source: str, phase: str, done: int, total: int) -> None:
-        """Where one phase of one part stands. A phase is over when done == total."""
+        """Progress of one phase of one part. A phase is over when done == total."""
         key = (source, phase)
         now = time.monotonic()
         self._begun.setdefault(key, now)
@@ -122,20 +122,20 @@ class Console:
         self._bars.update(self._tasks[key], completed=done, total=total or None)
 
     def close(self) -> None:
-        """Ends the bars where they are."""
+        """Ends the bars and leaves them on screen."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
             self._tasks.clear()
 
-    # ------------------------------------------------------------ lines of others
+    # ------------------------------------------------------------ output of others
 
     @contextmanager
     def around_stderr(self, pipe: tuple[int, int] | None = None) -> Iterator[None]:
-        """While it lasts, what this process and its children write to stderr comes out above the bars, line by line.
+        """Redirects stderr of this process and its children above the bars, line by line.
 
-        For terminals only; elsewhere nothing is changed, unless there is a `pipe` (reading, writing) already, into which
-        children write. Those must have ended before it is left.
+        For terminals only; elsewhere nothing changes, unless there is already a `pipe` (read end, write end), to which children
+        write. Those must have ended before the context is left.
         """
         if not self.is_terminal and pipe is None:
             yield
@@ -166,14 +166,14 @@ class Console:
     # ------------------------------------------------------------ panels and tables
 
     def decisions(self, decisions: Sequence[Decision]) -> None:
-        """What was decided and why, a line each."""
+        """Decisions and reasons, one per line."""
         grid = Table.grid(padding=(0, 2))
         for decision in decisions:
             grid.add_row(_text("  " + decision.what, "cyan"), _text(decision.value), _text(decision.because, "dim"))
         self._rich.print(grid, soft_wrap=False)
 
     def ready(self, seconds: float, address: str, curl: str, also: str, parts: str = "") -> None:
-        """The panel that ends a successful start; `parts` says where the seconds went."""
+        """The panel that ends a successful start; `parts` is the breakdown of the time."""
         self.close()
         line = Text(f"ready in {seconds:.1f} s", style="bold green").append("   ").append(address, style="bold")
         self._rich.print()

@@ -19,10 +19,10 @@ URL = Setting(
     "", "url", "text", None, "address of a running server; default: start one, and stop it after", optional=True
 )
 MAX_TOKENS = Setting("", "max_tokens", "whole", None, "most tokens of an answer", optional=True, low=1)
-MOST_TOKENS, MOST_REQUESTS = 10_000_000, 1_000_000  # that a benchmark makes prompts for
+MOST_TOKENS, MOST_REQUESTS = 10_000_000, 1_000_000  # upper bounds of what a benchmark makes prompts for
 TEMPERATURE = Setting("", "temperature", "real", 0.7, "0 takes the likeliest token", low=0, high=100)
 SEED = Setting("", "seed", "whole", None, "number that makes sampling repeatable", optional=True, low=-(2**63))
-SYSTEM = Setting("", "system", "text", None, "system message before the talk", optional=True)
+SYSTEM = Setting("", "system", "text", None, "system message at the start of the conversation", optional=True)
 INPUT_LEN = Setting("", "input_len", "whole", 128, "prompt length, tokens", low=1, high=MOST_TOKENS)
 OUTPUT_LEN = Setting("", "output_len", "whole", 128, "tokens generated per request", low=1, high=MOST_TOKENS)
 REPEATS = Setting("", "repeats", "whole", 3, "measured runs, each with fresh prompts", low=1, high=10_000)
@@ -49,8 +49,8 @@ COMMON_ENGINE = ("max_len", "kv_memory", "dp", "tp", "pp", "threads", "log_level
 
 
 class Command(NamedTuple):
-    """One command. `module` has `run(invocation) -> exit status`; `options` are the flags that only this command has;
-    `common` names what `--help` shows of the engine settings (none: the command takes no settings)."""
+    """One command. `module` has `run(invocation) -> exit status`; `options` are the flags of this command only; `common` names
+    the engine settings that `--help` shows (none: the command takes no settings)."""
 
     name: str
     summary: str
@@ -79,7 +79,7 @@ COMMANDS: tuple[Command, ...] = (
         (_MODEL,),
         (
             CONFIG,
-            Setting("", "print_config", "switch", False, "write the resolved settings as YAML and leave"),
+            Setting("", "print_config", "switch", False, "write the resolved settings as YAML and exit"),
         ),
         (
             "trireme serve smollm2",
@@ -99,7 +99,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "complete",
-        "continue a text and print what comes",
+        "continue a text and print the completion",
         "trireme.launch.commands.complete",
         (
             _MODEL,
@@ -108,7 +108,7 @@ COMMANDS: tuple[Command, ...] = (
         (
             TEMPERATURE,
             MAX_TOKENS._replace(
-                help="most tokens of the text; default: all that fits, and with --url 16 as the API has it"
+                help="maximum tokens of the completion; default: all that fits, and with --url the API's 16"
             ),
             SEED,
             JSON,
@@ -124,12 +124,18 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "control",
-        "put a running server to sleep, wake it, pause it or let it go on",
+        "put a running server to sleep, wake it, pause it or resume it",
         "trireme.launch.commands.control",
         (Setting("", "action", "text", "state", "sleep, wake, pause, resume, or state, which changes nothing"),),
         (
-            Setting("", "level", "whole", 1, "of a sleep: 1 keeps the weights in the host's memory, 2 drops them"),
-            Setting("", "mode", "text", "wait", "of a pause, for what runs: abort, wait (it ends first), keep"),
+            Setting("", "level", "whole", 1, "level of a sleep: 1 keeps the weights in host memory, 2 drops them"),
+            Setting(
+                "",
+                "mode",
+                "text",
+                "wait",
+                "what a pause does with running requests: abort, wait (until they end), keep",
+            ),
             Setting("", "dir", "text", None, "directory of the server's sockets, if there are several", optional=True),
             URL._replace(
                 help="address of the server, whose --admin-key is needed; default: this user's, by its sockets"
@@ -142,7 +148,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "plan",
-        "say whether a model fits here, where the memory goes, and which flags to use; loads nothing",
+        "show whether a model fits, its memory shares and the flags to use; loads nothing",
         "trireme.launch.commands.plan",
         (_MODEL,),
         (JSON, CONFIG),
@@ -220,7 +226,7 @@ COMMANDS: tuple[Command, ...] = (
         (_MODEL,),
         (
             Setting("", "concurrency", "list", ("1", "2", "4", "8", "16", "32"), "the steps, as clients at once"),
-            Setting("", "rate", "list", (), "the steps, as requests a second that arrive by chance (open loop)"),
+            Setting("", "rate", "list", (), "the steps, as requests per second with random arrivals (open loop)"),
             NUM_REQUESTS,
             INPUT_LEN,
             OUTPUT_LEN,
@@ -239,7 +245,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "bench ipc",
-        "time the way between a front end and a worker, without a model",
+        "time the path between a frontend and a worker, without a model",
         "trireme.launch.bench.ipc",
         (),
         (
@@ -255,7 +261,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "bench balance",
-        "show how each policy spreads a burst and keeps talks where they are cached, in virtual time",
+        "compare routing policies in virtual time: spread of a burst, cache hits of conversations",
         "trireme.launch.bench.balance",
         (),
         (
@@ -271,7 +277,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "bench startup",
-        "time a start from process launch to the first served token, and weigh the running processes",
+        "time a start up to the first served token, and measure the processes' memory",
         "trireme.launch.bench.startup",
         (_MODEL,),
         (REPEATS, JSON, CONFIG),
@@ -299,7 +305,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "doctor",
-        "say what this machine and this installation are fit for",
+        "check what this machine and this installation support",
         "trireme.launch.commands.doctor",
         (),
         (JSON,),
@@ -333,12 +339,12 @@ def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
 
 
 def group_of(word: str) -> list[Command]:
-    """The commands whose name has two words, of which this is the first."""
+    """The commands with two words whose first is this one."""
     return [command for command in COMMANDS if command.name.startswith(word + " ")]
 
 
 def flags_of(command: Command) -> list[Setting]:
-    """Its own options, then the engine settings it takes (but those given by position)."""
+    """Its own options, then the engine settings it takes (except positional ones)."""
     places = {positional.name for positional in command.positionals}
     engine = table() if command.common else ()
     return [*command.options, *(s for s in engine if s.name not in places)]
@@ -351,7 +357,7 @@ SWITCHES = "A switch is turned on by --name or --name=true, and off by --no-name
 
 
 def help_about(words: Sequence[str]) -> str:
-    """Help of what these words name: nothing, a group of commands, or a command (with `all`: all its flags). Raises ConfigError."""
+    """Help for these words: nothing, a group of commands, or a command (with `all`: all its flags). Raises ConfigError."""
     everything = words[-1:] == ["all"]
     words = words[:-1] if everything else words
     if not words:
@@ -367,7 +373,7 @@ def help_about(words: Sequence[str]) -> str:
 
 
 def help_of_group(word: str) -> str:
-    """Help of the first word of several commands."""
+    """Help of a group: the first word of several commands."""
     commands = group_of(word)
     width = max(len(c.name) for c in commands) + 2
     lines = [f"usage: trireme {word} COMMAND [flags]", "", "commands:"]
@@ -424,17 +430,17 @@ def help_of(command: Command, *, everything: bool = False) -> str:
 
 
 def off_flag(setting: Setting) -> str:
-    """What turns a switch off."""
+    """The flag that turns a switch off."""
     return "--no-" + setting.flag[2:]
 
 
 def spellings(setting: Setting) -> list[str]:
-    """The flag, and for a switch the one that turns it off."""
+    """The flag, and for a switch also the one that turns it off."""
     return [setting.flag, off_flag(setting)] if setting.kind == "switch" else [setting.flag]
 
 
 def flag_text(setting: Setting) -> str:
-    """The flag with what follows it: `--port N`; both flags of a switch that a file or the environment may have turned on."""
+    """The flag and its placeholder: `--port N`; both flags of a switch that a file or the environment may have turned on."""
     if setting.kind == "switch" and setting.group:
         return ", ".join(spellings(setting))
     return f"{setting.flag} {setting.metavar}".rstrip()

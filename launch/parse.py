@@ -1,4 +1,4 @@
-"""Words of a command line into an Invocation, by an argparse parser made from the table of launch/options.py.
+"""Parses a command line into an Invocation, with an argparse parser made from the table of launch/options.py.
 
 Converting and checking values is left to trireme/settings.py, so that a flag and an environment name fail alike.
 """
@@ -27,7 +27,7 @@ def parse(command: Command, words: Sequence[str], **sources: Any) -> Invocation:
     flags = flags_of(command)
     for setting in flags:
         _add_flag(parser, setting)
-    end = words.index("--") if "--" in words else len(words)  # behind it nothing is a flag
+    end = words.index("--") if "--" in words else len(words)  # after it nothing is a flag
     try:
         known, extra = parser.parse_known_args(_plain_switches(words[:end], flags, command))
     except argparse.ArgumentError as error:
@@ -46,7 +46,9 @@ def parse(command: Command, words: Sequence[str], **sources: Any) -> Invocation:
     return Invocation(command, options, load(settings, file=options.get("config"), **sources))
 
 
-_FLAG = re.compile(r"-(?!\d*\.?\d+$)[^ ]+")  # neither `-`, nor a negative number, nor a text that begins with a dash
+_FLAG = re.compile(
+    r"-(?!\d*\.?\d+$)[^ ]+"
+)  # neither `-`, nor a negative number, nor a text with spaces that begins with a dash
 
 
 def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
@@ -69,8 +71,8 @@ def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
 
 
 def _plain_switches(words: Sequence[str], flags: Sequence[Setting], command: Command) -> list[str]:
-    """The words with `--x=true` as `--x` and `--x=false` as `--no-x`. Raises ConfigError for `--x false`, which argparse would
-    take for a model, except where a text may follow."""
+    """The words with `--x=true` as `--x` and `--x=false` as `--no-x`. Raises ConfigError for `--x false`, where argparse would
+    take `false` as the model, except where a text may follow."""
     switches = {spelling: s for s in flags if s.kind == "switch" for spelling in (s.flag, off_flag(s))}
     found = []
     for word in words:
@@ -106,7 +108,7 @@ def _check_apart(words: Sequence[str], flags: Sequence[Setting]) -> None:
 def _by_position(
     words: Sequence[str], before: Sequence[str], flags: Sequence[Setting], command: Command
 ) -> dict[str, str]:
-    """Words without a flag, in the order of the command's positionals. `before`: all words, flags as well."""
+    """Positional words, in the order of the command's positionals. `before`: all words, flags included."""
     most = len(command.positionals)
     if len(words) > most:
         _check_apart(before, flags)

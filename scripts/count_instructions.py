@@ -1,7 +1,7 @@
 """Counts instructions of the hot paths under valgrind and compares them with scripts/instructions.json: `make count`.
 
-A count does not move with the load of the machine, so a regression of a few percent shows. `--write` makes the measured counts
-the new budget. Nothing is installed: without valgrind it says so and exits with 3.
+A count does not depend on the load of the machine, so a regression of a few percent shows. `--write` makes the measured counts
+the new budget. Nothing is installed: without valgrind it reports that and exits with 3.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NO_VALGRIND = 3
 
 
 def schedule(times: int) -> None:
-    """Plan and result of 64 decoding rows."""
+    """Plan and result of a decode step of 64 sequences."""
     from trireme.engine_core.bench import measure
 
     measure(64, 5 + 100 * times)
 
 
 def codec(times: int) -> None:
-    """One step's plan, result and outputs of 64 rows, written and read."""
+    """Encoding and decoding one step's plan, result and outputs of 64 sequences."""
     from trireme.transport.wire.codec import decode, encode
     from trireme.transport.wire.columns import pack, pack_ids
     from trireme.transport.wire.messages import StepOutputs, StepPlan, StepResult
@@ -44,7 +44,7 @@ def codec(times: int) -> None:
 
 
 def detokenize(times: int) -> None:
-    """Tokens into text, with a stop string to look for."""
+    """Tokens to text, with a stop string to search for."""
     from trireme.serving.text.detokenizer import Detokenizer, TokenText
 
     text = TokenText(_Bytes())
@@ -54,7 +54,7 @@ def detokenize(times: int) -> None:
 
 
 class _Bytes:
-    """A vocabulary of bytes; those from 128 on are parts of characters."""
+    """A byte vocabulary; bytes from 128 on are parts of characters."""
 
     special_ids: frozenset[int] = frozenset()
 
@@ -70,7 +70,7 @@ def decode_avx2(times: int) -> None:
 
 
 def decode_portable(times: int) -> None:
-    """The same with the kernels for any processor."""
+    """The same with the portable kernels."""
     from scripts.native_cases import decode
 
     decode("portable", times)
@@ -102,7 +102,7 @@ UNITS = {
 
 
 def count(case: str) -> int:
-    """Instructions of one unit of a case: the run with it less the run without, so that start-up cancels out."""
+    """Instructions per unit of a case: a run with it minus a run without, so that start-up cancels out."""
     with_unit, without = (_instructions(case, times) for times in (1, 0))
     return with_unit - without
 
@@ -133,6 +133,7 @@ def _instructions(case: str, times: int) -> int:
 
 
 def main(words: list[str]) -> int:
+    """Counts the cases named in `words` (default: all); returns 1 when one exceeds its budget by more than TOLERANCE."""
     if words[:1] == ["--run"]:
         CASES[words[1]](int(words[2]))
         return 0

@@ -1,6 +1,6 @@
-"""A deployment to be hurt: a Supervisor in a thread of this process over the real parts, which restarts them any number of times.
+"""A deployment for fault injection: a Supervisor in a thread of this process over the real parts, with unlimited restarts.
 
-Used by scripts/kills.py and tests/chaos. What dies is told with its time; processes are found by role and name.
+Used by scripts/kills.py and tests/chaos. Deaths are recorded with their times; processes are found by role and name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULTS = {"port": 0, "executor": "procs", "log_level": "error", "max_num_seqs"
 
 
 class Deployment:
-    """`settings` are those of trireme/config.py. `around` is entered in the supervisor's own thread, for all of its life."""
+    """`settings` are those of trireme/config.py. `around` is entered in the supervisor's thread, for all of its lifetime."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Deployment:
         modules: Modules | None = None,
         around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self.died: list[tuple[float, Died]] = []  # with the readings of time.monotonic
+        self.died: list[tuple[float, Died]] = []  # with readings of time.monotonic
         self.config = prepare(load(DEFAULTS | settings).config).config
         self.supervisor = Supervisor(
             self.config, self._on_event, modules=modules, timing=SupervisorTimeouts(restarts=PATIENT)
@@ -79,6 +79,7 @@ class Deployment:
         return self.supervisor.address[1]
 
     def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
+        """GET from the HTTP port: (status, body). Raises OSError."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
             connection.request("GET", path)
@@ -91,14 +92,14 @@ class Deployment:
         return str(json.loads(self.get("/v1/models")[1])["data"][0]["id"])
 
     def pids(self, role: str) -> list[int]:
-        """Living processes of one role; those of workers are children of engines, in the order of their numbers."""
+        """Pids of the living processes of one role; workers are children of engines, in the order of their numbers."""
         if role == "worker":
             return [child for pid in self.pids("engine") for child in children(pid)]
         born = [part.child for part in self.supervisor.parts if part.role == role]
         return [child.pid for child in born if child is not None]
 
     def until_whole(self, timeout_s: float = 60.0) -> float:
-        """Seconds until every part runs and every engine is up and makes progress."""
+        """Waits until every part runs and every engine is up and makes progress; returns the seconds waited."""
         return until(self._is_whole, timeout_s, "all parts up")
 
     def _is_whole(self) -> bool:
@@ -109,13 +110,13 @@ class Deployment:
         return False
 
     def owned_blocks(self) -> float:
-        """Blocks owned by rows, and rows that run or wait; 0 at a quiet point."""
+        """KV blocks owned by sequences, plus running and waiting requests; 0 when idle."""
         lines = self.get("/metrics")[1].splitlines()
         rows = total_of(lines, "trireme_requests_running") + total_of(lines, "trireme_requests_waiting")
         return rows + total_of([line for line in lines if 'state="owned"' in line], "trireme_kv_blocks")
 
     def books(self) -> tuple[float, float]:
-        """Requests that were accepted, and those that have ended or are under way: equal, by the metrics of all front ends."""
+        """Accepted requests, and those that have ended or are in progress: equal, by the metrics of all frontends."""
         lines = self.get("/metrics")[1].splitlines()
         ended = total_of(lines, "trireme_requests_total") + total_of(lines, "trireme_streams_open")
         return total_of(lines, "trireme_requests_received_total"), ended
@@ -137,7 +138,7 @@ def children(pid: int) -> list[int]:
 
 
 def until(true: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Seconds until it was true. Raises TimeoutError."""
+    """Polls until `true()` holds; returns the seconds waited. Raises TimeoutError."""
     began = time.monotonic()
     while not true():
         if time.monotonic() - began > timeout_s:

@@ -1,9 +1,9 @@
-"""Checks and times the CUDA kernels on a machine with an NVIDIA card, torch for CUDA and nvcc, without network: `make gpu-check`.
+"""Checks and times the CUDA kernels on a machine with an NVIDIA GPU, torch for CUDA and nvcc, without network: `make gpu-check`.
 
     python scripts/gpu_check.py build | test | ops | step | all      [--json FILE] [--batches 1,32] [-- pytest's options]
 
 `build` compiles, `test` runs tests/gpu, `ops` times each op against its floor, `step` a Llama-3.1-8B-shaped decode step captured
-in a graph. A floor is bytes over the bandwidth measured here or operations over the rate measured here, whichever is longer.
+in a graph. The floor is bytes / measured bandwidth or operations / measured rate, whichever is longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 NO_CARD = 3
-L2_BYTES = 160 << 20  # inputs are rotated over at least this much, so that no cache serves them
+L2_BYTES = 160 << 20  # inputs rotate over at least this much memory, so that no cache serves them
 BLOCK_SIZE = 16
 VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, DIM, LAYERS = 128256, 4096, 14336, 32, 8, 128, 32
 WIDTH_QKV = (HEADS + 2 * KV_HEADS) * DIM
@@ -41,7 +41,7 @@ LLAMA_8B = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
-STEPS = ((1, 256), (8, 256), (32, 256), (64, 256), (128, 256), (256, 256), (16, 8192))  # rows, context of each
+STEPS = ((1, 256), (8, 256), (32, 256), (64, 256), (128, 256), (256, 256), (16, 8192))  # batch size, context of each
 
 
 # ---------------------------------------------------------------- reports
@@ -49,7 +49,7 @@ STEPS = ((1, 256), (8, 256), (32, 256), (64, 256), (128, 256), (256, 256), (16, 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the card does at most, as measured: bytes and bfloat16 operations per second."""
+    """Measured ceilings of the GPU: bytes and bfloat16 operations per second."""
 
     bytes_per_s: float
     ops_per_s: float
@@ -57,7 +57,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One measured launch or step. `rival_us` is the time of what else could be called, 0 for nothing."""
+    """One measured launch or step, in microseconds. `rival_us` is the alternative's time, 0 for none."""
 
     name: str
     shape: str
@@ -86,7 +86,7 @@ class Report:
 
 
 def run_command(report: Report, name: str, command: Sequence[str]) -> bool:
-    """Runs in the repository's root, its output shown; whether it succeeded."""
+    """Runs in the repository's root with its output shown; True if it succeeded."""
     started = time.monotonic()
     code = subprocess.run(command, cwd=ROOT).returncode
     seconds = round(time.monotonic() - started, 1)
@@ -99,7 +99,7 @@ def run_command(report: Report, name: str, command: Sequence[str]) -> bool:
 
 
 def time_launches(launches: Sequence[Callable[[], object]], repeats: int = 5) -> float:
-    """Microseconds of one launch: all of them captured in a graph, the median of some replays."""
+    """Microseconds per launch: all of them captured in one graph, median of several replays."""
     import torch
 
     for launch in launches[:2]:
@@ -122,7 +122,7 @@ def time_launches(launches: Sequence[Callable[[], object]], repeats: int = 5) ->
 
 
 def measure_ceilings() -> Ceilings:
-    """The best way to move 1 GiB (a copy, a scaling, sums), and a product of 8192 x 8192 x 8192 in bfloat16."""
+    """The best bandwidth for 1 GiB (of a copy, a scaling, sums), and the rate of a bfloat16 GEMM of 8192 x 8192 x 8192."""
     import torch
 
     source = torch.ones(1 << 28, device="cuda", dtype=torch.float32)
@@ -148,7 +148,7 @@ def floor_us(ceilings: Ceilings, num_bytes: float, operations: float = 0.0) -> f
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One op at one shape. `make` gives a launch over fresh inputs; `rival` likewise, where torch has the op."""
+    """One op at one shape. `make` gives a launch over fresh inputs; `rival` the same for torch's op, where there is one."""
 
     name: str
     shape: str
@@ -159,6 +159,7 @@ class Case:
 
 
 def time_case(case: Case, ceilings: Ceilings) -> Timing:
+    """Times a case and its rival, over enough copies of the inputs to miss the L2 cache."""
     import torch
 
     copies = max(2, min(64, math.ceil(L2_BYTES / max(case.num_bytes, 1))))
@@ -179,7 +180,7 @@ def random(*shape: int) -> Any:
 
 
 def row_cases() -> Iterator[Case]:
-    """Norms, activations, rotation and lookups: bound by bytes, or by the launch for few rows."""
+    """Norms, activations, RoPE and lookups: bound by bytes, or by the launch for few tokens."""
     import torch
 
     from trireme.models.cuda import ops
@@ -230,6 +231,7 @@ def row_cases() -> Iterator[Case]:
 
 
 def make_cache(tokens: int, dtype: Any) -> Any:
+    """A paged KV cache for `tokens` tokens, filled with random values of `dtype`."""
     import torch
 
     from trireme.models.cuda.ops import CudaPagedKV
@@ -239,7 +241,7 @@ def make_cache(tokens: int, dtype: Any) -> Any:
 
 
 def attention_cases() -> Iterator[Case]:
-    """Decode attention of rows at one context, bound by reading the cache."""
+    """Decode attention of a batch at one context length, bound by reading the cache."""
     import torch
 
     from trireme.models.cuda import ops
@@ -267,7 +269,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def prompt_cases() -> Iterator[Case]:
-    """Attention of new prompts by what is chosen for this card, bound by operations; the rival is torch's flash attention."""
+    """Prefill attention by the kernel chosen for this GPU, bound by operations; the rival is torch's flash attention."""
     import torch
 
     from trireme.models.cuda.attention.registry import KERNELS, AttentionTrial, Need, choose_on_card
@@ -295,7 +297,7 @@ def prompt_cases() -> Iterator[Case]:
 
 
 def choose_splits(rows: int, context: int) -> int:
-    """Parts of a context: enough blocks for four on every multiprocessor, none shorter than 64 tokens."""
+    """Splits of a context: enough for four CTAs on every multiprocessor, none shorter than 64 tokens."""
     import torch
 
     wanted = 4 * torch.cuda.get_device_properties(0).multi_processor_count / (rows * KV_HEADS)
@@ -313,7 +315,7 @@ ROWS_OF = {
 
 
 def product_cases() -> Iterator[Case]:
-    """Products of few rows with bfloat16, float8, int8, grouped weights and GGUF's blocks; the rival is cuBLAS in bfloat16."""
+    """GEMMs with small M and bfloat16, float8, int8, grouped and GGUF weights; the rival is cuBLAS in bfloat16."""
     import torch
 
     from trireme.models.cuda import ops
@@ -334,7 +336,7 @@ def product_cases() -> Iterator[Case]:
         return lambda: linear(x, out)
 
     def int8(rows: int, n: int, k: int) -> Callable[[], object]:
-        """Of inputs that the norm before has rounded."""
+        """Inputs already quantized by the preceding norm."""
         weight, x = (torch.randint(-127, 128, (size, k), device="cuda", dtype=torch.int8) for size in (n, rows))
         linear = Int8Linear(weight, torch.ones(n, device="cuda"), None)
         scale, out = torch.ones(rows, device="cuda"), random(rows, n)
@@ -392,7 +394,7 @@ def product_cases() -> Iterator[Case]:
 
 
 def sampling_cases() -> Iterator[Case]:
-    """The draw from a row of logits; its floor is reading them once."""
+    """Sampling from the logits of a batch; the floor is reading them once."""
     import numpy as np
     import torch
 
@@ -440,7 +442,7 @@ def time_ops(report: Report, ceilings: Ceilings) -> None:
 
 
 def make_model() -> Any:
-    """The GPU body in Llama-3.1-8B's shape, its weights noise made on the card."""
+    """The CUDA decoder in Llama-3.1-8B's shape, with random weights generated on the GPU."""
     import torch
 
     from trireme.model.reader import arch_from_config
@@ -455,7 +457,7 @@ def make_model() -> Any:
 
 
 def time_step(model: Any, rows: int, context: int, ceilings: Ceilings) -> Timing:
-    """One step of decoding rows, from token ids to sampled ids, captured in a graph."""
+    """One decode step of a batch, from token ids to sampled ids, captured in a graph."""
     import torch
 
     from trireme.models.cuda.decoder import CudaBatch
@@ -479,12 +481,13 @@ def time_step(model: Any, rows: int, context: int, ceilings: Ceilings) -> Timing
     with torch.inference_mode():
         us = time_launches([lambda: torch.argmax(model.run(batch, kv, scratch), -1)])
     kv_bytes = rows * context * 2 * KV_HEADS * DIM * 2 * LAYERS
-    read = model.weight_bytes - VOCAB * HIDDEN * 2  # of the embedding, single rows
+    read = model.weight_bytes - VOCAB * HIDDEN * 2  # of the embedding, single rows only
     operations = 2.0 * rows * read / 2
     return Timing("decode step", f"{rows} at {context}/{splits}", us, floor_us(ceilings, read + kv_bytes, operations))
 
 
 def time_steps(report: Report, ceilings: Ceilings, batches: Sequence[int]) -> None:
+    """Times the decode steps of STEPS, or of those whose batch size is in `batches`."""
     import torch
 
     started = time.monotonic()
@@ -501,7 +504,7 @@ def time_steps(report: Report, ceilings: Ceilings, batches: Sequence[int]) -> No
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Arguments; what follows a bare -- is for pytest."""
+    """Arguments; those after a bare -- are for pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", default="all", choices=("build", "test", "ops", "step", "all"))
     parser.add_argument("--json", type=Path, help="file for all numbers")
@@ -516,7 +519,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def what_is_missing() -> str:
-    """Why nothing can be checked here, or nothing."""
+    """Why nothing can be checked here, or ""."""
     try:
         import torch
     except ImportError:
@@ -527,6 +530,7 @@ def what_is_missing() -> str:
 
 
 def main() -> int:
+    """Runs the parts that were asked for; returns 0, 1 after a failure, or NO_CARD where nothing can run."""
     arguments = parse(sys.argv[1:])
     report = Report()
     missing = what_is_missing()
@@ -548,6 +552,7 @@ def main() -> int:
 
 
 def time_parts(report: Report, parts: Sequence[str], batches: Sequence[int]) -> None:
+    """Measures the ceilings, then times ops and steps."""
     import torch
 
     torch.manual_seed(0)

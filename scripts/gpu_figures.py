@@ -1,14 +1,14 @@
-"""Figures of a GPU, through the engine's own processes, over a model's shape with dummy weights: decode steps by batch size,
+"""GPU benchmarks through the engine's own processes, in a model's shape with dummy weights: decode steps by batch size,
 prefill, long contexts, many requests at once, HTTP clients, starts. No network and no model file. `--tp 2` or `--pp 2` spread the
-model over cards.
+model over GPUs.
 
     python scripts/gpu_figures.py --shape llama-8b --figures step:1,step:32,step:256,requests:512x1024x128,prefill:8x8192
     python scripts/gpu_figures.py --quantize fp8 --kv-dtype fp8 --figures step:1,step:16x8192
     python scripts/gpu_figures.py --figures start,http:1,http:32,http:128
 
 A decode step is (T(n out) - T(1 out)) / (n - 1) over fresh random prompts, so prefill is left out. Greedy, end-of-text ignored.
-`start` and `http` are `trireme bench startup` and `bench serve`; their servers have the card to themselves, so they come first. A
-start is cold when the caches of compiled kernels are empty; what the system keeps of files in memory is left as it is.
+`start` and `http` are `trireme bench startup` and `bench serve`; their servers have the GPU to themselves, so they run first. A
+start is cold when the caches of compiled kernels are empty; the page cache is left as it is.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 ROOT = Path(__file__).resolve().parent.parent
 SHORT_PROMPT, STEPS = 128, 256
-NUM_IDS = 256  # that prompts are made of
+NUM_IDS = 256  # distinct token ids in prompts
 KERNEL_CACHES = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 
 
 def write_shape(name: str, directory: Path) -> None:
-    """config.json, and a tokenizer of as many words: those that HTTP clients send, and others that the model may say."""
+    """Writes config.json, and a tokenizer of matching vocabulary: words that HTTP clients send, and others that the model may
+    generate."""
     (directory / "config.json").write_text(json.dumps(SHAPES[name]))
     words = list(dict.fromkeys(WORDS))
     words += [f"w{i}" for i in range(len(words) + 1, SHAPES[name]["vocab_size"])]
@@ -69,14 +70,14 @@ def write_shape(name: str, directory: Path) -> None:
 
 
 class Bench:
-    """One engine, and what is measured of it; every call uses prompts that no cache knows."""
+    """One engine and its measurements; every call uses prompts that no cache contains."""
 
     def __init__(self, llm: LLM, steps: int) -> None:
         self._llm, self._steps = llm, steps
         self._rng = random.Random(0)
 
     def seconds(self, count: int, num_in: int, num_out: int) -> float:
-        """Wall time of `count` requests at once."""
+        """Wall time in seconds of `count` simultaneous requests."""
         prompts = [[self._rng.randrange(1, NUM_IDS) for _ in range(num_in)] for _ in range(count)]
         params = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True)
         begun = time.perf_counter()
@@ -104,7 +105,7 @@ class Bench:
 
 
 class Servers:
-    """Servers of their own, each started by a command of `trireme` and gone when that ends."""
+    """Separate servers, each started by a `trireme` command and stopped with it."""
 
     def __init__(self, folder: str, settings: dict[str, Any]) -> None:
         self._folder = folder
@@ -114,14 +115,14 @@ class Servers:
                 self._flags += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
 
     def starts(self) -> list[tuple[str, dict[str, float]]]:
-        """From launch to first token and its phases: with empty caches of kernels, then again."""
+        """From launch to first token, with phases: with empty kernel caches, then again."""
         with tempfile.TemporaryDirectory(prefix="trireme-caches-") as caches:
             places = {name: str(Path(caches) / name) for name in KERNEL_CACHES}
             rows = self._run(["bench", "startup", "--repeats", "2"], places)
         return list(zip(("start cold", "start warm"), rows, strict=True))
 
     def http(self, loads: list[tuple[int, int, int]]) -> Iterator[tuple[str, dict[str, float]]]:
-        """(clients, tokens in, tokens out) of each load; one server for neighbours with the same lengths."""
+        """(clients, tokens in, tokens out) of each load; one server for consecutive loads with the same lengths."""
         while loads:
             _, num_in, num_out = loads[0]
             alike = [load for load in loads if load[1:] == loads[0][1:]]
@@ -143,7 +144,7 @@ class Servers:
 
 
 def main(words: list[str] | None = None) -> list[dict[str, Any]]:
-    """Prints one line a figure; returns them."""
+    """Prints and returns the figures, one per line."""
     parser = argparse.ArgumentParser(description="figures of a GPU over dummy weights")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--figures", default="step:1,step:8,step:32,step:64,step:128,step:256")
@@ -187,7 +188,7 @@ def main(words: list[str] | None = None) -> list[dict[str, Any]]:
             spread = f" tp {asked.tp} pp {asked.pp}" if asked.tp * asked.pp > 1 else ""
             print(f"{shape}{spread} started in {time.perf_counter() - begun:.1f} s", flush=True)
             bench = Bench(llm, asked.steps)
-            bench.seconds(4, 16, 8)  # first use of everything
+            bench.seconds(4, 16, 8)  # warm-up
             for text in of_engine:
                 tell(text, bench.figure(text))
     return rows

@@ -2,7 +2,7 @@
 
     python scripts/gpu_timeline.py --shape llama-8b [--quantize fp8] --rows 1 256 --context 256 --out docs
 
-Writes gpu-step-SHAPE-ROWS.svg: the kernels of the first layers to scale, and the time of the whole step by kind. Needs a card; the
+Writes gpu-step-SHAPE-ROWS.svg: the kernels of the first layers to scale, and the time of the whole step by kind. Needs a GPU; the
 drawing (`draw`) does not. Prints the kernels of the second layer, and the sums.
 """
 
@@ -19,8 +19,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 BLOCK_SIZE = 16
 WIDTH, LEFT, ROW = 1100, 150, 22
 SHOWN_LAYERS = 2
-LAYER_STARTS = "attention"  # the kind that every layer has once
-KINDS = (  # kind, what its kernels' names contain, colour; the first that fits counts
+LAYER_STARTS = "attention"  # the kind that occurs once per layer
+KINDS = (  # kind, substrings of its kernels' names, colour; the first match counts
     ("attention", ("decode_kernel", "fold_kernel", "flash", "piece_kernel"), "#d1495b"),
     ("rotation, cache", ("rotary", "whole_kernel"), "#edae49"),
     ("norm", ("rms_norm", "quantize"), "#66a182"),
@@ -32,7 +32,7 @@ KINDS = (  # kind, what its kernels' names contain, colour; the first that fits 
 
 
 class Kernel(NamedTuple):
-    """One launch on the device; microseconds from the start of the step."""
+    """One kernel launch on the device; microseconds from the start of the step."""
 
     name: str
     start: float
@@ -44,7 +44,7 @@ class Kernel(NamedTuple):
 
 
 def totals(kernels: Sequence[Kernel]) -> dict[str, tuple[float, int]]:
-    """Microseconds and launches of each kind, the most first; time in which nothing runs is `idle`."""
+    """Microseconds and launches by kind, descending; time in which nothing runs is `idle`."""
     found: dict[str, tuple[float, int]] = {}
     for kernel in kernels:
         us, count = found.get(kernel.kind, (0.0, 0))
@@ -59,7 +59,7 @@ def totals(kernels: Sequence[Kernel]) -> dict[str, tuple[float, int]]:
 
 
 def layer(kernels: Sequence[Kernel], index: int) -> list[Kernel]:
-    """What begins from the `index`-th start of a layer's attention to the next one's."""
+    """The kernels from the `index`-th start of a layer's attention to the next one's."""
     starts = [kernel.start for kernel in kernels if kernel.kind == LAYER_STARTS and "fold" not in kernel.name]
     if len(starts) < index + 2:
         return list(kernels)
@@ -67,7 +67,8 @@ def layer(kernels: Sequence[Kernel], index: int) -> list[Kernel]:
 
 
 def draw(kernels: Sequence[Kernel], title: str) -> str:
-    """An SVG of a step: lanes by kind for the first layers, and bars of the whole. Kernels overlap where one begins early."""
+    """An SVG of a step: lanes by kind for the first layers, and bars for the whole step. Kernels overlap where one begins
+    early."""
     colours = {kind: colour for kind, _, colour in KINDS}
     layer_starts = [kernel.start for kernel in kernels if kernel.kind == LAYER_STARTS]
     shown_us = layer_starts[SHOWN_LAYERS] if len(layer_starts) > SHOWN_LAYERS else kernels[-1].start + kernels[-1].us
@@ -112,11 +113,11 @@ def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
-# ---------------------------------------------------------------- on a card
+# ---------------------------------------------------------------- on a GPU
 
 
 def make_model(shape: str, quantize: str | None = None) -> Any:
-    """The GPU body in a shape of gpu_figures, its weights noise."""
+    """The CUDA decoder in a shape of gpu_figures, with random weights."""
     import torch
     from gpu_figures import SHAPES
 
@@ -131,7 +132,7 @@ def make_model(shape: str, quantize: str | None = None) -> Any:
 
 
 def profiled(model: Any, rows: int, context: int) -> list[Kernel]:
-    """The kernels of one replayed step, as the worker captures it, of rows that have `context` tokens each."""
+    """The kernels of one replayed step, captured as in the worker, of `rows` sequences with `context` tokens each."""
     import numpy as np
     import torch
 
@@ -167,6 +168,7 @@ def profiled(model: Any, rows: int, context: int) -> list[Kernel]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
+    """Draws and prints the timeline of each batch size."""
     parser = argparse.ArgumentParser(description="draws the kernels of a decode step")
     parser.add_argument("--shape", default="llama-8b")
     parser.add_argument("--quantize")

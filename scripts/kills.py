@@ -1,4 +1,4 @@
-"""Kills processes of a serving deployment at random moments and compares every answer with the undisturbed one, token by token.
+"""Kills processes of a serving deployment at random moments and compares every answer with an undisturbed run, token by token.
 
   python -m scripts.kills [--rounds 200] [--coordinator-rounds 50] [--model smollm2] [--tp 1] [--seed 0]
 
@@ -28,7 +28,7 @@ BACK_S = 2.0
 
 
 def kill_rounds(deployment: Deployment, model: str, rounds: int, length: int, rng: random.Random) -> int:
-    """Rounds that were not equal to the undisturbed one."""
+    """The number of rounds whose answers differ from those of the undisturbed run."""
     bodies = with_stops(deployment.port, requests(model, length))
     reference = undisturbed(deployment.port, bodies)
     began = time.monotonic()
@@ -64,7 +64,7 @@ def kill_rounds(deployment: Deployment, model: str, rounds: int, length: int, rn
 
 
 class Probe:
-    """Asks the coordinator what it knows."""
+    """Queries the coordinator's state."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._link = Connection.open(deployment.supervisor.boot_for("admin", "probe"), "coordinator", FromCoordinator)
@@ -95,7 +95,7 @@ class Probe:
 
 
 def coordinator_rounds(deployment: Deployment, model: str, rounds: int, rng: random.Random) -> int:
-    """Requests that failed or differed, and coordinators that were late."""
+    """The number of requests that failed or differed, plus coordinators that were late."""
     bodies = with_stops(deployment.port, requests(model, 48))
     reference = undisturbed(deployment.port, bodies)
     stop = threading.Event()
@@ -112,7 +112,7 @@ def coordinator_rounds(deployment: Deployment, model: str, rounds: int, rng: ran
         thread.start()
     try:
         for _ in range(rounds):
-            time.sleep(rng.uniform(1.0, 1.5))  # it had been well
+            time.sleep(rng.uniform(1.0, 1.5))  # it had been healthy
             epoch = probe.epoch
             os.kill(deployment.pids("coordinator")[0], signal.SIGKILL)
             backs.append(probe.until_routing(epoch + 1, 30.0))
@@ -129,6 +129,7 @@ def coordinator_rounds(deployment: Deployment, model: str, rounds: int, rng: ran
 
 
 def main() -> int:
+    """Runs the rounds that the flags ask for; exit status 1 when any went wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=200)

@@ -50,7 +50,7 @@ _STATUS = (
 
 
 def cli() -> str:
-    """Every command and every setting in its three spellings."""
+    """The command-line reference: every command, and every setting in its three spellings."""
     parts = [
         "# Command line\n",
         _NOTE,
@@ -95,7 +95,7 @@ def cli() -> str:
 
 
 def metrics() -> str:
-    """The metric table."""
+    """The metrics reference."""
     rows = [
         f"| {'**' if m.decisive else ''}`{m.exported}`{'**' if m.decisive else ''} | {m.kind} | {', '.join(m.labels)} | {m.help} |"
         for m in METRICS

@@ -1,6 +1,6 @@
-"""Native hot paths for scripts/count_instructions.py: a decode step of a small made-up model and a call of the sampler.
+"""Native hot paths for scripts/count_instructions.py: a decode step of a small synthetic model and a call of the sampler.
 
-One thread, so that nobody spins; weights, KV and logits come from a seed, so that every run does the same.
+One thread, so that none spins; weights, KV and logits come from a fixed seed, so that every run does the same.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Made:
 
 
 def decode(isa: str, num_steps: int) -> None:
-    """Decode steps of 4 rows with kernels of one instruction set, after one to warm up."""
+    """Decode steps of 4 sequences with kernels of one instruction set, after one for warm-up."""
     native = load_native()
     native.set_num_threads(1)
     native.set_isa(isa)
@@ -70,7 +70,7 @@ def decode(isa: str, num_steps: int) -> None:
 
 
 def _batch(at: int, width: int) -> HostBatch:
-    """Every row computes the token at position `at`."""
+    """A batch in which every sequence computes the token at position `at`."""
     rows = np.arange(ROWS, dtype=np.int32)
     table = np.arange(ROWS * width, dtype=np.int32).reshape(ROWS, width)
     return HostBatch(
@@ -87,7 +87,7 @@ def _batch(at: int, width: int) -> HostBatch:
 
 
 def sample(times: int) -> None:
-    """20 calls for 16 rows of common parameters, over 8192 tokens."""
+    """20 calls for 16 sequences with common parameters, over 8192 tokens."""
     load_native().set_num_threads(1)
     count = 16
     batch = Batch(count, 64, 8, VOCAB, 64)

@@ -30,8 +30,8 @@ WIDTH, HEIGHT = 64, 18
 
 
 class Step(NamedTuple):
-    """A step of the model. `rows` tokens decode at `context` tokens each, or one prompt of `chunk` tokens is read from
-    the start; only the last token of a prompt meets the output matrix."""
+    """One step of the model: `rows` sequences decode at `context` tokens each, or a prompt of `chunk` tokens is prefilled; only
+    the last token of a prompt is multiplied by the output matrix."""
 
     name: str
     rows: int
@@ -40,8 +40,8 @@ class Step(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The least a step must do: bytes read or written once, operations of products with block weights (int8) and of
-    attention (float32). Two operations per multiply-add."""
+    """Lower bounds of a step: bytes read or written once, operations of GEMMs with block weights (int8) and of attention
+    (float32). Two operations per multiply-add."""
 
     weight_bytes: int
     kv_bytes: int
@@ -62,7 +62,7 @@ class Roof(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """Least time of a step in seconds, by memory and by compute (int8 and float32 products share the same units)."""
+    """Minimum time of a step in seconds, by memory and by compute (int8 and float32 GEMMs share the same units)."""
 
     memory: float
     compute: float
@@ -82,13 +82,13 @@ STEPS = (
 
 
 def linear_tensors(file: GgufFile) -> tuple[list[GgufTensor], GgufTensor]:
-    """The matrices that every token meets, and the output matrix (the embedding where it is tied)."""
+    """The matrices that every token is multiplied by, and the output matrix (the embedding where it is tied)."""
     matrices = [t for t in file.tensors.values() if len(t.shape) == 2 and t.name.startswith("blk.")]
     return matrices, file.tensors.get("output.weight") or file.tensors["token_embd.weight"]
 
 
 def windows(arch: ArchSpec) -> list[int]:
-    """How far back each layer looks, in tokens."""
+    """Attention window of each layer, in tokens."""
     full = set(arch.full_attention_layers)
     return [
         arch.sliding_window if arch.sliding_window and layer not in full else sys.maxsize
@@ -97,13 +97,13 @@ def windows(arch: ArchSpec) -> list[int]:
 
 
 def seen_by_prompt(tokens: int, window: int) -> int:
-    """Sum over the tokens of a prompt of how many tokens each attends to."""
+    """Sum over the tokens of a prompt of the number of tokens each attends to."""
     inside = min(tokens, window)
     return inside * (inside + 1) // 2 + (tokens - inside) * inside
 
 
 def step_cost(file: GgufFile, arch: ArchSpec, step: Step) -> Cost:
-    """Counted from the header. Embedding rows, norms and biases are left out: below a percent."""
+    """Cost from the header. Embedding lookups, norms and biases are left out: below one percent."""
     matrices, head = linear_tensors(file)
     elements = sum(math.prod(t.shape) for t in matrices)
     tokens = step.chunk or step.rows
@@ -124,7 +124,7 @@ def bound_of(cost: Cost, roof: Roof) -> Bound:
 
 
 def command_of(model: str, step: Step) -> list[str]:
-    """The benchmark that times this step; see figure_of."""
+    """The benchmark command that times this step; see figure_of."""
     if step.chunk:
         return ["bench", "latency", model, "--input-len", str(step.chunk), "--output-len", "1", "--json"]
     if step.rows == 1:
@@ -138,7 +138,7 @@ def figure_of(step: Step) -> str:
 
 
 def measure_step(model: str, step: Step) -> float:
-    """Seconds of one step: the best of the repeats, as the ceilings are the best of theirs."""
+    """Seconds of one step: the best of the repeats, as for the ceilings."""
     command = [sys.executable, "-m", "trireme.launch.cli", *command_of(model, step)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = json.loads(done.stdout)["rows"]
@@ -146,7 +146,7 @@ def measure_step(model: str, step: Step) -> float:
 
 
 class Kernel(NamedTuple):
-    """All linear layers of a model, at so many rows."""
+    """All linear layers of a model for one number of tokens."""
 
     rows: int
     seconds: float
@@ -155,7 +155,7 @@ class Kernel(NamedTuple):
 
 
 def measure_kernels(file: GgufFile, rows: Sequence[int]) -> list[Kernel]:
-    """Times the products of a step one after the other, with weights of the file's types and shapes and random values."""
+    """Times the GEMMs of a step one after the other, with random weights of the file's types and shapes."""
     import torch
 
     from trireme.models.cpu.bench.linear import make_weight
@@ -179,6 +179,7 @@ def measure_kernels(file: GgufFile, rows: Sequence[int]) -> list[Kernel]:
 
 
 def best_seconds(run: Callable[[], None], rounds: int = 9) -> float:
+    """Seconds of the fastest of `rounds` calls, after one for warm-up."""
     run()
     times = []
     for _ in range(rounds):
@@ -194,9 +195,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def picture(points: Sequence[tuple[str, float, float]], roof: Roof) -> str:
-    """A roofline in letters: operations per byte to the right, 1e9 operations per second upwards, both in decades.
+    """An ASCII roofline plot: operations per byte on the x axis, 1e9 operations per second on the y axis, both logarithmic.
 
-    `points` are (letter, operations per byte, 1e9 operations per second)."""
+    `points` are (letter, operations per byte, 1e9 operations per second).
+    """
     left, right = 0.0, math.ceil(max([math.log10(x) for _, x, _ in points], default=4.0))
     bottom, top = 0.0, math.log10(roof.int8) + 0.15
 
@@ -225,6 +227,7 @@ def picture(points: Sequence[tuple[str, float, float]], roof: Roof) -> str:
 def step_rows(
     file: GgufFile, arch: ArchSpec, roof: Roof | None, seconds: dict[str, float], letters: Sequence[str]
 ) -> list[list[str]]:
+    """Table cells of each step: cost, bounds (ms) and, where measured, time and share of the roof."""
     rows = []
     for letter, step in zip(letters, STEPS, strict=True):
         cost = step_cost(file, arch, step)
@@ -259,6 +262,7 @@ NOTES = """
 
 
 def ceilings_text(isa: str, threads: int, roof: Roof, exact: float, cpu: str) -> str:
+    """The section about the machine's ceilings, in Markdown."""
     rows = [
         ["memory read, 512 MiB", f"{roof.read:.1f} GB/s"],
         ["int8 products, narrowest sums", f"{roof.int8:.0f} GOP/s"],
@@ -270,6 +274,7 @@ def ceilings_text(isa: str, threads: int, roof: Roof, exact: float, cpu: str) ->
 
 
 def kernels_text(kernels: Sequence[Kernel], roof: Roof) -> str:
+    """The section about the linear kernels, in Markdown."""
     rows = [
         [
             str(k.rows),
@@ -301,7 +306,7 @@ STEP_HEAD = (
 
 
 def write_page(*, dry: bool) -> str:
-    """The page. With `dry` only what the headers tell."""
+    """The page in Markdown; with `dry` only what follows from the headers."""
     parts = [INTRO]
     roof: Roof | None = None
     if not dry:

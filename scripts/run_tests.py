@@ -1,7 +1,7 @@
-"""Runs the tests in two parts at once: those that watch real processes by the clock go first, those that compute fill the gaps.
+"""Runs the tests as two concurrent parts: timing-sensitive process tests first, compute-bound ones at low priority in the gaps.
 
-`python scripts/run_tests.py [PYTEST ARGUMENTS]`, called by `make test`. The second part has a low priority, and what it says
-follows when the first has ended. Exits with 1 when either fails; a part in which nothing is selected passes if the other selects
+`python scripts/run_tests.py [PYTEST ARGUMENTS]`, called by `make test`. The second part runs at nice 10, and its output is
+printed when the first has ended. Exits with 1 when either fails; a part in which nothing is selected passes if the other selects
 something. Standard library only.
 """
 
@@ -26,26 +26,26 @@ TIMED = (
     "workers/test_collectives.py",
     "workers/test_torch_dist.py",
 )
-"""Under tests/: what measures times, or stops and kills processes."""
-NICENESS = 10  # a tenth of the share of others, so that no test starves where the machine is busy
-NOTHING_SELECTED = 5  # of pytest's exit codes
+"""Directories under tests/ that measure times, or stop and kill processes."""
+NICENESS = 10  # CPU-heavy tests get a tenth of the default share, so that no timed test starves on a busy machine
+NOTHING_SELECTED = 5  # pytest's exit code
 
 
 def command(name: str, *arguments: str) -> list[str]:
-    """pytest for one of the parts, which share no cache."""
+    """The pytest command of one part; parts share no cache directory."""
     cache = f"cache_dir=.pytest_cache/{name}"
     return [sys.executable, "-m", "pytest", "-m", "not slow", "-o", cache, *arguments]
 
 
 def give_way(pid: int) -> None:
-    """The session of `pid` gets what processor time others leave."""
+    """Lowers the CPU priority of the session of `pid`."""
     os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
-    with suppress(OSError):  # where the kernel shares time out by sessions, their niceness counts
+    with suppress(OSError):  # with autogroup scheduling, the session's nice value counts
         Path(f"/proc/{pid}/autogroup").write_text(str(NICENESS))
 
 
 def end(part: subprocess.Popen[bytes]) -> None:
-    """With its workers."""
+    """Terminates a part and its pytest workers."""
     if part.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(part.pid, signal.SIGTERM)
@@ -57,11 +57,12 @@ def interrupt(*_: int | FrameType | None) -> None:
 
 
 def passed(codes: list[int]) -> bool:
-    """Whether no part failed and at least one of them had something to run."""
+    """True if no part failed and at least one of them had something to run."""
     return set(codes) <= {0, NOTHING_SELECTED} and 0 in codes
 
 
 def main(arguments: list[str]) -> int:
+    """Runs both parts; returns the exit status."""
     signal.signal(signal.SIGTERM, interrupt)
     with tempfile.TemporaryFile() as said:
         computing = subprocess.Popen(

@@ -1,9 +1,9 @@
 """Does one request get the same tokens however it is served? Greedy texts of many prompts: alone, in batches, in chunks, with
-other thread counts, caches and kernels; prints a table and, where texts part, how close the choice was.
+other thread counts, caches and kernels; prints a table and, where texts diverge, the margin of the choice.
 
   python -m scripts.same_tokens [--model smollm2] [--prompts FILE.json] [--num-prompts 50] [--output-len 32] [--only NAME,NAME]
 
-All but the kernels of another instruction set must give equal texts and equal log-probabilities, bit for bit; those may part
+All but the kernels of another instruction set must give equal texts and equal log-probabilities, bit for bit; those may diverge
 at near ties (see TIE). The status is 1 otherwise.
 """
 
@@ -21,7 +21,7 @@ from trireme import LLM, SamplingParams
 from trireme.models.native import load_native
 from trireme.outputs import CompletionOutput
 
-# Instruction sets round sums differently, so some activations fall on another whole number when they become int8, and after some
+# Instruction sets round sums differently, so some activations quantize to another int8 value, and after some
 # layers most do. On 292 positions of SmolLM2 logits of the portable and the AVX2 kernels differ by 0.106 rms (nats, apart from a
 # common shift); a choice with a margin below four times that counts as a near tie.
 TIE = 4 * 0.106
@@ -60,7 +60,8 @@ FILLER = (
 
 
 class Variant(NamedTuple):
-    """One way to serve. `settings` go to LLM; `isa` is an instruction set, None for the usual one; `rounds` repeats all."""
+    """One way to serve. `settings` go to LLM; `isa` is an instruction set, None for the default; `rounds` repeats the whole
+    run."""
 
     name: str
     settings: dict[str, Any]
@@ -81,13 +82,13 @@ VARIANTS = (
     Variant("prefix cache", {**BATCH, "prefix_cache": True}, rounds=2),
     Variant("steps one by one", {**BATCH, "async_steps": False}),
     Variant("block 32", {**BATCH, "block_size": 32}),
-    # Far slower: its steps are kept short, else they look like stuck ones.
+    # Far slower: steps are kept short, or they would count as stuck.
     Variant("portable kernels", {**BATCH, "max_num_tokens": 64, "step_timeout": 600}, isa="portable"),
 )
 
 
 class Difference(NamedTuple):
-    """Where a text parts from the reference: prompt, place, and the reference's margin there in nats."""
+    """First divergence of a text from the reference: prompt, position, and the reference's margin there in nats."""
 
     prompt: int
     place: int
@@ -95,7 +96,7 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A variant against the reference. `num_bits` counts texts whose log-probabilities are equal too, bit for bit."""
+    """A variant against the reference. `num_bits` counts texts whose log-probabilities are bit-identical too."""
 
     variant: Variant
     num_texts: int
@@ -111,12 +112,12 @@ class Comparison(NamedTuple):
 
 
 def own_prompts() -> list[str]:
-    """50 texts: each opening as it is, and behind filler of up to some 500 tokens, so that chunks and batches are uneven."""
+    """50 texts: each opening alone, and after filler of up to some 500 tokens, so that chunks and batches are uneven."""
     return [text for i, opening in enumerate(OPENINGS) for text in (opening, FILLER * (1 + i % 11) + opening)]
 
 
 def texts_in(document: Any) -> Iterator[str]:
-    """Every string in a JSON document that is an item of a list or the value of `text` or `prompt`."""
+    """Every string in a JSON document that is a list item or the value of `text` or `prompt`."""
     if isinstance(document, list):
         for item in document:
             yield from [item] if isinstance(item, str) else texts_in(item)
@@ -126,7 +127,7 @@ def texts_in(document: Any) -> Iterator[str]:
 
 
 def serve(model: str, variant: Variant, prompts: Sequence[str], output_len: int) -> list[CompletionOutput]:
-    """The greedy answers of one engine, with the two likeliest tokens of each place; all rounds, one after the other."""
+    """The greedy answers of one engine, with the two likeliest tokens of each position; all rounds, in order."""
     native = load_native()
     usual = native.isa()
     native.set_isa(variant.isa or usual)
@@ -150,7 +151,7 @@ def serve(model: str, variant: Variant, prompts: Sequence[str], output_len: int)
 
 
 def compare(variant: Variant, expected: Sequence[CompletionOutput], got: Sequence[CompletionOutput]) -> Comparison:
-    """`got` may repeat the prompts several times."""
+    """Compares answers with the reference; `got` may repeat the prompts several times."""
     differences, num_bits = [], 0
     for index, output in enumerate(got):
         wanted = expected[index % len(expected)]
@@ -169,7 +170,7 @@ def margin_at(output: CompletionOutput, place: int) -> float:
 
 
 def run(model: str, variants: Sequence[Variant], prompts: Sequence[str], output_len: int) -> Iterator[Comparison]:
-    """Serves the prompts alone, then as each variant says."""
+    """Serves the prompts one at a time, then as each variant says."""
     begun = time.perf_counter()
     expected = serve(model, ALONE, prompts, output_len)
     yield compare(ALONE, expected, expected)._replace(seconds=time.perf_counter() - begun)
@@ -180,6 +181,7 @@ def run(model: str, variants: Sequence[Variant], prompts: Sequence[str], output_
 
 
 def row(comparison: Comparison) -> str:
+    """One Markdown table row of a comparison."""
     different = len(comparison.differences)
     margins = ", ".join(f"{d.margin:.2g}" for d in sorted(comparison.differences, key=lambda d: d.margin))
     equal = comparison.num_texts - different
@@ -195,6 +197,7 @@ def row(comparison: Comparison) -> str:
 
 
 def main(words: list[str]) -> int:
+    """Compares the variants that the flags choose; exit status 1 unless all are as equal as they must be."""
     parser = argparse.ArgumentParser(prog="same_tokens", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prompts", type=Path, help="JSON with texts anywhere in it; default: 50 texts of its own")

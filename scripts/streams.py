@@ -1,4 +1,4 @@
-"""Mixed streams for deployments under fault, and everything that was heard on them, to be compared with the undisturbed run.
+"""Mixed streams for fault injection, and a record of every answer, to be compared with the undisturbed run.
 
 A client of the HTTP port and nothing more. Used by scripts/kills.py and tests/chaos.
 """
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-QUIET_S = 90.0  # a stream silent for so long is hung: longer than a row waits for an engine
+QUIET_S = 90.0  # a stream silent for longer is hung: exceeds the time that a request waits for an engine
 PROMPTS = ("Once upon a time", "The ferry crosses twice a day, except", "def fibonacci(n):", "To be, or not to be,")
 
 Body = dict[str, Any]
@@ -21,8 +21,8 @@ How = Literal["", "done", "cancelled", "broken", "error", "refused", "hung"]
 
 @dataclass
 class Answer:
-    """All that one stream has said, per choice, and how it ended: whole, cut off by us, its connection broken, by an error event,
-    by a status other than 200, or not at all."""
+    """The content of one stream, per choice, and how it ended: complete, cut off by us, connection broken, an error event, a
+    status other than 200, or not at all."""
 
     end: How = ""
     detail: str = ""
@@ -32,6 +32,7 @@ class Answer:
     local_port: int = field(default=0, compare=False)
 
     def add(self, event: dict[str, Any]) -> None:
+        """Adds one event of the stream."""
         self.num_events += 1
         if "error" in event:
             self.end, self.detail = "error", f"{event['error'].get('code')}: {event['error'].get('message')}"
@@ -48,7 +49,7 @@ class Answer:
                 choice["logprobs"].setdefault(key, []).extend(values)
 
     def is_beginning_of(self, whole: Answer) -> bool:
-        """Whether nothing was heard but what `whole` says, in its order, and no choice ended twice."""
+        """Whether this is a prefix of `whole`, in order, and no choice ended twice."""
         for index, choice in self.choices.items():
             other = whole.choices.get(index)
             if other is None or len(choice["ends"]) > 1 or (choice["ends"] and choice["ends"] != other["ends"]):
@@ -59,7 +60,7 @@ class Answer:
 
 
 def ask(port: int, body: Body, *, cancel_after: int = 0, answer: Answer | None = None) -> Answer:
-    """Reads one stream to its end, past [DONE], or leaves after `cancel_after` events. `answer` is filled as events come."""
+    """Reads one stream to its end, past [DONE], or leaves after `cancel_after` events. `answer` is filled as events arrive."""
     answer = answer if answer is not None else Answer()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=QUIET_S)
     try:
@@ -97,7 +98,7 @@ def ask_all(port: int, bodies: Sequence[Body]) -> list[Answer]:
 
 
 def requests(model: str, length: int, count: int = 6) -> list[Body]:
-    """Bodies of one round, of six kinds in turn, before stop strings are known."""
+    """Request bodies of one round, of six kinds in turn, without stop strings yet."""
     shared = {"model": model, "stream": True, "max_tokens": length, "return_token_ids": True, "ignore_eos": True}
     shared["stream_options"] = {"include_usage": True}
     kinds: list[Body] = [
@@ -119,7 +120,7 @@ def requests(model: str, length: int, count: int = 6) -> list[Body]:
 
 
 def with_stops(port: int, bodies: Sequence[Body]) -> list[Body]:
-    """Where a body asks for a stop string: a piece of two characters of its own text, from beyond the middle."""
+    """Adds to bodies that need one a stop string: two characters of its own text, from beyond the middle."""
     wanting = [body for body in bodies if body.get("stop") is True]
     texts = [answer.choices[0]["text"] for answer in ask_all(port, [{**body, "stop": None} for body in wanting])]
     stops = iter(map(first_seen_late, texts))
@@ -132,7 +133,7 @@ def first_seen_late(text: str) -> list[str]:
 
 
 def undisturbed(port: int, bodies: Sequence[Body]) -> list[Answer]:
-    """The answers to all of them at once, asked twice. Raises RuntimeError unless they are whole and equal."""
+    """The answers to all bodies sent at once, sent twice. Raises RuntimeError unless they are complete and equal."""
     reference = ask_all(port, bodies)
     broken = [answer for answer in reference if answer.end != "done"]
     if broken or (again := ask_all(port, bodies)) != reference:
@@ -141,7 +142,7 @@ def undisturbed(port: int, bodies: Sequence[Body]) -> list[Answer]:
 
 
 def difference(reference: Sequence[Answer], answers: Sequence[Answer]) -> str:
-    """The first thing that differs, in words."""
+    """The first difference, in words; "nothing" if none."""
     for i, (want, got) in enumerate(zip(reference, answers, strict=True)):
         if want != got:
             return f"stream {i}: {difference_of(want, got)}"
@@ -149,6 +150,7 @@ def difference(reference: Sequence[Answer], answers: Sequence[Answer]) -> str:
 
 
 def difference_of(want: Answer, got: Answer) -> str:
+    """The first difference between two answers, in words."""
     if got.end != want.end:
         return f"{got.end} {got.detail}"
     for index, choice in want.choices.items():

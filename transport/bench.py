@@ -1,4 +1,4 @@
-"""`python -m trireme.transport.bench`: what a message costs, without any model: codec, round trips, messages a second.
+"""`python -m trireme.transport.bench`: cost of a message without a model: codec, round trips, messages per second.
 
 One server process that answers, one client in this process. Prints a table; nothing in production calls it.
 """
@@ -45,7 +45,7 @@ WINDOW = 200
 
 
 def messages() -> list[tuple[str, Any, Any]]:
-    """One message of each kind on the path of a step over ROWS rows."""
+    """One message of each kind on the per-step path, for ROWS sequences."""
     rows, ids = pack(range(ROWS)), pack_ids(range(ROWS))
     ones, lengths = pack([1] * ROWS), pack([500] * ROWS)
     plan = StepPlan(9, [], [], pack(range(4)), pack(range(4)), [], rows, ones, lengths, rows, b"\1" * ROWS)
@@ -71,6 +71,7 @@ def microseconds(work: Callable[[], object], count: int = 5000) -> float:
 
 
 def bench_codec() -> None:
+    """Prints size, encode time and decode time of each message."""
     for name, message, union in messages():
         encoder, decoder = MessageEncoder(), MessageDecoder(union)
         frames = encoder.encode(message)
@@ -81,7 +82,7 @@ def bench_codec() -> None:
 
 
 def main(channel: BootChannel) -> None:
-    """The server's process: answers every message with the outputs of one step."""
+    """The server process: answers every message with the outputs of one step."""
     outputs = StepOutputs(0, 9, pack_ids(range(ROWS)), pack(range(ROWS)))
     with Server.open(channel.boot, "engine-0.front", FrontToEngine) as server:
 
@@ -105,6 +106,7 @@ class Stopwatch:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def report(self, name: str, trips: list[float]) -> None:
+        """Prints percentiles of the round trips `trips` (s), exchanges per second and CPU time per exchange."""
         wall_s, cpu_s = time.perf_counter() - self._wall, time.process_time() - self._cpu
         trips.sort()
         p50, p99 = statistics.median(trips) * 1e6, trips[int(len(trips) * 0.99)] * 1e6
@@ -115,6 +117,7 @@ class Stopwatch:
 
 
 def bench_blocking(boot: Boot) -> None:
+    """Measures round trips and throughput of the blocking Connection."""
     num_answers = 0
 
     def take() -> None:
@@ -142,6 +145,7 @@ def bench_blocking(boot: Boot) -> None:
 
 
 async def bench_asyncio(boot: Boot, name: str) -> None:
+    """The same for AsyncConnection on the running loop."""
     num_answers = 0
     answered = asyncio.Event()
 
@@ -172,7 +176,7 @@ async def bench_asyncio(boot: Boot, name: str) -> None:
 
 
 async def bench_zmq_asyncio(boot: Boot, name: str) -> None:
-    """The same exchange over zmq.asyncio, as the alternative that was not taken."""
+    """The same exchange over zmq.asyncio, the alternative that was rejected."""
     from trireme.transport.wire.codec import encode
     from trireme.transport.wire.messages import PROTOCOL_VERSION, Hello
 
@@ -210,6 +214,7 @@ async def bench_zmq_asyncio(boot: Boot, name: str) -> None:
 
 
 def bench_sockets() -> None:
+    """Measures the blocking connection, asyncio, uvloop and zmq.asyncio against one server process."""
     import os
 
     import uvloop

@@ -1,7 +1,7 @@
-"""When to try again, where not to, and when to stop: back-off with jitter, a budget for retries, a circuit breaker per target.
+"""Retry policies: back-off with jitter, a retry budget, a circuit breaker per target.
 
-Used by transport/targets.py. Pure: time and dice are arguments. The libraries looked at (tenacity, stamina, circuitbreaker) read
-the clock themselves and know no budget; each of these is a screenful.
+Used by transport/targets.py. Pure: clock and random source are arguments. The libraries considered (tenacity, stamina,
+circuitbreaker) read the clock themselves and have no budget; each of these is a screenful.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ State = Literal["closed", "open", "half_open"]
 
 
 class Backoff(msgspec.Struct, frozen=True, kw_only=True):
-    """Exponential, from `base_s` up to `cap_s`, with the jitter of Brooker, "Exponential Backoff And Jitter" (2015): full draws
-    from all of it, equal from its upper half, decorrelated from three times what was waited last."""
+    """Exponential back-off from `base_s` up to `cap_s` seconds, with the jitter of Brooker, "Exponential Backoff And Jitter"
+    (2015): full draws from the whole interval, equal from its upper half, decorrelated from up to three times the previous
+    wait."""
 
     base_s: float = 0.05
     cap_s: float = 5.0
     jitter: Jitter = "full"
 
     def wait_s(self, retry: int, last_s: float, dice: random.Random) -> float:
-        """Before the retry with this number (from 0). `last_s`: what was waited before the one before; 0: nothing."""
+        """Seconds to wait before retry number `retry` (from 0). `last_s` is the previous wait; 0: none."""
         most = min(self.cap_s, self.base_s * 2.0 ** min(retry, 60))
         if self.jitter == "full":
             return dice.uniform(0.0, most)
@@ -36,8 +37,8 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RetryBudget:
-    """Retries may be `ratio` of the requests, and `reserve` more: when everything fails, load grows by that share and no more
-    (after Finagle's RetryBudget)."""
+    """Retries may be `ratio` of the requests, plus `reserve`: when everything fails, load grows by no more than that share (after
+    Finagle's RetryBudget)."""
 
     def __init__(self, ratio: float = 0.1, reserve: float = 10.0) -> None:
         self._ratio = ratio
@@ -46,11 +47,11 @@ class RetryBudget:
         self.num_denied = 0
 
     def request(self) -> None:
-        """A new request, not a retry."""
+        """Credits a new request, not a retry."""
         self._balance = min(self._reserve + 100 * self._ratio, self._balance + self._ratio)
 
     def withdraw(self) -> bool:
-        """Takes one retry out. False: there is none left."""
+        """Takes one retry from the budget; False when it is empty."""
         if self._balance < 1.0:
             self.num_denied += 1
             return False
@@ -59,14 +60,14 @@ class RetryBudget:
 
 
 class Breaker:
-    """Keeps requests from a target that fails.
+    """Circuit breaker: keeps requests away from a failing target.
 
         closed --threshold failures in a row--> open --rest_s--> half_open --success--> closed
                                                  ^                   |
-                                                 +----- failure -----+   (rests twice as long, up to most_rest_s)
+                                                 +----- failure -----+   (rest_s doubles, up to most_rest_s)
 
-    Half open lets one request in at a time. Whoever was let in by `enter` says how it ended, with the ticket that it got there:
-    `succeeded`, `failed`, or `left` when that is not known. What was let in before the last change of state says nothing any more.
+    Half open admits one request at a time. Whoever called `enter` reports how the request ended, with the ticket from there:
+    `succeeded`, `failed`, or `left` when that is not known. Reports of requests admitted before the last state change are ignored.
     """
 
     def __init__(self, threshold: int = 5, rest_s: float = 1.0, most_rest_s: float = 30.0) -> None:
@@ -85,20 +86,21 @@ class Breaker:
         return "open" if now < self._until else "half_open"
 
     def allows(self, now: float) -> bool:
-        """Whether `enter` would let a request in."""
+        """Whether `enter` would admit a request."""
         state = self.state(now)
         return state == "closed" or (state == "half_open" and not self._is_probed)
 
     def opens_at(self) -> float:
-        """When a request may be let in again, if none is now."""
+        """When a request may be admitted again, if none is now."""
         return self._until
 
     def enter(self, now: float) -> int:
-        """A request goes to the target; `allows` was true. Returns its ticket."""
+        """Admits a request to the target; `allows` was true. Returns its ticket."""
         self._is_probed = self.state(now) == "half_open"
         return self._num_changes
 
     def succeeded(self, ticket: int) -> None:
+        """Records a success; closes an open breaker. Ignored for a ticket from before the last state change."""
         if ticket != self._num_changes:
             return
         self._num_failures = 0
@@ -107,6 +109,8 @@ class Breaker:
             self._rest_s = self._first_rest_s
 
     def failed(self, ticket: int, now: float) -> None:
+        """Records a failure at `now`: opens the breaker at the threshold, or again with twice the rest. Old tickets are
+        ignored."""
         if ticket != self._num_changes:
             return
         self._num_failures += 1

@@ -1,6 +1,6 @@
-"""Steps that a worker has launched without waiting, and the thread that waits for them instead, in the order of launches.
+"""Futures of steps that a worker has launched without waiting, and the thread that waits for them in launch order.
 
-Used by whoever gives a worker its plans: the in-process executor, and workers.main.
+Used by whoever passes plans to a worker: the in-process executor, and workers.main.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ class StepFuture(Protocol):
     """A launched step."""
 
     def result(self) -> StepResult | None:
-        """Waits for it. None where another worker tells what it gave. Raises what went wrong."""
+        """Waits for the step. None where another worker reports the result. Raises the step's exception."""
         ...
 
 
 class Waiter:
-    """`results` fill in order, `error` is what a step raised, after which nothing is waited for; `wake` is called at each."""
+    """Thread that waits for steps: `results` fills in order; `error` is a step's exception, after which it stops; `wake` is
+    called after each."""
 
     def __init__(self, wake: Callable[[], None], results: deque[StepResult]) -> None:
         self.error: BaseException | None = None
@@ -38,7 +39,7 @@ class Waiter:
         self._tickets.put(ticket)
 
     def close(self) -> None:
-        """Returns when all that was put has ended."""
+        """Returns when all queued steps have ended."""
         if self._thread.is_alive():
             self._tickets.put(None)
             self._thread.join()
@@ -47,7 +48,7 @@ class Waiter:
         while (ticket := self._tickets.get()) is not None:
             try:
                 result = ticket.result()
-            except BaseException as error:  # main of a thread: the owner raises it again as the root cause
+            except BaseException as error:  # main of a thread: the owner re-raises it as the root cause
                 self.error = error
                 self._wake()
                 return

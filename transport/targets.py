@@ -1,7 +1,7 @@
-"""One request, several targets that could answer it: chooses, retries elsewhere, keeps away from what fails, hedges if told to.
+"""One request, several targets that could answer it: selection, retries elsewhere, circuit breaking, optional hedging.
 
-Used by clients of several servers (launch/api/multi_server.py). The rules are in transport/resilience.py; here is what waits.
-Free of any protocol: an attempt is a coroutine of the caller, and says by the exception it raises whether another one may help.
+Used by clients of several servers (launch/api/multi_server.py). The rules are in transport/resilience.py; the waiting is here.
+Protocol-agnostic: an attempt is the caller's coroutine, whose exception type tells whether another attempt may help.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ R = TypeVar("R")
 
 
 class TargetFailed(TransportError):
-    """The target is at fault: another one, or this one later, may answer."""
+    """The target is at fault: another one, or the same one later, may answer."""
 
     code = "target_failed"
 
 
 class TargetBusy(TransportError):
-    """The target is well and wants to be left alone for `wait_s`."""
+    """The target is healthy but asks for no requests for `wait_s` seconds."""
 
     code = "target_busy"
 
@@ -38,14 +38,13 @@ class TargetBusy(TransportError):
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How hard to try. `attempts` counts the first one; `hedge_s` 0: never two at a time; `busy_s` is the longest a busy target
-    is waited for."""
+    """Retry limits. `attempts` counts the first one; `hedge_s` 0: no hedging; `busy_s` is the longest wait for a busy target."""
 
     attempts: int = 4
     backoff: Backoff = Backoff()
     retry_ratio: float = 0.1
     retry_reserve: float = 10.0
-    failures: int = 5  # in a row until a target is left alone
+    failures: int = 5  # consecutive ones until the breaker opens
     rest_s: float = 1.0
     most_rest_s: float = 30.0
     busy_s: float = 30.0
@@ -61,7 +60,7 @@ class _Target(Generic[T]):
 
 
 class Targets(Generic[T]):
-    """Lives on one asyncio loop."""
+    """Belongs to one asyncio loop."""
 
     def __init__(
         self,
@@ -83,13 +82,13 @@ class Targets(Generic[T]):
         self.num_retries = self.num_hedges = 0
 
     def states(self) -> list[tuple[T, State, int]]:
-        """Each target, its breaker, and how many requests it is answering."""
+        """Each target, its breaker state, and its number of open requests."""
         now = self._clock()
         return [(target.value, target.breaker.state(now), target.num_open) for target in self._targets]
 
     async def call(self, attempt: Callable[[T], Awaitable[R]]) -> R:
-        """The first answer. An attempt that raises TargetFailed or TargetBusy is made again, elsewhere if possible, as long as
-        attempts and budget last; any other exception is the answer. Raises OverloadedError when no target may be asked."""
+        """The first answer. An attempt that raises TargetFailed or TargetBusy is repeated, elsewhere if possible, while attempts
+        and budget last; any other exception is passed on. Raises OverloadedError when no target may be asked."""
         self._budget.request()
         tried: list[_Target[T]] = []
         waited_s = 0.0
@@ -108,7 +107,7 @@ class Targets(Generic[T]):
     # ------------------------------------------------------------ choice
 
     async def _choose(self, tried: Sequence[_Target[T]]) -> _Target[T]:
-        """The least loaded of those that may be asked, one not tried yet before others; waits if all want to be left alone."""
+        """The least loaded available target, untried ones first; waits if all are busy or their breakers open."""
         give_up = self._clock() + self._patience.busy_s
         while True:
             now = self._clock()

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-# Of one step. Products on a CPU are as fast with 256 rows as with 2048, and a first token waits for less.
+# Per step. GEMMs on a CPU are as fast with 256 tokens as with 2048, and the first token waits less.
 CPU_ROWS, CPU_TOKENS = 64, 256
 GPU_ROWS, GPU_TOKENS = 256, 16384
 LEAST_QUEUE = 16384
@@ -34,12 +34,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantize: Annotated[
         Literal["q8_0", "q4_0", "int8", "fp8", "q4_k"] | None,
         _text(
-            "round dense weights while loading (int8: a scale per output, inputs rounded per token; a GPU has int8, fp8 and q4_k, "
-            "a CPU int8, q8_0 and q4_0); default: as dtype says"
+            "quantize dense weights while loading (int8: a scale per output, inputs quantized per token; a GPU has int8, fp8 and "
+            "q4_k, a CPU int8, q8_0 and q4_0); default: as dtype says"
         ),
     ] = None
     load_format: Annotated[
-        Literal["auto", "dummy"], _text("dummy: random weights in place of the files', to measure speed without them")
+        Literal["auto", "dummy"], _text("dummy: random weights instead of the files', to measure speed without them")
     ] = "auto"
     max_len: (
         Annotated[int, _count("longest prompt plus output, tokens; default: the model's, if it fits", 1)] | None
@@ -51,7 +51,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, _text("bytes for KV blocks per worker (512MiB, 4GiB); default: from free memory")
     ] = None
     gpu_memory: Annotated[
-        float, Meta(gt=0, le=1, description="share of a GPU's memory that a worker may use, weights and all")
+        float, Meta(gt=0, le=1, description="fraction of a GPU's memory that a worker may use, weights included")
     ] = 0.9
     kv_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "int16", "int8", "fp8"],
@@ -62,8 +62,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     share_prefixes: Annotated[
         bool,
         _text(
-            "let callers with different API keys reuse each other's prefixes; each can then tell by time and cached_tokens what "
-            "another one asked"
+            "let callers with different API keys reuse each other's prefixes; timing and cached_tokens then reveal to one "
+            "what another asked"
         ),
     ] = False
     num_blocks: Annotated[int, _count("KV blocks per engine; overrides kv-memory (tests)", 1)] | None = None
@@ -75,44 +75,50 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp: Annotated[int, _count("pipeline stages", 1, le=64)] = 1
     ep: Annotated[
         bool,
-        _text("split the experts of a mixture over the engines (dp), which then step together and restart together"),
+        _text(
+            "expert parallel: split a model's experts over the engines (dp), which then run in lockstep and restart together"
+        ),
     ] = False
     sequence_parallel: Annotated[
-        bool, _text("on GPUs, keep and norm a part of a long prompt's hidden states on each worker of tp")
+        bool,
+        _text(
+            "on GPUs, split the hidden states of long prompts over the workers of tp between layers (sequence parallel)"
+        ),
     ] = False
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], _text("what computes; auto: an NVIDIA GPU where there is one that can")
+        Literal["auto", "cpu", "cuda"],
+        _text("device; auto: an NVIDIA GPU if there is one that supports the model, else the CPU"),
     ] = "auto"
-    share_gpus: Annotated[bool, _text("let workers share GPUs where there are fewer of them (tests, small models)")] = (
-        False
-    )
+    share_gpus: Annotated[
+        bool, _text("let workers share GPUs when there are fewer GPUs than workers (tests, small models)")
+    ] = False
     graph_sizes: Annotated[
         str,
         _text(
-            "rows of the steps that a GPU captures as CUDA graphs (1,8,32), none, or auto: a few, and what turns out to be needed"
+            "batch sizes of decode steps that a GPU captures as CUDA graphs (1,8,32), none, or auto: a few, more as needed"
         ),
     ] = "auto"
     threads: Annotated[int, _count("CPU threads per worker; default: cores / workers", 1)] | None = None
     pin_cores: Annotated[
-        Literal["auto", "on", "off"], _text("keep each CPU thread on a core of its own; auto: when a few are left over")
+        Literal["auto", "on", "off"], _text("pin each CPU thread to a core; auto: when a few cores are left over")
     ] = "auto"
     executor: Annotated[
         Literal["auto", "inproc", "procs"], _text("where workers run; auto: inside the engine when it has one worker")
     ] = "auto"
     worker: Annotated[
-        Literal["torch", "fake"], _text("worker kind; fake computes hashes in place of a model (tests)")
+        Literal["torch", "fake"], _text("worker kind; fake computes hashes instead of a model (tests)")
     ] = "torch"
 
     @property
     def worker_kind(self) -> Literal["torch", "cuda", "fake"]:
-        """Which worker carries out the steps; a device that nobody has chosen yet counts as the CPU."""
+        """Which worker kind runs the steps; a device not chosen yet counts as the CPU."""
         return "cuda" if self.worker == "torch" and self.device == "cuda" else self.worker
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    max_num_seqs: Annotated[int, _count("most rows in one step; default: 64, and 256 on a GPU", 1, le=8192)] | None = (
-        None
-    )
+    max_num_seqs: (
+        Annotated[int, _count("maximum sequences in one step; default: 64, and 256 on a GPU", 1, le=8192)] | None
+    ) = None
     max_num_tokens: (
         Annotated[
             int, _count("token budget of one step; default: 256, and 16384 on a GPU, at least 2 x max-num-seqs", 1)
@@ -121,16 +127,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
     chunk: (
         Annotated[
-            int, _count("most prompt tokens of one row per step; 0: prompts are not cut; default: the token budget", 0)
+            int,
+            _count(
+                "maximum prompt tokens of one sequence per step; 0: prompts are not chunked; default: the token budget",
+                0,
+            ),
         ]
         | None
     ) = None
-    max_waiting: Annotated[int, _count("most queued rows; default: 4 x max-num-seqs", 1)] | None = None
+    max_waiting: Annotated[int, _count("maximum queued sequences; default: 4 x max-num-seqs", 1)] | None = None
     max_waiting_tokens: (
         Annotated[
             int,
             _count(
-                "most queued prompt tokens; default: 8 x the larger of max-num-tokens and max-len, at least 16384", 1
+                "maximum queued prompt tokens; default: 8 x the larger of max-num-tokens and max-len, at least 16384", 1
             ),
         ]
         | None
@@ -138,11 +148,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: Annotated[
         str,
         _text(
-            "who goes first: fcfs, priority (smaller first), deadline (earliest first), fair (equal shares of clients), feedback "
+            "scheduling order: fcfs, priority (smaller first), deadline (earliest first), fair (equal shares of clients), feedback "
             "(short answers first), or a plug-in's name"
         ),
     ] = "fcfs"
-    aging: Annotated[float, Meta(gt=0, description="seconds of waiting that make up for one level of priority")] = 10.0
+    aging: Annotated[float, Meta(gt=0, description="seconds of waiting that outweigh one level of priority")] = 10.0
     queue_timeout: Annotated[float, Meta(ge=0, description="seconds a request may wait in the queue; 0: no limit")] = (
         60.0
     )
@@ -150,47 +160,47 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="seconds in the queue that a request may be expected to wait; above, it is refused at once; 0: any",
+            description="longest predicted wait in the queue, seconds; a request that would wait longer is refused at once; 0: any",
         ),
     ] = 15.0
     async_steps: Annotated[
-        bool, _text("plan a step while the one before it runs; without pipeline stages only (pp 1)")
+        bool, _text("plan a step while the previous one runs (without pipeline stages only: pp 1)")
     ] = True
-    check: Annotated[bool, _text("check every conservation law after every event (tests; slow)")] = False
+    check: Annotated[bool, _text("check all invariants after every event (tests; slow)")] = False
 
     @property
     def num_rows(self) -> int:
-        """max_num_seqs; before it is resolved, what a CPU gets."""
+        """max_num_seqs, or the CPU default while it is unresolved."""
         return self.max_num_seqs or CPU_ROWS
 
     @property
     def num_tokens(self) -> int:
-        """max_num_tokens, likewise."""
+        """max_num_tokens, or the CPU default while it is unresolved."""
         return self.max_num_tokens or max(CPU_TOKENS, 2 * self.num_rows)
 
     def queue_tokens(self, max_len: int) -> int:
-        """max_waiting_tokens, where the longest request has `max_len`."""
+        """max_waiting_tokens, or its default when the longest request has `max_len` tokens."""
         return self.max_waiting_tokens or max(LEAST_QUEUE, 8 * max(self.num_tokens, max_len))
 
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    host: Annotated[str, _text("address to listen on; :: is every one, of IPv6 and IPv4")] = "127.0.0.1"
+    host: Annotated[str, _text("address to listen on; :: is every interface, IPv6 and IPv4")] = "127.0.0.1"
     port: Annotated[int, _count("TCP port; 0 picks a free one", 0, le=65535)] = 8000
     api_servers: Annotated[int, _count("HTTP processes", 1, le=256)] = 1
     api_key: Annotated[
         tuple[str, ...],
         _text(
-            "key clients must send; may be given several times. Others can read a command line: rather --api-key-file"
+            "key that clients must send; may be given several times. Other users can read a command line: prefer --api-key-file"
         ),
     ] = ()
-    api_key_file: Annotated[str | None, _text("file with keys clients must send, one a line, beside those given")] = (
-        None
-    )
+    api_key_file: Annotated[
+        str | None, _text("file of keys that clients must send, one per line, in addition to those given")
+    ] = None
     admin_key: Annotated[
         tuple[str, ...],
-        _text("key for what changes the server itself (/sleep, /wake_up, /pause, /resume); default: nobody may"),
+        _text("key for endpoints that change the server itself (/sleep, /wake_up, /pause, /resume); default: disabled"),
     ] = ()
-    admin_key_file: Annotated[str | None, _text("file with such keys, one a line, beside those given")] = None
+    admin_key_file: Annotated[str | None, _text("file of admin keys, one per line, in addition to those given")] = None
     cors_origins: Annotated[
         tuple[str, ...],
         _text(
@@ -200,13 +210,18 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     quotas: Annotated[
         str | None, _text("YAML file of clients: key, requests_per_minute, tokens_per_minute, priority for each")
     ] = None
-    requests_per_minute: Annotated[int, _count("of one caller (key, or address without keys); 0: no limit", 0)] = 0
-    tokens_per_minute: Annotated[int, _count("of one caller, prompts and answers; 0: no limit", 0)] = 0
+    requests_per_minute: Annotated[
+        int, _count("requests per minute of one caller (key, or address without keys); 0: no limit", 0)
+    ] = 0
+    tokens_per_minute: Annotated[int, _count("prompt and output tokens per minute of one caller; 0: no limit", 0)] = 0
     target_wait: Annotated[
-        float, Meta(ge=0, description="seconds in the queue above which fewer requests are let in; 0: all that fit")
+        float,
+        Meta(
+            ge=0, description="target wait in the queue, seconds; above it fewer requests are admitted; 0: all that fit"
+        ),
     ] = 0.0
     request_timeout: Annotated[
-        float, Meta(ge=0, description="seconds a request may take in all; a request may ask for less; 0: no limit")
+        float, Meta(ge=0, description="total seconds a request may take; a request may ask for less; 0: no limit")
     ] = 0.0
     body_limit: Annotated[int, _count("largest request body, bytes", 1024)] = 8 << 20
     default_max_tokens: (
@@ -225,17 +240,20 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(ge=0, description="seconds running streams may take to finish after SIGTERM")
     ] = 60.0
     migration_limit: Annotated[
-        int, _count("times a choice may go on elsewhere after its engine died; 0: it ends with an error", 0, le=100)
+        int,
+        _count(
+            "times a choice may be resumed on another engine after its engine died; 0: it ends with an error", 0, le=100
+        ),
     ] = 2
     engine_wait: Annotated[
-        float, Meta(ge=0, description="seconds a request waits for an engine to start again while none is up")
+        float, Meta(ge=0, description="seconds a request waits for an engine to restart while none is up")
     ] = 60.0
-    stream_buffer: Annotated[int, _count("bytes a slow reader may lag behind before its stream is ended", 4096)] = (
-        256 << 10
-    )
+    stream_buffer: Annotated[
+        int, _count("bytes that a slow client may lag behind before its stream is ended", 4096)
+    ] = 256 << 10
 
     def __repr__(self) -> str:
-        """Like that of any Struct, without the keys: it comes into logs and notebooks."""
+        """Like any Struct's, without the keys: it ends up in logs and notebooks."""
         hidden = ("api_key", "admin_key")
         values = ((name, getattr(self, name)) for name in self.__struct_fields__)
         return f"ServingConfig({', '.join(f'{k}={v!r}' for k, v in values if not (v and k in hidden))})"
@@ -245,27 +263,29 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     balance: Annotated[
         Literal["p2c", "least", "round_robin", "random", "prefix", "prefix_least"],
         _text(
-            "how an engine is chosen when dp > 1: the cheaper of two, the cheapest, each in turn, any; with prefix, one of the two "
-            "has cached most of the prompt"
+            "how an engine is chosen when dp > 1: the cheaper of two random ones, the cheapest, each in turn, a random one; with "
+            "prefix, one of the two has cached most of the prompt; prefix_least counts cached tokens in the cost"
         ),
     ] = "p2c"
     load_balancing: Annotated[
         Literal["internal", "hybrid", "external"],
         _text(
-            "who balances: each HTTP process over all engines (internal), or something outside over HTTP processes on ports of "
-            "their own (--port and those after it), each with its share of the engines (hybrid) or with one (external)"
+            "who balances: each HTTP process over all engines (internal), or an external balancer over HTTP processes on ports of "
+            "their own (--port and the following), each with its share of the engines (hybrid) or with one (external)"
         ),
     ] = "internal"
-    work_stealing: Annotated[bool, _text("move requests that wait at one engine to another one that has room")] = True
+    work_stealing: Annotated[bool, _text("move requests that wait at one engine to another with room")] = True
     engine_weights: Annotated[
-        tuple[str, ...], _text("size of each engine, as numbers (2,1,1); a larger one gets more; default: all alike")
+        tuple[str, ...],
+        _text("relative capacity of each engine (2,1,1); a larger one gets more requests; default: all equal"),
     ] = ()
     engine_labels: Annotated[
-        tuple[str, ...], _text("place of each engine (rack-a,rack-a,rack-b); requests stay near; default: one place")
+        tuple[str, ...],
+        _text("zone of each engine (rack-a,rack-a,rack-b); requests prefer their own zone; default: one zone"),
     ] = ()
     front_labels: Annotated[
         tuple[str, ...],
-        _text("place of each HTTP process; a request may name another one in X-Trireme-Label; default: none"),
+        _text("zone of each HTTP process; a request may name another in X-Trireme-Label; default: none"),
     ] = ()
 
 
@@ -274,14 +294,14 @@ LEAST_COLLECTIVE_S = 600.0
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: Annotated[Literal["ipc", "tcp"], _text("sockets between processes; tcp uses CURVE keys")] = "ipc"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _text("least level that is logged")] = "info"
-    log_format: Annotated[Literal["text", "json"], _text("form of log lines")] = "text"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _text("minimum log level")] = "info"
+    log_format: Annotated[Literal["text", "json"], _text("format of log lines")] = "text"
     start_timeout: Annotated[float, Meta(gt=0, description="seconds a part may take to start")] = 600.0
     step_timeout: Annotated[
         float,
         Meta(
             gt=0,
-            description="seconds after which a step that takes three times as long as its like ends its engine, which starts again",
+            description="seconds after which a step that takes three times as long as similar ones ends its engine, which restarts",
         ),
     ] = 15.0
 
@@ -299,7 +319,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def routes_by_prefix(self) -> bool:
-        """Whether engines tell the coordinator what they have cached, and front ends what a prompt begins with."""
+        """Whether engines report their cached prefixes to the coordinator, and frontends send it the keys of each prompt's first
+        blocks."""
         has_choice = self.parallel.dp > 1 and self.cache.prefix_cache
         return has_choice and self.coordinator.balance in ("prefix", "prefix_least")
 
@@ -310,20 +331,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def collective_timeout(self) -> float:
-        """Seconds after which a collective of CPU ranks gives up by itself. Long, for it cannot tell a rank that is stuck from one
-        without a processor: the engine can (engine_core/stall.py) and ends its workers, and deaths and aborts are noticed at once.
-        """
+        """Seconds after which a collective of CPU ranks times out by itself. Long, because it cannot tell a stuck rank from one
+        without a processor: the engine can (engine_core/stall.py) and ends its workers, and deaths and aborts are noticed at
+        once."""
         return max(LEAST_COLLECTIVE_S, 10.0 * self.launch.step_timeout)
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether workers keep the tokens they sample and go on with them in steps planned before anybody else knows them.
-        The first of several pipeline stages does not see what the last one samples."""
+        """Whether workers keep the tokens they sample and use them in steps planned before anybody else knows them. False with
+        pipeline stages: the first stage does not see what the last one samples."""
         return self.scheduler.async_steps and self.parallel.pp == 1
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """One thing the program decided, for the ready panel and `--print-config`."""
+    """One resolved setting and its reason, for the ready panel and `--print-config`."""
 
     what: str
     value: str

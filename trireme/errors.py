@@ -66,7 +66,7 @@ class AuthError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """More tokens than the model's context. Clients know the code and the words "maximum context length", and send less."""
+    """More tokens than the model's context. Clients recognise the code and the words "maximum context length", and send less."""
 
     code = "context_length_exceeded"
 
@@ -86,7 +86,7 @@ class TooLargeError(RequestError):
 
 
 class OverloadedError(TriremeError):
-    """Full. `retry_after_s` is sent as Retry-After; `own_quota` selects 429 over 503."""
+    """At capacity. `retry_after_s` is sent as Retry-After; `own_quota` selects 429 over 503."""
 
     status = 503
     code = "overloaded"
@@ -103,7 +103,7 @@ class OverloadedError(TriremeError):
 
 
 class DeadlineError(TriremeError):
-    """The caller's own time limit, or the server's longest. Sending the same again would meet it again."""
+    """The caller's own time limit or the server's maximum expired. A retry of the same request would time out again."""
 
     status = 504
     code = "deadline_exceeded"
@@ -127,7 +127,7 @@ class EngineDeadError(EngineError):
 
 
 class QuarantinedError(EngineError):
-    """Not a 5xx: client libraries send those again, and this request would end more engines."""
+    """Not a 5xx: client libraries retry those, and this request would kill more engines."""
 
     status = 422
     code = "request_quarantined"

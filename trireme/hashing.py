@@ -1,6 +1,6 @@
 """Content hashes of KV blocks: SHA-256 over canonical CBOR (RFC 8949, section 4.2.1).
 
-Called by the engine's prefix cache and by front ends that route on prefixes: the same tokens give the same hash in every
+Called by the engine's prefix cache and by frontends that route on prefixes: the same tokens give the same hash in every
 process, on every machine, in every run. Never depends on Python's `hash`, on dict order or on the time.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Cbor: TypeAlias = "None | bool | int | bytes | str | tuple[Cbor, ...] | list[Cbor] | dict[str, Cbor]"
-"""What a key may be made of. Floats are left out on purpose: they have no single natural spelling."""
+"""Types that a key may contain. Floats are left out on purpose: they have no single canonical encoding."""
 
 ROOT = hashlib.sha256(b"trireme kv block root, version 1").digest()
 """Parent of every first block."""
@@ -71,9 +71,8 @@ def first_extra(salt: bytes) -> tuple[Cbor, ...]:
 
 
 def cache_salt(scope: bytes, salt: str | None) -> bytes:
-    """The salt of a request: 32 bytes, or none. `scope` is a secret of whoever may share prefixes with it (at most 64 bytes;
-    empty: everybody without one), `salt` what the request itself asks to be kept apart by. From the result nobody learns either.
-    """
+    """The salt of a request: 32 bytes, or none. `scope` is a secret shared by those who may share prefixes (at most 64 bytes;
+    empty: all callers without one), `salt` the request's own isolation key. Neither can be recovered from the result."""
     asked = salt.encode(errors="surrogatepass") if salt else b""
     if scope:
         return hashlib.blake2b(asked, key=scope, digest_size=32, person=b"kv prefix scope").digest()
@@ -94,7 +93,7 @@ def block_hashes(tokens: np.ndarray, block_size: int, *, salt: bytes = b"") -> l
     return hashes
 
 
-# ---------------------------------------------------------------- keys: hashes cut short, for who only wants to guess well
+# ---------------------------------------------------------------- keys: truncated hashes, for approximate lookups
 
 KEY_BYTES = 8
 
@@ -111,14 +110,14 @@ def unpacked_keys(packed: bytes) -> NDArray[np.uint64]:
 
 
 def prompt_keys(tokens: np.ndarray, block_size: int, *, salt: bytes = b"", most: int = 1024) -> bytes:
-    """Keys of the blocks of a prompt that could be cached (at least one token is always computed), at most so many."""
+    """Keys of the prompt blocks that could be cached (at least one token is always computed), at most `most`."""
     usable = min((len(tokens) - 1) // block_size, most) * block_size
     return packed_keys(block_hashes(tokens[:usable], block_size, salt=salt))
 
 
 @lru_cache(maxsize=64)
 def _heads(parent_size: int, token_size: int) -> tuple[bytes, bytes]:
-    """What stands before the parent and before the tokens of a block; engines ask for one pair of sizes all the time."""
+    """CBOR heads before the parent and before the tokens of a block; cached, since engines ask for the same sizes every time."""
     return b"\x83" + _head(2, parent_size), _head(2, token_size)
 
 

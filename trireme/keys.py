@@ -1,6 +1,6 @@
-"""API keys: what one may look like, and the files they are read from. No message here shows a key.
+"""API keys: their allowed form, and the files they are read from. No message here shows a key.
 
-Called by trireme/settings.py, wherever a key comes from.
+Called by trireme/settings.py for keys from every source.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def check_keys(spelling: str, keys: Sequence[str]) -> None:
-    """Raises ConfigError, naming the place only, for a key that everybody knows or that no header can carry."""
+    """Raises ConfigError, naming only where the key was given, for a well-known placeholder key or one that no header can
+    carry."""
     for i, key in enumerate(keys):
         which = f" number {i + 1}" if len(keys) > 1 else ""
         if not key:
@@ -32,14 +33,14 @@ def check_keys(spelling: str, keys: Sequence[str]) -> None:
 
 
 def read_keys(spelling: str, path: str) -> tuple[str, ...]:
-    """The keys of a file, one a line; empty lines do not count. Raises ConfigError for a file without a key."""
+    """The keys in a file, one a line; empty lines are skipped. Raises ConfigError for a file without a key."""
     try:
         with open(os.path.expanduser(path), "rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"{spelling}: {error.strerror}"
-        ) from None  # without the path, in whose place may be the key itself
+        ) from None  # without the path: it may be the key itself, given by mistake
     if len(raw) > MAX_FILE_BYTES:
         raise ConfigError(f"{spelling} {path} has more than {MAX_FILE_BYTES} bytes, the limit for a file of keys")
     try:

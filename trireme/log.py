@@ -32,6 +32,7 @@ class _Json(logging.Formatter):
         self.tag = tag
 
     def format(self, record: logging.LogRecord) -> str:
+        """One record as a JSON object on one line."""
         fields: dict[str, object] = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -45,7 +46,8 @@ class _Json(logging.Formatter):
 
 
 def configure(tag: str, *, level: str = "info", form: str = "text") -> None:
-    """Sends all records of this process to stderr under `tag` (`engine-0`). May be called again to change either."""
+    """Sends all records of this process to stderr under `tag` (`engine-0`). May be called again to change the tag or the
+    format."""
     out = logging.StreamHandler(sys.stderr)
     out.setFormatter(_Json(tag) if form == "json" else _Text(tag))
     root = logging.getLogger()
@@ -54,5 +56,5 @@ def configure(tag: str, *, level: str = "info", form: str = "text") -> None:
 
 
 def facts(**values: object) -> str:
-    """`key=value` pairs in the given order, floats to three digits: the tail of a log line."""
+    """`key=value` pairs in the given order, floats to three significant digits: the tail of a log line."""
     return " ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())

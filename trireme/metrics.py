@@ -1,4 +1,4 @@
-"""The one metric table: name, kind, labels, help. Front ends export it (serving/metrics/telemetry.py), docs/metrics.md lists it.
+"""The one metric table: name, kind, labels, help. Frontends export it (serving/metrics/telemetry.py), docs/metrics.md lists it.
 
 Nothing else names a metric. Times are seconds, sizes bytes; a counter's exported name ends in `_total`. Percentiles for
 benchmarks and reports are computed here as well, so that every number in the project means the same.
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """`decisive` marks the few that tell whether the service is well. `buckets` are upper bounds, for histograms."""
+    """`decisive` marks the few metrics that tell whether the service is healthy. `buckets` are upper bounds, for histograms."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram", "info"]
@@ -32,7 +32,7 @@ _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 METRICS: tuple[Metric, ...] = (
-    # the life of a request, in its order
+    # request lifecycle, in order
     Metric("trireme_requests", "counter", "requests that ended, by how they ended", ("outcome",), decisive=True),
     Metric("trireme_requests_received", "counter", "requests accepted for work", ("route",)),
     Metric("trireme_requests_refused", "counter", "requests refused, by error code", ("code",), decisive=True),
@@ -66,7 +66,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("trireme_graph_replays", "counter", "steps that replayed a CUDA graph", ("engine",)),
     Metric("trireme_graph_padded_rows", "counter", "rows computed for nobody, to fill a graph", ("engine",)),
     Metric("trireme_graph_bytes", "gauge", "memory of a GPU that CUDA graphs hold", ("engine",)),
-    # front ends and the wire
+    # frontends and the wire
     Metric("trireme_streams_open", "gauge", "HTTP requests being answered"),
     Metric("trireme_slow_readers", "counter", "streams ended because their reader lagged too far behind"),
     Metric("trireme_slow_readers_reset", "counter", "of these, connections reset because they took nothing any more"),

@@ -1,4 +1,4 @@
-"""Hosts and ports as they are written in URLs and Host headers, where an IPv6 address stands in brackets. Pure."""
+"""Hosts and ports as written in URLs and Host headers, where IPv6 addresses are in brackets. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def netloc(host: str, port: int) -> str:
 
 
 def without_brackets(host: str) -> str:
-    """`::1` for `[::1]`; anything else as it is."""
+    """`::1` for `[::1]`; anything else unchanged."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
@@ -22,7 +22,7 @@ def without_port(text: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine reach what listens on `host`, with or without brackets."""
+    """Whether `host`, with or without brackets, is reachable only from this machine."""
     plain = without_brackets(host).partition("%")[0]
     try:
         address = ipaddress.ip_address(plain)
@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether `host` is an IPv4 address, or an IPv6 one in brackets: no name that somebody could point elsewhere."""
+    """Whether `host` is an IPv4 address or a bracketed IPv6 one, not a DNS name that could be pointed elsewhere."""
     try:
         if host.startswith("["):
             return host.endswith("]") and bool(ipaddress.IPv6Address(host[1:-1]))

@@ -1,4 +1,4 @@
-"""What the Python API gives back: RequestOutput with one CompletionOutput per choice. Plain data, no behaviour."""
+"""Return types of the Python API: RequestOutput with one CompletionOutput per choice. Plain data, no behaviour."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """One token's log-probability and rank (1: the likeliest), and the likeliest tokens at its place, best first."""
+    """One token's log-probability and rank (1: the likeliest), and the likeliest tokens at its position, best first."""
 
     token_id: int
     logprob: float

@@ -1,4 +1,4 @@
-"""What a caller may ask of sampling: SamplingParams, its bounds, and its resolution into the RowParams that travel.
+"""Sampling parameters: SamplingParams, its bounds, and its resolution into the RowParams sent to engines.
 
 Bounds are checked once, here, for every route and for the Python API. Error texts name the field, the value and the limit.
 """
@@ -20,7 +20,7 @@ MAX_BAD_WORDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-# Logits are divided by the first and reduced by the second, in float32: within these bounds they stay finite.
+# Logits are divided by the repetition penalty and reduced by the others, in float32: within these bounds they stay finite.
 REPETITION_PENALTIES = (0.01, 100.0)
 PENALTIES = (-2.0, 2.0)
 
@@ -89,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check.count("stop_token_ids", MAX_STOP_IDS)
         check.count("bad_words", MAX_BAD_WORDS)
         for token, bias in (self.logit_bias or {}).items():
-            if not -100.0 <= bias <= 100.0:  # nor NaN
+            if not -100.0 <= bias <= 100.0:  # also rejects NaN
                 raise RequestError(
                     f"logit_bias of token {token} is {plain.shown(bias)}; it must be -100..100", param="logit_bias"
                 )
@@ -101,7 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError("allowed_token_ids is empty: nothing could be sampled", param="allowed_token_ids")
 
     def _make_plain(self) -> None:
-        """Turns what Python callers give into the declared types."""
+        """Converts the values that Python callers pass to the declared types."""
         for name in ("stop", "bad_words"):
             force_setattr(self, name, plain.texts(name, getattr(self, name)))
         force_setattr(self, "stop_token_ids", plain.token_ids("stop_token_ids", self.stop_token_ids))
@@ -128,7 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class RowParams(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine core and the workers need of SamplingParams, resolved: one choice, a definite seed and length."""
+    """SamplingParams as the engine core and the workers need them, resolved: one choice, a definite seed and length."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -141,12 +141,12 @@ class RowParams(msgspec.Struct, frozen=True, array_like=True):
     presence_penalty: float = 0.0
     seed: int = 0
     choice: int = 0
-    eos_token_ids: tuple[int, ...] = ()  # end the row; empty under ignore_eos; barred while below min_tokens
-    stop_token_ids: tuple[int, ...] = ()  # also end the row; likewise barred while below min_tokens
+    eos_token_ids: tuple[int, ...] = ()  # end the sequence; empty under ignore_eos; masked while below min_tokens
+    stop_token_ids: tuple[int, ...] = ()  # also end the sequence; likewise masked while below min_tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()  # token n-grams that must not be completed
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
-    logprobs: int = -1  # -1 none, 0 the sampled token only, k the k likeliest as well
+    logprobs: int = -1  # -1 none, 0 the sampled token only, k: the k likeliest as well
     prompt_logprobs: int = -1
 
     @property
@@ -159,7 +159,7 @@ class RowParams(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Bounds:
-    """Range checks that refuse NaN and infinity, and name field, value and limit."""
+    """Range checks that reject NaN and infinity; errors name field, value and limit."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -170,9 +170,10 @@ class _Bounds:
             raise RequestError(f"{name} is {plain.shown(value)}; it must be a whole number {low}..{high}", param=name)
 
     def real(self, name: str, low: float, high: float, *, above: bool = False) -> None:
+        """Checks that a field is a number from `low` to `high` (above `low` if `above`). Raises RequestError."""
         value: Any = getattr(self.params, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (above and value == low):  # nor NaN
+        if not is_number or not low <= value <= high or (above and value == low):  # also rejects NaN
             sign = "above" if above else "at least"
             raise RequestError(
                 f"{name} is {plain.shown(value)}; it must be {sign} {low:g} and at most {high:g}", param=name

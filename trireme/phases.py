@@ -1,6 +1,6 @@
-"""Where the time of a start goes: consecutive parts of a stretch of time, whose seconds add up to it. Pure but for the clock.
+"""Startup timing: consecutive named phases whose seconds add up to the whole interval. Pure but for the clock.
 
-Each process cuts its own start (BootChannel.phases); one that waits for another takes the parts of that one in.
+Each process times its own start (BootChannel.phases); one that waits for another includes the phases of that one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 
 class Phases:
-    """`began` is a reading of the clock, now by default."""
+    """`began` is a clock reading, now by default."""
 
     def __init__(self, began: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -19,13 +19,13 @@ class Phases:
         self.seconds: dict[str, float] = {}
 
     def end(self, name: str) -> None:
-        """What has passed since the last end was `name`; the same name may come again."""
+        """Attributes the time since the last `end` to `name`; a name may be used again."""
         now = self._clock()
         self._add(name, now - self._last)
         self._last = now
 
     def include(self, parts: Mapping[str, float], rest: str) -> None:
-        """What has passed since the last end was `parts`, measured elsewhere, and beyond them `rest`."""
+        """Attributes the time since the last `end` to `parts`, measured elsewhere, and the remainder to `rest`."""
         now = self._clock()
         for name, seconds in parts.items():
             self._add(name, seconds)
@@ -37,7 +37,7 @@ class Phases:
 
 
 def slowest(parts: list[Mapping[str, float]]) -> Mapping[str, float]:
-    """Of processes that began together, the one that the others waited for."""
+    """Of processes that began together, the phases of the slowest: the one that the others waited for."""
     return max(parts, key=lambda part: sum(part.values()), default={})
 
 

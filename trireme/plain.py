@@ -1,6 +1,7 @@
-"""Values of Python callers as plain typed ones: a str is one text, any other series becomes a tuple, ids are integers. Pure.
+"""Converts values from Python callers to plain types: a str is one text, any other series becomes a tuple, ids become ints. Pure.
 
-Called by trireme/params.py, serving/text/processor.py and launch (prompts). Every refusal is a RequestError that names the field.
+Called by trireme/params.py, serving/text/processor.py and launch (prompts). Every rejection is a RequestError that names the
+field.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ _MAX_SHOWN = 60
 
 
 def shown(value: Any) -> str:
-    """`value` for an error text: short, whatever it is."""
+    """`value` for an error message, truncated."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({type(value).__name__})"
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """A str as one text; None as none."""
+    """A str is one text, None is none."""
     if isinstance(value, str):
         return (value,)
     found = series(name, () if value is None else value, "a text or a list of texts")
@@ -32,7 +33,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A series of integers, those of numpy included; None as none. A bool, a float or a text is no id."""
+    """A series of integers (numpy's included); None is none. Bools, floats and strings are rejected."""
     found = series(name, () if value is None else value, "a list of token ids")
     if set(map(type, found)) <= {int}:
         return found
@@ -40,7 +41,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def biases(name: str, value: Any) -> dict[int, float]:
-    """Token id -> number."""
+    """Token id -> bias."""
     if not isinstance(value, Mapping):
         raise RequestError(f"{name} is {shown(value)}; it must map token ids to numbers", param=name)
     found = {}
@@ -60,7 +61,7 @@ def _checked(name: str, token: Any) -> int:
 
 
 def _index(value: Any) -> int | None:
-    """An integer as an int; None for anything else, a bool as well."""
+    """An integer as an int; None for anything else, including a bool."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -68,7 +69,7 @@ def _index(value: Any) -> int | None:
 
 
 def series(name: str, value: Any, what: str) -> tuple[Any, ...]:
-    """Anything that can be gone through and is no text and no map."""
+    """Any iterable that is neither a string nor a mapping, as a tuple."""
     if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
         raise RequestError(f"{name} is {shown(value)}; it must be {what}", param=name)
     return tuple(value)

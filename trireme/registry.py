@@ -1,6 +1,6 @@
-"""Names that stand for objects, imported on first use: ours from a table, those of others from entry points.
+"""Named plug-ins, imported on first use: ours from a table, third-party ones from entry points.
 
-Used wherever a setting names a piece of code. A request never does: names come from the operator only.
+Used wherever a setting names code. Requests never do: names come from the operator only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """`what` is the word for one entry in errors, `group` that of the entry points, `own` maps names to `module:attribute`."""
+    """`what` names one entry in errors, `group` is the entry-point group, `own` maps names to `module:attribute`."""
 
     def __init__(self, what: str, group: str, own: Mapping[str, str]) -> None:
         self.what = what
@@ -27,7 +27,7 @@ class Registry(Generic[T]):
         return list(self._own)
 
     def names(self) -> list[str]:
-        """Ours first, then the installed ones."""
+        """Our own, then the installed ones."""
         return [*self._own, *(point.name for point in entry_points(group=self.group) if point.name not in self._own)]
 
     def find(self, name: str) -> T:

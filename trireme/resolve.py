@@ -1,7 +1,7 @@
-"""Turns a requested EngineConfig into a resolved one: every "auto" and None decided, with a Decision that says why.
+"""Turns a requested EngineConfig into a resolved one: every "auto" and None decided, with a Decision that gives the reason.
 
-`prepare` looks at the model and the machine and is called by the launcher and by LLM(); `resolve` is pure and all the
-rest is arithmetic. What is decided here is never decided again elsewhere.
+`prepare` inspects the model and the machine and is called by the launcher and by LLM(); `resolve` is pure, and the rest is
+arithmetic. What is decided here is never decided again elsewhere.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from trireme.sizes import GIB, MIB, format_bytes, parse_bytes
 from trireme.topology.mesh import Mesh, split_evenly, split_heads
 from trireme.topology.zones import fleet_of
 
-KV_SHARE = 0.4  # of the memory left beside the weights, for KV blocks on a machine that others use too
+KV_SHARE = 0.4  # fraction of the memory left after the weights, for KV blocks on a machine that others use too
 KV_LARGEST = 4 * GIB  # per engine, unless asked for
 MOST_FREE_BLOCKS = 1 << 16
-FFN_UNIT = 32  # columns of one quantization block
+FFN_UNIT = 32  # columns of one quant block
 
 
 def _in_units(size: int, unit: int) -> int:
-    """Rounded up to whole units, so that what was counted still fits."""
+    """Rounded up to whole units, so that the memory counted is enough."""
     return -(-size // unit) * unit
 
 
 class ModelFacts(NamedTuple):
-    """What resolving needs of a model. `weight_bytes` is the size of its files, expanded where `expansion` says so (for a CPU);
-    `stored` are the types in a GGUF file."""
+    """The model facts that resolving needs. `weight_bytes` is the size of its files, with expanded types at their loaded size
+    where `expansion` says so (on a CPU); `stored` are the tensor types of a GGUF file."""
 
     arch: ArchSpec
     name: str
@@ -49,7 +49,7 @@ class ModelFacts(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A resolved configuration, why it is so, and what it was made from."""
+    """A resolved configuration, its decisions, and the facts it was made from."""
 
     config: EngineConfig
     decisions: list[Decision]
@@ -66,7 +66,7 @@ def prepare(config: EngineConfig, *, device: DeviceFacts | None = None) -> Prepa
 
 
 def read_model(config: EngineConfig) -> ModelFacts:
-    """What the model's files say of themselves; no weight is read. Raises ModelError."""
+    """Facts from the headers of the model's files; no weight is read. Raises ModelError."""
     files = files_of(config.model)
     return ModelFacts(read_arch(files), files.name, *stored_bytes(files), stored_of(files))
 
@@ -74,8 +74,8 @@ def read_model(config: EngineConfig) -> ModelFacts:
 def resolve(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, fitting: bool = True
 ) -> tuple[EngineConfig, list[Decision]]:
-    """The resolved configuration and its Decisions. Raises ConfigError with the numbers that would have worked; unless `fitting`
-    is false also for one that does not fit into this machine's memory."""
+    """The resolved configuration and its Decisions. Raises ConfigError with the numbers that would have worked; with `fitting`,
+    also for a configuration that does not fit into this machine's memory."""
     work = _Resolver(config, model, device)
     work.computes_on()
     work.step_size()
@@ -94,7 +94,7 @@ def resolve(
 
 
 class _Resolver:
-    """The configuration as it becomes definite, group by group; later groups build on earlier ones."""
+    """The configuration while it is resolved, group by group; later groups build on earlier ones."""
 
     def __init__(self, config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> None:
         self.config = config
@@ -115,7 +115,7 @@ class _Resolver:
         self.decisions.append(Decision(field.replace("_", "-"), shown or str(chosen), because))
 
     def computes_on(self) -> None:
-        """Chooses the device. Raises ConfigError for a GPU that was asked for and cannot be used."""
+        """Chooses the device. Raises ConfigError when a GPU was requested and cannot be used."""
         choice = choose_device(self.config, self.arch, self.device)
         if choice.value == "cpu":
             refuse_on_cpu(self.config, choice)
@@ -126,7 +126,7 @@ class _Resolver:
         self.decisions += [] if expansion is None else [expansion]
 
     def step_size(self) -> None:
-        """How much one step may hold: a GPU computes many rows in the time of one."""
+        """Chooses the size of a step: a GPU computes many tokens in the time of one."""
         scheduler, where = self.config.scheduler, "a GPU" if self.is_on_gpu else "a CPU"
         if scheduler.max_num_seqs is None:
             self.decide("scheduler", f"{where} computes", max_num_seqs=GPU_ROWS if self.is_on_gpu else CPU_ROWS)
@@ -143,7 +143,7 @@ class _Resolver:
         return self.config.parallel.worker_kind == "cuda"
 
     def mesh(self) -> None:
-        """Refuses a tp or pp that the model cannot be cut into; says how an uneven one is cut."""
+        """Rejects a tp or pp that the model cannot be split into, and reports an uneven split."""
         tp, pp = self.shape.tp, self.shape.pp
         if self.num_workers > 1 and self.device.cores < self.num_workers and self.device.num_gpus == 0:
             because = f"{self.num_workers} workers on {self.device.cores} cores take turns"
@@ -168,6 +168,7 @@ class _Resolver:
             self.decisions.append(Decision("pp", str(pp), f"layers split {sizes}"))
 
     def types(self) -> None:
+        """Chooses the served name and the types of weights and KV cache."""
         model, cache, stored = self.config.model, self.config.cache, self.arch.weights_dtype
         if model.served_name is None:
             self.decide("model", "the model's own name", served_name=self.name)
@@ -190,7 +191,7 @@ class _Resolver:
             self.decide("cache", "as the weights" if dtype in DTYPE_BYTES else because[packed], kv_dtype=chosen)
 
     def gpu_types(self) -> None:
-        """16 bits for everything: the kernels know nothing else."""
+        """16-bit types for everything: the GPU kernels support nothing else."""
         dtype, stored = compute_dtype(self.config, self.arch), self.arch.weights_dtype
         if self.config.model.dtype == "auto":
             because = "as stored" if dtype == stored else f"the weights are {stored}; the GPU computes in 16 bits"
@@ -230,7 +231,7 @@ class _Resolver:
         self.decide("cache", because, format_bytes(size), kv_memory=f"{size // MIB}MiB")
 
     def weight_bytes(self) -> int:
-        """Of one copy of the weights, loaded by a CPU."""
+        """Bytes of one copy of the weights as loaded by a CPU."""
         return loaded_bytes(self.config.model, self.arch, self.model.weight_bytes)
 
     def length(self) -> None:
@@ -253,13 +254,14 @@ class _Resolver:
             raise too_little_kv(longest, 0, self.token_bytes())
 
     def reuse(self) -> None:
-        """Keys of equal prefixes are equal only where rotation does not depend on how long the prompt is."""
+        """Disables the prefix cache where rotation depends on the prompt's length: equal prefixes would not have equal keys."""
         rope, longest = self.arch.rope, self.config.model.max_len or self.arch.max_position
         varies = rope.kind in ("dynamic", "longrope") and longest > rope.original_max_position
         if varies and self.config.cache.prefix_cache:
             self.decide("cache", f"{rope.kind} rotates prompts by their length", prefix_cache=False)
 
     def queue(self) -> None:
+        """Chooses the token budget where prompts are not chunked, and the queue limits."""
         scheduler, max_len = self.config.scheduler, self.config.model.max_len or 1
         if scheduler.chunk == 0 and scheduler.num_tokens < max_len:
             self.decide("scheduler", "prompts are not cut, so one step must hold the longest", max_num_tokens=max_len)
@@ -271,7 +273,7 @@ class _Resolver:
             self.decide("scheduler", because, max_waiting_tokens=scheduler.queue_tokens(max_len))
 
     def places(self) -> None:
-        """Where workers run and with how many threads."""
+        """Chooses where workers run and their number of threads."""
         parallel, per_engine = self.config.parallel, self.shape.num_workers
         fleet_of(self.config)
         if self.config.in_lockstep:
@@ -294,7 +296,7 @@ class _Resolver:
         check_threads(self.config, self.device)
 
     def check_sequence(self) -> None:
-        """Refuses to split hidden states where nothing can."""
+        """Rejects sequence parallelism where it is not supported."""
         tp = self.config.parallel.tp
         if not self.is_on_gpu:
             raise ConfigError("--sequence-parallel splits hidden states over GPUs", hint="leave it out")
@@ -303,7 +305,7 @@ class _Resolver:
         self.decisions.append(Decision("sequence-parallel", value, because))
 
     def check_experts(self) -> None:
-        """Refuses to split experts that there are not, or where nothing can."""
+        """Rejects expert parallelism for models without experts, or where it is not supported."""
         parallel, per_engine, body = self.config.parallel, self.shape.num_workers, self.arch.body
         if per_engine > 1:
             raise ConfigError(f"--ep joins engines of one worker each; tp x pp is {per_engine}", hint="--dp instead")
@@ -324,7 +326,7 @@ class _Resolver:
         )
 
     def token_bytes(self) -> int:
-        """KV bytes per token on the fullest worker; 1 for models without KV."""
+        """KV bytes per token on the worker that holds the most; 1 for models without KV."""
         if not self.has_layers:
             return 1
         return kv_token_bytes(self.arch, self.config.cache.kv_dtype, self.shape)
@@ -343,7 +345,7 @@ class _Resolver:
 
 
 def describe(arch: ArchSpec) -> str:
-    """One line about a model: `llama, 135 M parameters, 30 layers`."""
+    """One-line summary of a model: `llama, 135 M parameters, 30 layers`."""
     count = num_params(arch)
     size = f"{count / 1e9:.3g} G" if count >= 1e9 else f"{count / 1e6:.3g} M"
     return f"{arch.family}, {size} parameters, {arch.num_layers} layers"

@@ -1,7 +1,7 @@
 """Flags, TRIREME_* environment names and YAML keys, all derived from the Structs of trireme/config.py.
 
-Called by launch (command line) and by the Python API. Precedence: flag > environment > file > default. The only file that
-reads the environment; children never do, they get the finished EngineConfig at birth.
+Called by launch (command line) and by the Python API. Precedence: flag > environment > file > default. The only module that reads
+the environment; children never do, they get the resolved EngineConfig in Boot.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Setting(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """What a value must be, as the words of an error or of the help."""
+        """The allowed values, as worded in errors and in the help."""
         if self.kind == "choice":
             return "one of " + ", ".join(self.choices)
         if self.kind == "switch":
@@ -67,7 +67,7 @@ class Setting(NamedTuple):
 
     @property
     def metavar(self) -> str:
-        """What follows the flag in a help text."""
+        """The placeholder after the flag in a help text."""
         words = {"whole": "N", "real": "X", "switch": "", "list": "A,B", "choice": "|".join(self.choices)}
         return words.get(self.kind, "TEXT")
 
@@ -83,7 +83,7 @@ class Setting(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A configuration and, per `group.name`, where a value that is not the default came from."""
+    """A configuration and, per `group.name`, the source of each value that is not the default."""
 
     config: EngineConfig
     sources: dict[str, str]
@@ -133,7 +133,7 @@ KEY_FILES = tuple(f"{name}_file" for name in SECRET)
 
 
 def without_keys(config: EngineConfig) -> EngineConfig:
-    """The same deployment, as it may be told to those who need no key: engines, files, other programs."""
+    """The same deployment without its secrets, for those who need no key: engines, files, other programs."""
     return msgspec.structs.replace(config, serving=msgspec.structs.replace(config.serving, **dict.fromkeys(SECRET, ())))
 
 
@@ -145,7 +145,7 @@ def _add_keys_of_files(serving: dict[str, Any], sources: Mapping[str, str]) -> N
 
 
 def to_yaml(config: EngineConfig, *, defaults: bool = False) -> str:
-    """A file that gives `config` again through `load`, less its secrets. Leaves out defaults unless `defaults`."""
+    """YAML from which `load` gives `config` again, without its secrets. Omits defaults unless `defaults`."""
     lines: list[str] = []
     group = ""
     for setting in table():
@@ -160,14 +160,14 @@ def to_yaml(config: EngineConfig, *, defaults: bool = False) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """JSON, which YAML reads, except that YAML wants characters beyond ASCII whole and not as surrogate pairs."""
+    """A scalar as JSON, which YAML can read, except that YAML needs non-ASCII characters verbatim, not as surrogate pairs."""
     text = msgspec.json.encode(value).decode()
     return "".join(c if " " <= c < "\x7f" else f"\\U{ord(c):08x}" for c in text)
 
 
 def nearest(word: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """`; did you mean X?` for the closest known spelling, or nothing. `prefix`, which all have, makes none of them closer."""
-    import difflib  # only a mistake pays for it
+    """`; did you mean X?` for the closest known spelling, or nothing. `prefix`, common to all, is ignored in the comparison."""
+    import difflib  # imported only for a mistyped name
 
     close = difflib.get_close_matches(word.removeprefix(prefix), [k.removeprefix(prefix) for k in known], 1, 0.5)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
@@ -211,14 +211,14 @@ _SERVICE_LINKS = [
 
 
 def _is_service_link(name: str, raw: str) -> bool:
-    """Kubernetes tells every pod the addresses of the services beside it. Those of one called `trireme`, or `trireme-api`, have
-    our prefix and are no settings."""
+    """Kubernetes gives every pod the addresses of neighbouring services. Those of a service called `trireme` or `trireme-api`
+    have our prefix and are not settings."""
     rest = name.removeprefix(PREFIX)
     return any(suffix.fullmatch(rest) and form.fullmatch(raw) for suffix, form in _SERVICE_LINKS)
 
 
 def _from_file(path: Path) -> Iterable[tuple[Setting, str, Any]]:
-    """Keys are grouped (`cache: {block_size: 16}`) or flat and spelled as the flag (`block-size: 16`)."""
+    """Settings from a YAML file. Keys are grouped (`cache: {block_size: 16}`) or flat, spelled as the flag (`block-size: 16`)."""
     data = read_yaml(path)
     if data is not None and not isinstance(data, dict):
         raise ConfigError(
@@ -234,7 +234,7 @@ def _from_file(path: Path) -> Iterable[tuple[Setting, str, Any]]:
 
 
 def _entries(path: Path, key: str, raw: Value) -> Iterable[tuple[Setting, str, Value]]:
-    """The settings behind one top-level key."""
+    """The settings under one top-level key."""
     flat = {s.name: s for s in table()}
     groups: dict[str, dict[str, Setting]] = {}
     for setting in table():
@@ -269,8 +269,8 @@ SWITCH_WORDS = _TRUE + _FALSE
 
 
 def value_of(setting: Setting, spelling: str, raw: Any) -> Any:
-    """Text or a YAML/Python value as the setting's type, within its bounds."""
-    if raw == "" and setting.name in (*KEY_FILES, "quotas"):  # a variable that is not set must not open the door
+    """Text or a YAML/Python value as the setting's type, within its bounds. Raises ConfigError."""
+    if raw == "" and setting.name in (*KEY_FILES, "quotas"):  # an unset variable must not disable authentication
         raise ConfigError(f"{spelling} names no file of keys", hint="leave it out, or name one")
     if raw is None or (
         isinstance(raw, str) and raw == "" and setting.optional and (setting.group or setting.kind != "text")
@@ -281,7 +281,7 @@ def value_of(setting: Setting, spelling: str, raw: Any) -> Any:
     try:
         value = _convert(setting, raw)
     except (ValueError, TypeError):
-        raise _refused(setting, spelling, raw) from None  # the cause holds the value, which may be a key
+        raise _refused(setting, spelling, raw) from None  # the cause contains the value, which may be a key
     if setting.name == "kv_memory":
         _check_size(spelling, value)
     if setting.name in SECRET:
@@ -323,13 +323,13 @@ def _text(raw: Any) -> str:
     text = str(raw)
     if "\0" in text:
         raise ValueError(text)
-    text.encode()  # ValueError for what was not UTF-8 outside
+    text.encode()  # ValueError for bytes that were not UTF-8
     return text
 
 
 def _bounded(setting: Setting, number: float) -> float:
     low, high = setting.low, setting.high
-    if not abs(number) < 2**63:  # also refuses NaN
+    if not abs(number) < 2**63:  # also rejects NaN
         raise ValueError(number)
     if low is not None and (number < low or (setting.above and number == low)):
         raise ValueError(number)
@@ -392,7 +392,7 @@ def _setting(group: str, field: inspect.Field) -> Setting:
 
 
 def _plain(info: inspect.Type) -> tuple[inspect.Type, str]:
-    """A type without its Metadata shell, and the description found there."""
+    """A type without its Metadata wrapper, and the description found there."""
     text = ""
     while isinstance(info, inspect.Metadata):
         text = text or str((info.extra_json_schema or {}).get("description", ""))

@@ -1,4 +1,4 @@
-"""What engines, front ends and workers say alike of an engine's sleep."""
+"""Constants about an engine's sleep, shared by engines, frontends and workers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""YAML as names and texts: every scalar is the characters that stand in the file, and whoever reads it decides what they mean.
+"""YAML as names and strings: every scalar is its literal text, and the caller decides what it means.
 
-YAML's own guesses are wrong for settings (`off` is a text there, `017` is not octal, `1.10` is a version, `12:30` a time), and its
-silence about a name that is given twice hides a mistake. Called by trireme/settings.py and for the file of quotas. Errors name the
-line and never quote it: it may hold a key.
+YAML's own guesses are wrong for settings (`off` is a string there, `017` is not octal, `1.10` is a version, `12:30` a time), and
+its silence about duplicate keys hides mistakes. Called by trireme/settings.py and for the quota file. Errors name the line and
+never quote it: it may hold a key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from yaml.nodes import MappingNode, Node
 
 MAX_BYTES = 16 << 20
-MAX_VALUES = 1_000_000  # aliases make many out of few characters
+MAX_VALUES = 1_000_000  # aliases expand few characters into many values
 MAX_DEPTH = 16
 _NULLS = ("", "~", "null", "Null", "NULL")
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
@@ -27,7 +27,7 @@ Value: TypeAlias = "str | None | list[Value] | dict[str, Value]"
 
 
 def read_yaml(path: Path) -> Value:
-    """What the file holds; a plain null, or nothing, is None. Raises ConfigError, also for a name that stands twice in one
+    """The contents of a file; a plain null, or an empty file, is None. Raises ConfigError, also for a duplicate key in a
     mapping."""
     try:
         with path.open("rb") as file:
@@ -45,8 +45,8 @@ def read_yaml(path: Path) -> Value:
 
 
 def parse_yaml(text: str) -> Value:
-    """As read_yaml; errors say what the text `is` or `has`."""
-    import yaml  # costs 30 ms; only a run with a file pays
+    """Like read_yaml; errors say what the text `is` or `has`."""
+    import yaml  # the import costs 30 ms; only runs with a file pay for it
 
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
@@ -63,17 +63,19 @@ def parse_yaml(text: str) -> Value:
 
 
 class _YamlReader:
-    """Nodes to plain values, within bounds."""
+    """Converts nodes to plain values, within bounds."""
 
     def __init__(self) -> None:
         self._num_values = 0
 
     def value(self, node: Node, place: str, depth: int) -> Value:
+        """A node as text, dict or list. `place` is its path, for errors. Raises ConfigError for values beyond the bounds and for
+        tags."""
         from yaml.nodes import MappingNode, ScalarNode
 
         line = node.start_mark.line + 1
         self._num_values += 1
-        if depth > MAX_DEPTH:  # also ends what contains itself
+        if depth > MAX_DEPTH:  # also stops self-referencing aliases
             raise ConfigError(f"has values nested more than {MAX_DEPTH} deep, in line {line}")
         if self._num_values > MAX_VALUES:
             raise ConfigError(f"has more than {MAX_VALUES} values")

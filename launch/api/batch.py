@@ -1,6 +1,6 @@
-"""Requests of the Python API: from prompts and SamplingParams to checked rows, from engine events to RequestOutputs.
+"""Requests of the Python API: from prompts and SamplingParams to validated submits, from engine events to RequestOutputs.
 
-Used by launch/api/session.py alone. The work is done by serving's processor, client and generation; this file only joins them.
+Used by launch/api/session.py only. The work is done by serving's processor, client and generation; this file connects them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trireme.transport.wire.messages import EngineFacts
 
 
 class PromptSource(NamedTuple):
-    """What a caller gave as prompt: a text, token ids, or the messages of a conversation. Exactly one is set."""
+    """A caller's prompt: a text, token ids, or the messages of a conversation. Exactly one is set."""
 
     text: str | None = None
     ids: Sequence[int] | None = None
@@ -43,7 +43,7 @@ class PromptSource(NamedTuple):
 
     @classmethod
     def raw(cls, prompt: str | Sequence[int] | np.ndarray, *, param: str = "prompt") -> PromptSource:
-        """Raises RequestError naming `param` for anything but a text or integers."""
+        """From a text or token ids. Raises RequestError naming `param` for anything else."""
         if isinstance(prompt, str):
             return cls(text=prompt)
         if prompt is None or not isinstance(prompt, np.ndarray | Sequence) or isinstance(prompt, bytes | bytearray):
@@ -58,7 +58,7 @@ class PromptSource(NamedTuple):
 
 
 class BatchRequest(NamedTuple):
-    """A checked request: all its choices, ready to submit."""
+    """A validated request: all its choices, ready to submit."""
 
     prompt: str | None
     params: SamplingParams
@@ -70,7 +70,7 @@ class BatchRequest(NamedTuple):
 
 
 class TextSide:
-    """Tokenizer, chat template and checks of one model. Thread-safe once its facts are set."""
+    """Tokenizer, chat template and validation of one model. Thread-safe once its facts are set."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
@@ -97,7 +97,7 @@ class TextSide:
         return cls(config, tokenizer, read_arch(files).eos_token_ids)
 
     def set_facts(self, facts: EngineFacts) -> None:
-        """What the engines can do, known once they run. Offline requests may wait in the queue for ever."""
+        """Sets the engines' facts, known once they run. Offline requests may wait in the queue without limit."""
         self._processor = Processor(
             self.tokenizer,
             max_len=facts.max_len,
@@ -107,7 +107,7 @@ class TextSide:
         )
 
     def request(self, source: PromptSource, params: SamplingParams, salt: str | None) -> BatchRequest:
-        """Raises RequestError that names the field at fault."""
+        """Validates and tokenizes a prompt. Raises RequestError that names the field at fault."""
         processor = self._processor
         assert processor is not None, "set_facts first"
         if not isinstance(params, SamplingParams):
@@ -137,9 +137,9 @@ class TextSide:
 
 
 class InFlight:
-    """Keeps a large batch from overrunning the engines' queues: rows and prompt tokens under way have a bound each.
+    """Keeps a large batch from overrunning the engines' queues by bounding both the sequences and the prompt tokens in flight.
 
-    First come, first served; a request larger than the bound goes alone.
+    First come, first served; a request larger than the bound runs alone.
     """
 
     def __init__(self, max_rows: int, max_tokens: int) -> None:
@@ -149,13 +149,13 @@ class InFlight:
 
     @classmethod
     def for_engines(cls, facts: EngineFacts, num_engines: int) -> InFlight:
-        """Half of the queues: enough to keep every batch full, and far from a refusal."""
+        """Half of the queues: enough to keep every batch full, with a margin against rejections."""
         rows = facts.max_num_seqs + facts.max_waiting // 2
         return cls(rows * num_engines, max(1, facts.max_waiting_tokens // 2) * num_engines)
 
     @asynccontextmanager
     async def room_for(self, request: BatchRequest) -> AsyncIterator[None]:
-        """Waits until the request fits, and holds its room."""
+        """Waits until the request fits, and reserves its share while the context lasts."""
         if self._waiting or not self._fits(request):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((request, turn))
@@ -190,13 +190,13 @@ class InFlight:
                 turn.set_result(None)
 
 
-# ---------------------------------------------------------------- running one
+# ---------------------------------------------------------------- running one request
 
 
 async def stream_request(
     client: EngineClient, text: TextSide, request: BatchRequest
 ) -> AsyncGenerator[OutputDelta, None]:
-    """Deltas of all choices until the last has ended; leaving early aborts. Raises EngineDeadError and its kin."""
+    """Deltas of all choices until the last has ended; leaving early aborts. Raises EngineDeadError and other EngineErrors."""
     generation = Generation(client, text.table, request.rows, request.params)
     try:
         await generation.submit()
@@ -208,7 +208,7 @@ async def stream_request(
 
 
 async def run_request(client: EngineClient, text: TextSide, request: BatchRequest) -> RequestOutput:
-    """All choices, whole."""
+    """All choices, complete."""
     generation = Generation(client, text.table, request.rows, request.params)
     parts = [_BatchChoice() for _ in request.rows]
     try:
@@ -232,7 +232,7 @@ async def run_request(client: EngineClient, text: TextSide, request: BatchReques
 
 
 class _BatchChoice:
-    """One answer being put together."""
+    """One choice while its deltas are collected."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -242,6 +242,7 @@ class _BatchChoice:
         self.stop: str | int | None = None
 
     def add(self, delta: TextDelta) -> None:
+        """Appends one delta's text, tokens, logprobs and finish reason."""
         self.texts.append(delta.text)
         self.tokens += delta.tokens
         if delta.logprobs is not None:
@@ -250,6 +251,7 @@ class _BatchChoice:
             self.finish, self.stop = delta.finish, delta.stop
 
     def output(self, index: int) -> CompletionOutput:
+        """The complete choice, as number `index`."""
         return CompletionOutput(
             index=index,
             text="".join(self.texts),

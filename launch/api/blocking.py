@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread, for callers that block: results of coroutines, items of async generators, Ctrl-C as cancel."""
+"""An asyncio loop in a thread, for blocking callers: results of coroutines, items of async generators, Ctrl-C as cancellation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoopThread:
         return self._thread.is_alive()
 
     def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result. KeyboardInterrupt here cancels it there, and goes on when it has ended."""
+        """The coroutine's result. KeyboardInterrupt here cancels it there, and is re-raised once it has ended."""
         job = _Job(work)
         self._loop.call_soon_threadsafe(job.start)
         try:
@@ -38,7 +38,7 @@ class LoopThread:
             raise
 
     def iterate(self, items: AsyncGenerator[Result, None]) -> Iterator[Result]:
-        """The generator's items. Leaving early, also by KeyboardInterrupt, closes the generator there before going on."""
+        """The generator's items. Leaving early, also by KeyboardInterrupt, first closes the generator in the loop."""
         try:
             while (item := self.wait(_next(items))) is not _END:
                 yield item
@@ -46,7 +46,7 @@ class LoopThread:
             self.wait(items.aclose())
 
     def close(self) -> None:
-        """Ends the loop; what still runs in it is cancelled. May be called twice."""
+        """Ends the loop and cancels everything still running in it. May be called twice."""
         if self._thread.is_alive():
             self.wait(_cancel_all())
             self.wait(self._loop.shutdown_default_executor())
@@ -56,7 +56,7 @@ class LoopThread:
 
 
 class _Job:
-    """One coroutine in the loop, and its outcome outside of it."""
+    """One coroutine in the loop, and its outcome for the waiting thread."""
 
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
         self.outcome: Future[Any] = Future()

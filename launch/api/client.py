@@ -1,7 +1,7 @@
 """`Client` and `AsyncClient`: the engines of a running `trireme serve` over its own sockets, without HTTP.
 
-A program of the same user on the same machine joins the deployment as one more front end: typed messages, its own
-tokenizer, streams, cancel. The server leaves a pass in its private directory; who can read that directory may connect.
+A program of the same user on the same machine joins the deployment as one more frontend: typed messages, its own
+tokenizer, streams, cancellation. The server leaves a connection file in its private directory; whoever can read it may connect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Client(Session):
 
 
 def read_pass(directory: Path) -> Boot:
-    """The pass in a server's directory, under a name of our own."""
+    """The Boot from the connection file in a server's directory, under a client name of our own."""
     try:
         boot = msgspec.msgpack.decode((directory / PASS_NAME).read_bytes(), type=Boot)
     except OSError as error:
@@ -56,7 +56,7 @@ def read_pass(directory: Path) -> Boot:
 
 
 def find_server() -> Path:
-    """The directory of the one server of this user. Raises ConfigError when there is none, or more than one."""
+    """The directory of this user's only server. Raises ConfigError when there is none, or more than one."""
     found = [
         path.parent
         for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK_NAME}")
@@ -71,12 +71,12 @@ def find_server() -> Path:
 
 
 class _Attached:
-    """A deployment that others started and will end."""
+    """A deployment started, and eventually stopped, by someone else."""
 
     def __init__(self, boot: Boot, config: EngineConfig) -> None:
         self._boot = boot
         self._config = config
-        self.lives: dict[str, Life] = {}  # it did not start them
+        self.lives: dict[str, Life] = {}  # empty: it did not start the engines
 
     def start(self) -> None:
         pass

@@ -1,7 +1,8 @@
-"""Where the engines behind LLM and AsyncLLM live: in a thread of this process, or in processes under a Supervisor.
+"""Where the engines behind LLM and AsyncLLM run: in a thread of this process, or in processes under a Supervisor.
 
-One worker runs here, with nothing between it and the caller but queues; several workers or engines, and a GPU, which must never
-wait for the caller's Python, get the process tree of `trireme serve` without its front ends. Both give the same EngineClient.
+A single CPU worker runs here, with nothing but queues between it and the caller; several workers or engines, and a GPU, which
+must never wait for the caller's Python, get the process tree of `trireme serve` without its frontends. Both give the same
+EngineClient.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ OnProgress: TypeAlias = Callable[[Progress], None]
 
 
 class Deployment(Protocol):
-    """Engines that are being started, run or stopped. `start` blocks until they can answer and raises why they cannot."""
+    """Engines that are starting, running or stopped. `start` blocks until they can answer and raises the error if they cannot."""
 
-    lives: dict[str, Life]  # of the engines, once they have started
+    lives: dict[str, Life]  # start of each engine, once they have started
 
     def start(self) -> None: ...
 
@@ -43,12 +44,12 @@ class Deployment(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the engines and waits for them. May be called twice."""
+        """Stops the engines and waits for them. May be called twice."""
         ...
 
 
 def make_deployment(config: EngineConfig, on_progress: OnProgress) -> Deployment:
-    """The one that a resolved configuration asks for."""
+    """The deployment for a resolved configuration."""
     parallel = config.parallel
     if parallel.dp == 1 and parallel.executor == "inproc" and parallel.worker_kind != "cuda":
         return InProcess(config, on_progress)
@@ -76,7 +77,7 @@ class InProcess:
             raise self._error
 
     def client(self) -> EngineClient:
-        """Nobody starts the engine again should it die, so nothing waits for that."""
+        """A client without reconnection: a dead engine is not restarted here, so no request waits for it."""
         connect = [lambda on_message: self._server.connect("front-0", on_message)]
         return EngineClient(connect, migration_limit=0, engine_wait_s=0.0)
 
@@ -87,7 +88,7 @@ class InProcess:
             self._thread.join()
 
     def _run(self) -> None:
-        """The engine's whole life. An error before readiness goes to `start`, a later one to whoever has a request running."""
+        """The engine's thread. An error before readiness is raised by `start`, a later one by running requests."""
         config, phases = self._config, Phases()
         poller = Poller()
         poller.add(self._waker, lambda: None)
@@ -109,7 +110,7 @@ class InProcess:
             self._settled.set()
             while not self._stop:
                 loop.turn()
-        except Exception as error:  # the end of a thread: whoever waits for the engine must learn why
+        except Exception as error:  # the end of a thread: whoever waits for the engine must get the error
             self._error = error
             reason = str(error) or type(error).__name__
             if self._settled.is_set():
@@ -126,7 +127,7 @@ class InProcess:
 
 
 class UnderSupervisor:
-    """Engines (and a coordinator) as processes, watched and restarted by a Supervisor that has a thread of its own."""
+    """Engines (and a coordinator) as processes, monitored and restarted by a Supervisor in a thread of its own."""
 
     def __init__(self, config: EngineConfig, on_progress: OnProgress, *, num_fronts: int = 0) -> None:
         self._config = config
@@ -147,7 +148,7 @@ class UnderSupervisor:
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """(host, port) of the front ends, if there are any."""
+        """(host, port) of the frontends, if there are any."""
         return self._supervisor.address
 
     def client(self) -> EngineClient:
@@ -185,6 +186,6 @@ class UnderSupervisor:
 
 
 def error_of(failed: Failed) -> TriremeError:
-    """A child's failure as the exception that a caller of the Python API gets."""
+    """The exception for a child's failure that callers of the Python API get."""
     kinds: dict[int, type[TriremeError]] = {kind.exit_code: kind for kind in (ConfigError, ModelError)}
     return kinds.get(failed.exit_code, EngineError)(f"{failed.source}: {failed.error}", hint=failed.hint)

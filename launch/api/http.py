@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client for OpenAI-style servers: JSON answers and SSE streams, over asyncio, nothing imported.
+"""A small HTTP/1.1 client for OpenAI-style servers: JSON answers and SSE streams, over asyncio, without third-party imports.
 
-Used by chat, complete and the load benchmark. One connection per request, closed in every case, so that leaving early
-cancels the request at the server.
+Used by chat, complete and the load benchmark. One connection per request, always closed afterwards, so that leaving early cancels
+the request at the server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_EVENT = 16 << 20
 
 
 class ServerError(TriremeError):
-    """The server refused or broke off; `status` is its HTTP status, 0 when it could not be reached."""
+    """The server refused or broke off; `status` is its HTTP status, 0 when it was unreachable."""
 
     def __init__(self, message: str, *, status: int = 0, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -30,7 +30,7 @@ class ServerError(TriremeError):
 
 
 class Endpoint(NamedTuple):
-    """Where a server is. `key` is sent as a bearer token."""
+    """Address of a server. `key` is sent as a bearer token."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class Endpoint(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """Host and port as the Host header has them."""
+        """Host and port as in the Host header."""
         return netloc(self.host, self.port)
 
     @property
@@ -58,7 +58,7 @@ def endpoint(url: str, key: str = "") -> Endpoint:
         raise ConfigError(
             f"--url is no address: {error}", hint="--url http://127.0.0.1:8000 or --url http://[::1]:8000"
         ) from None
-    if parts.username or parts.password:  # (and so must not be shown)
+    if parts.username or parts.password:  # (credentials, which must not be shown)
         raise ConfigError("--url has a user name or a password in it, which is not sent", hint="--api-key-file FILE")
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigError(f"--url is {url!r}; it must be like http://127.0.0.1:8000 or http://[::1]:8000")
@@ -86,8 +86,8 @@ async def _answered(to: Endpoint, method: str, path: str) -> Any:
 
 
 async def stream(to: Endpoint, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
-    """Parsed SSE events of a POST until [DONE]; closing the iterator closes the connection. Raises ServerError, also for an
-    error event inside the stream."""
+    """Parsed SSE events of a POST until [DONE]; closing the iterator closes the connection. Raises ServerError, also for an error
+    event in the stream."""
     answer = await _Answer.open(to, "POST", path, msgspec.json.encode(body))
     try:
         async for event in answer.events():
@@ -105,7 +105,7 @@ async def stream(to: Endpoint, path: str, body: dict[str, Any]) -> AsyncGenerato
 
 
 class _Answer:
-    """An answer whose head has been read."""
+    """An answer whose header has been read."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: int, head: bytes) -> None:
         self.reader, self.writer, self.status = reader, writer, status
@@ -116,7 +116,7 @@ class _Answer:
 
     @classmethod
     async def open(cls, to: Endpoint, method: str, path: str, body: bytes) -> _Answer:
-        """Sends the request and reads the head; a status other than 200 is raised with the server's own words."""
+        """Sends the request and reads the header; a status other than 200 is raised with the server's own message."""
         try:
             reader, writer = await asyncio.open_connection(
                 to.host, to.port, ssl=ssl.create_default_context() if to.tls else None, limit=MAX_EVENT
@@ -139,6 +139,7 @@ class _Answer:
             raise
 
     async def body(self) -> bytes:
+        """The complete body. Raises ServerError when the connection breaks off or the framing is invalid."""
         if self.is_chunked or self.length is None:
             return b"".join([piece async for piece in self._pieces()])
         try:
@@ -177,7 +178,7 @@ class _Answer:
 
 
 def _status_of(head: bytes) -> int:
-    """Raises ValueError."""
+    """HTTP status of a header. Raises ValueError."""
     words = head.split(b" ", 2)
     if not head.startswith(b"HTTP/") or len(words) < 2:
         raise ValueError(f"it begins with {head[:40]!r}")
@@ -185,7 +186,7 @@ def _status_of(head: bytes) -> int:
 
 
 def _chunk_size(line: bytes) -> int:
-    """Raises ValueError."""
+    """Size of an HTTP chunk, in bytes. Raises ValueError."""
     size = int(line.split(b";")[0], 16)
     if size < 0:
         raise ValueError(f"a piece of {size} bytes")
@@ -219,6 +220,7 @@ def _request(to: Endpoint, method: str, path: str, body: bytes) -> bytes:
 
 
 def parsed(raw: bytes, *, strict: bool = True) -> Any:
+    """A JSON body. Invalid JSON raises ServerError or, unless `strict`, is returned as text, at most 200 bytes."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -228,7 +230,7 @@ def parsed(raw: bytes, *, strict: bool = True) -> Any:
 
 
 def from_envelope(value: Any, status: int) -> ServerError:
-    """The error that a parsed body or event tells, whatever its shape."""
+    """The ServerError of an error body or event, whatever its shape."""
     error = value.get("error") if isinstance(value, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return ServerError(f"the server answered {status}: {message or value or 'nothing'}", status=status)

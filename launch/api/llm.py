@@ -1,4 +1,4 @@
-"""`LLM` and `AsyncLLM`: an engine of one's own from Python, without HTTP. Engines and text side are those of the server.
+"""`LLM` and `AsyncLLM`: an engine owned by the caller, from Python, without HTTP. Engines and text side are those of the server.
 
 from trireme import LLM, SamplingParams
 with LLM("smollm2") as llm:
@@ -26,8 +26,8 @@ class AsyncLLM(AsyncSession):
     """`async with AsyncLLM("smollm2", tp=2) as llm: ...`
 
     Keyword arguments are the settings of `trireme serve --help all`, spelled with underscores; `config` is a YAML file of
-    them. A whole EngineConfig may stand in place of all these. Raises ConfigError and ModelError when made, EngineError
-    and its kin from requests.
+    them. A whole EngineConfig may replace all these. Raises ConfigError and ModelError when made, EngineError
+    and others from requests.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AsyncLLM(AsyncSession):
 
 
 def patient(loaded: Loaded) -> EngineConfig:
-    """Nobody waits at the other end of a list of prompts: unless somebody has set it, the queue has no time limit."""
+    """Disables the queue's time limit unless somebody set it: no client waits for an offline batch."""
     config = loaded.config
     if "scheduler.queue_timeout" in loaded.sources:
         return config
@@ -58,7 +58,7 @@ def patient(loaded: Loaded) -> EngineConfig:
 
 
 class LLM(Session):
-    """The blocking twin of AsyncLLM, with the same arguments, for scripts and notebooks. Starts when made."""
+    """The blocking twin of AsyncLLM, with the same arguments, for scripts and notebooks. Starts on construction."""
 
     def __init__(
         self,

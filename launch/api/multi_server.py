@@ -1,7 +1,7 @@
-"""`Hosts` and `AsyncHosts`: several servers behind one client, over their HTTP ports, with connections that are kept.
+"""`Hosts` and `AsyncHosts`: several servers behind one client, over their HTTP ports, with keep-alive connections.
 
-Any server of the OpenAI API will do. Requests and answers are the API's own JSON. Which server answers, what is tried again and
-when one is left alone is in transport/targets.py; a stream may move to another server until its first event, not after.
+Works with any server of the OpenAI API. Requests and answers are the API's own JSON. Server selection, retries and circuit
+breaking are in transport/targets.py; a stream may move to another server before its first event, not after.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trireme.transport.targets import Patience, TargetBusy, TargetFailed, Target
 
 CONNECT_S = 5.0
 ANSWER_S = 600.0
-SILENCE_S = 45.0  # between events: servers ping more often
-CONNECTIONS = 100  # kept, all servers together
+SILENCE_S = 45.0  # between events: servers send pings more often
+CONNECTIONS = 100  # kept alive, all servers together
 MAX_ANSWER = 256 << 20
 BUSY, FAILED = (429, 503), (500, 502, 504)
 
@@ -28,8 +28,8 @@ BUSY, FAILED = (429, 503), (500, 502, 504)
 class AsyncHosts:
     """`async with AsyncHosts(["http://a:8000", "http://b:8000"], api_key=...) as hosts: await hosts.chat([...])`.
 
-    `answer_s` is the longest wait for a whole answer, `silence_s` that for the next event of a stream: a server that is silent
-    for longer has failed.
+    `answer_s` is the maximum wait for a whole answer, `silence_s` that for the next event of a stream: a server silent for
+    longer has failed.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class AsyncHosts:
         )
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The whole answer to a JSON body. Raises ServerError (the request is wrong), TargetFailed, TargetBusy, OverloadedError."""
+        """The whole answer to a JSON body. Raises ServerError (the request is wrong), TargetFailed, TargetBusy,
+        OverloadedError."""
 
         async def attempt(url: str) -> Any:
             answer = await self._send(url + path, body, self._answer_s)
@@ -93,7 +94,7 @@ class AsyncHosts:
         return await self.post("/v1/completions", {"prompt": prompt, **fields})
 
     def states(self) -> list[tuple[str, State, int]]:
-        """Each server, its breaker, and how many requests it is answering."""
+        """Each server, its breaker state, and its number of open requests."""
         return self._targets.states()
 
     async def _send(self, url: str, body: Mapping[str, Any], silence_s: float) -> httpx2.Response:
@@ -204,7 +205,7 @@ class Hosts:
         return self._loop.iterate(self._hosts.stream(path, body))
 
     def close(self) -> None:
-        """May be called twice."""
+        """Closes all connections. May be called twice."""
         if self._loop.is_running:
             self._loop.wait(self._hosts.close())
             self._loop.close()

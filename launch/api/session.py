@@ -1,7 +1,7 @@
-"""Requests to engines from Python, async and blocking: what LLM and Client have in common. Free of how engines came to be.
+"""Requests to engines from Python, async and blocking: the common base of LLM and Client. Independent of how engines were started.
 
-AsyncSession   one asyncio loop; AsyncLLM and AsyncClient are its two openings
-Session        its blocking twin with a loop in a thread; LLM and Client likewise
+AsyncSession   one asyncio loop; base of AsyncLLM and AsyncClient
+Session        its blocking twin with a loop in a thread; base of LLM and Client
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from trireme.topology.lockstep import pause_mode
 from trireme.transport.wire.messages import Progress
 
 Prompt: TypeAlias = "str | Sequence[int] | np.ndarray"
-"""Text, or token ids."""
+"""A text, or token ids."""
 Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
 """A conversation in the OpenAI form: `[{"role": "user", "content": "..."}]`."""
 
 CONNECT_TIMEOUT_S = 30.0
-REST_S = 300.0  # that falling asleep or waking may take
+REST_S = 300.0  # timeout of falling asleep or waking
 
 
 class AsyncSession:
@@ -52,8 +52,8 @@ class AsyncSession:
         launched: float | None = None,
     ) -> None:
         self.config = config  # the resolved settings
-        self.decisions = decisions  # what was decided, and why
-        self.startup: dict[str, float] = {}  # seconds of each part of the start; they add up to all of it
+        self.decisions = decisions  # what was resolved, and why
+        self.startup: dict[str, float] = {}  # seconds of each part of the start; they add up to the whole
         self._launched = time.monotonic() if launched is None else launched
         self._deployment = deployment
         self._view = view
@@ -62,7 +62,7 @@ class AsyncSession:
         self._in_flight: InFlight | None = None
 
     async def start(self) -> None:
-        """Returns when every engine can answer; raises why one cannot."""
+        """Returns when every engine can answer; raises the error of one that cannot."""
         try:
             text = await self._load()
             client = self._client = self._deployment.client()
@@ -82,7 +82,7 @@ class AsyncSession:
         self._in_flight = InFlight.for_engines(facts, self.config.parallel.dp)
 
     async def _load(self) -> TextSide:
-        """Tokenizer and engines side by side; returns when both are there."""
+        """Loads the tokenizer and starts the engines concurrently; returns when both are ready."""
         text, engines = await asyncio.gather(
             asyncio.to_thread(TextSide.load, self.config),
             asyncio.to_thread(self._deployment.start),
@@ -104,7 +104,7 @@ class AsyncSession:
             raise EngineDeadError(f"no connection within {CONNECT_TIMEOUT_S:g} s: {reasons}") from None
 
     async def close(self) -> None:
-        """Aborts what runs and lets go of the engines. May be called twice."""
+        """Aborts running requests and releases the engines. May be called twice."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -122,7 +122,7 @@ class AsyncSession:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | None = None
     ) -> RequestOutput:
-        """Everything at once. Cancelling the task aborts the request."""
+        """The complete output. Cancelling the task aborts the request."""
         return await self.run(self.prepare(PromptSource.raw(prompt), params, salt))
 
     async def chat(
@@ -148,7 +148,7 @@ class AsyncSession:
         return self._ready()[1].request(source, SamplingParams() if params is None else params, salt)
 
     async def run(self, request: BatchRequest) -> RequestOutput:
-        """A prepared request, as soon as the engines have room for it."""
+        """Runs a prepared request as soon as the engines have room for it."""
         client, text, in_flight = self._ready()
         async with in_flight.room_for(request):
             return await run_request(client, text, request)
@@ -172,34 +172,35 @@ class AsyncSession:
         return facts.vocab_size
 
     def health(self) -> list[EngineState]:
-        """How each engine stands now: up or down and why, its epoch, rows of ours, how long it has stalled."""
+        """State of each engine: up, or down and why; its epoch, our requests in it, seconds without progress."""
         return self._ready()[0].states()
 
     async def stats(self, engine: int = 0) -> dict[str, Any]:
-        """Counters and load of one engine. Raises EngineDeadError when it is away."""
+        """Counters and load of one engine. Raises EngineDeadError when it is down."""
         found: dict[str, Any] = await self._ready()[0].call(engine, "stats")
         return found
 
     async def sleep(self, level: int = 1) -> None:
-        """Gives the GPUs' memory back until there is work again: 1 keeps the weights in the host's memory, 2 drops them and reads
-        the files again; cached prefixes are lost. Raises EngineError while requests are under way, and on a CPU."""
+        """Releases GPU memory until there is work again: level 1 keeps the weights in host memory, level 2 drops them and reads
+        the files again; cached prefixes are lost. Raises EngineError while requests are running, and on a CPU."""
         for state in self.health():
             await self._ready()[0].call(state.engine, "sleep", timeout_s=REST_S, level=level)
 
     async def wake(self) -> None:
-        """Ends a sleep before the next request does."""
+        """Ends a sleep before the next request would."""
         for state in self.health():
             await self._ready()[0].call(state.engine, "wake", timeout_s=REST_S)
 
     async def resting(self) -> list[dict[str, Any]]:
-        """Of each engine: `engine`, `state` (awake, falling, asleep, waking), `sleep_level` and `pause` ("" for none)."""
+        """Sleep state of each engine: `engine`, `state` (awake, falling, asleep, waking), `sleep_level` and `pause` ("" for
+        none)."""
         found = [(state.engine, await self.stats(state.engine)) for state in self.health()]
         return [{"engine": engine, **{name: stats[name] for name in RESTING}} for engine, stats in found]
 
     async def pause(self, mode: str = "wait", timeout_s: float = REST_S) -> None:
-        """Returns when no engine steps any more. What runs is ended ("abort"), ends first ("wait") or stays as it is ("keep");
-        requests that come meanwhile wait for `resume`. Raises EngineError for another mode, or when another pause or a resume
-        comes in between, and TimeoutError."""
+        """Returns once no engine steps. Running requests are ended ("abort"), finish first ("wait") or stay in place ("keep");
+        new requests wait for `resume`. Raises EngineError for another mode, or when another pause or a resume intervenes, and
+        TimeoutError."""
         await self._ready()[0].direct(pause_mode(mode), timeout_s)
 
     async def resume(self, timeout_s: float = REST_S) -> None:
@@ -213,7 +214,7 @@ class AsyncSession:
 
 
 class Session:
-    """The blocking twin: prompts in, answers out, in the same order. Starts when made; close it, or use `with`.
+    """The blocking twin: prompts in, answers out, in the same order. Starts on construction; close it, or use `with`.
 
     May be used from any thread, one call at a time.
     """
@@ -234,12 +235,12 @@ class Session:
 
     @property
     def decisions(self) -> list[Decision]:
-        """What was decided, and why."""
+        """What was resolved, and why."""
         return self._session.decisions
 
     @property
     def startup(self) -> dict[str, float]:
-        """Seconds of each part of the start, from the making of this object until it could answer."""
+        """Seconds of each part of the start, from the construction of this object until it could answer."""
         return self._session.startup
 
     @overload
@@ -270,10 +271,10 @@ class Session:
         salt: str | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """One RequestOutput for a text, a list of them for a list of texts or of token id lists.
+        """One RequestOutput for a text, or a list of them for a list of texts or token id lists.
 
-        All prompts are checked before the first is sent. `params` may be one for all or one per prompt. Shows a bar on a
-        terminal. The first error ends the whole call and aborts the rest.
+        All prompts are validated before the first is sent. `params` may be one for all or one per prompt. Shows a progress bar on
+        a terminal. The first error ends the whole call and aborts the rest.
         """
         if isinstance(prompts, str):
             return self._run_all([PromptSource.raw(prompts)], params, salt, progress)[0]
@@ -309,7 +310,7 @@ class Session:
         salt: str | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """The answer to one conversation (a list of messages), or answers to a list of conversations."""
+        """The answer to one conversation (a list of messages), or the answers to a list of conversations."""
         messages = series("messages", messages, "a list of messages, or a list of such lists")
         many = not (messages and isinstance(messages[0], Mapping))
         sources = [PromptSource.talk(talk) for talk in (messages if many else [messages])]
@@ -329,7 +330,7 @@ class Session:
         return self._loop.iterate(self._session.stream_chat(messages, params, salt=salt))
 
     def health(self) -> list[EngineState]:
-        """How each engine stands now."""
+        """State of each engine."""
 
         async def states() -> list[EngineState]:
             return self._session.health()
@@ -341,19 +342,19 @@ class Session:
         return self._loop.wait(self._session.stats(engine))
 
     def sleep(self, level: int = 1) -> None:
-        """AsyncSession.sleep: gives the GPUs' memory back until there is work again."""
+        """AsyncSession.sleep: releases GPU memory until there is work again."""
         self._loop.wait(self._session.sleep(level))
 
     def wake(self) -> None:
-        """Ends a sleep before the next request does."""
+        """Ends a sleep before the next request would."""
         self._loop.wait(self._session.wake())
 
     def resting(self) -> list[dict[str, Any]]:
-        """AsyncSession.resting: how each engine sleeps or pauses."""
+        """AsyncSession.resting: sleep state and pause of each engine."""
         return self._loop.wait(self._session.resting())
 
     def pause(self, mode: str = "wait", timeout_s: float = REST_S) -> None:
-        """AsyncSession.pause: returns when no engine steps any more."""
+        """AsyncSession.pause: returns once no engine steps."""
         self._loop.wait(self._session.pause(mode, timeout_s))
 
     def resume(self, timeout_s: float = REST_S) -> None:
@@ -361,7 +362,7 @@ class Session:
         self._loop.wait(self._session.resume(timeout_s))
 
     def close(self) -> None:
-        """Aborts what runs and lets go of the engines. May be called twice."""
+        """Aborts running requests and releases the engines. May be called twice."""
         if self._loop.is_running:
             self._loop.wait(self._session.close())
             self._loop.close()

@@ -1,7 +1,7 @@
-"""A start from the outside: from the launch of a command to an engine that answers, cut into parts that add up to the wall time.
+"""Startup breakdown: from the launch of a command to an engine that answers, in parts that add up to the wall time.
 
-Every process cuts its own start (trireme/phases.py); here the parts of the launcher, of the engine that was ready last, and of
-those who waited for it are laid end to end. Stamps are readings of time.monotonic, which processes of one machine share.
+Every process times its own start (trireme/phases.py); here the parts of the launcher, of the last engine to be ready, and of the
+processes that waited for it are concatenated. Timestamps are readings of time.monotonic, which processes of one machine share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from trireme.transport.wire.messages import Ready
 
-SHOWN_S = 0.005  # shorter parts are left out of the line, not of the sum
+SHOWN_S = 0.005  # shorter parts are omitted from the line, not from the sum
 LONGEST_S = 3600.0
 
 
@@ -27,7 +27,7 @@ class Life(NamedTuple):
 
 
 def process_began() -> float:
-    """When this process was started, to a hundredth of a second; now where the system does not tell."""
+    """When this process was started, to a hundredth of a second; the current time where the system does not tell."""
     now = time.monotonic()
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -38,7 +38,7 @@ def process_began() -> float:
 
 
 def breakdown(launched: float, engines: Mapping[str, Life], ready: float, rest: str) -> dict[str, float]:
-    """Seconds from `launched` to `ready`; `rest` names what came after the engines."""
+    """Seconds from `launched` to `ready`, by part; `rest` names the time after the engines were ready."""
     if not engines:
         return {rest: ready - launched}
     last = max(engines.values(), key=lambda life: life.began + sum(life.seconds.values()))
@@ -50,7 +50,7 @@ def breakdown(launched: float, engines: Mapping[str, Life], ready: float, rest: 
 
 
 def lives_of(parts: Mapping[str, Ready], born_at: Mapping[str, float]) -> dict[str, Life]:
-    """Of the engines of a deployment, from what they said when they were ready."""
+    """Startup of each engine of a deployment, from its Ready."""
     engines = {name: ready for name, ready in parts.items() if name.startswith("engine")}
     return {name: Life(born_at.get(name, ready.began), ready.began, ready.phases) for name, ready in engines.items()}
 

@@ -11,13 +11,14 @@ from trireme.transport.wire.messages import Progress
 
 
 class ProgressView:
-    """`wanted` None means: when stderr is a terminal. May be called from any thread."""
+    """Shown if `wanted`; None: if stderr is a terminal. May be called from any thread."""
 
     def __init__(self, wanted: bool | None = None) -> None:
         self._wanted = sys.stderr.isatty() if wanted is None else wanted
         self._console: Any = None
 
     def on_progress(self, report: Progress) -> None:
+        """Shows one Progress, if wanted."""
         if not self._wanted:
             return
         if self._console is None:
@@ -27,14 +28,14 @@ class ProgressView:
         self._console.progress(report.source, report.phase, report.done, report.total)
 
     def started(self, parts: Mapping[str, float]) -> None:
-        """Where the time of a start went; after `close`."""
+        """Prints where the time of a start went; call it after `close`."""
         if self._wanted:
             from trireme.launch.console import Console
 
             Console().say(f"ready in {sum(parts.values()):.1f} s  {line_of(parts)}")
 
     def close(self) -> None:
-        """Leaves the bars where they are."""
+        """Ends the bars and leaves them on screen."""
         if self._console is not None:
             self._console.close()
             self._console = None

@@ -1,7 +1,7 @@
-"""`trireme bench balance`: how the policies spread a burst and keep talks where their prefix is cached, both at once.
+"""`trireme bench balance`: how the policies spread a burst while keeping conversations on the engine that cached them.
 
-The coordinator and the engine cores are the real ones, their time is virtual (launch/simulation/balance_sim.py). No model.
-What a decision costs is measured on the coordinator's process beside it (launch/bench/route.py).
+The coordinator and the engine cores are the real ones, in virtual time (launch/simulation/balance_sim.py). No model. The cost of
+a decision is measured on a real coordinator process (launch/bench/route.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_TALKS, NUM_TURNS, TALKS_BEGIN_S, BURST_AT_S = 40, 6, 2.0, 4.0
 
 
 def run(invocation: Invocation) -> int:
-    """Prints a row for each policy and number of front ends."""
+    """Prints a row for each policy and number of frontends."""
     try:
         fronts = [int(word) for word in invocation.options["fronts"]]
     except ValueError:
@@ -44,7 +44,7 @@ def run(invocation: Invocation) -> int:
 
 
 def measure(policy: str, num_fronts: int, count: int = 400, seed: int = 0) -> dict[str, float]:
-    """A burst on idle engines; then talks with a burst in their midst."""
+    """A burst on idle engines; then conversations with a burst in their midst."""
     idle = World(policy, num_engines=NUM_ENGINES, num_fronts=num_fronts, seed=seed)
     alone = burst(idle, count)
     idle.run()

@@ -1,7 +1,7 @@
-"""`trireme bench ipc`: what lies between a front end and a model, without a model: client, engine core and a fake worker, each
-in its own process, over their real sockets.
+"""`trireme bench ipc`: the IPC overhead between a frontend and a model: client, engine core and a fake worker, each in its own
+process, over their real sockets.
 
-The worker answers at once whatever it is asked, so a step is all overhead. Core time is the processor time of the engine's loop.
+The worker answers every step at once, so a step is all overhead. Core time is the CPU time of the engine's loop.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ FAKE = {"vocab_size": 1000, "fake": {"skip_kv": True, "free_bytes": 1 << 40}}
 
 
 class Tap:
-    """Between the link and the client: notes when step outputs came, how many tokens they brought, and keeps a large one, if
-    possible of steps in which no row began or ended."""
+    """Taps the link to the client: records the times of step outputs and their token counts, and keeps a large one, preferably
+    from a step in which no request began or ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -49,6 +49,8 @@ class Tap:
         self.sample: StepOutputs | None = None
 
     def over(self, on_message: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wraps `on_message` to record each message before passing it on."""
+
         def take(message: Any) -> None:
             if isinstance(message, StepOutputs) and message.tokens:
                 self.times.append(time.perf_counter())
@@ -74,7 +76,7 @@ def run(invocation: Invocation) -> int:
 
 
 def make_config(model: str, num_rows: int, num_tokens: int) -> EngineConfig:
-    """An engine for exactly so many rows, with its worker in a process of its own."""
+    """An engine for exactly `num_rows` requests, with its worker in a process of its own."""
     max_len = PROMPT_LEN + num_tokens
     return EngineConfig(
         model=ModelConfig(model=model, max_len=max_len),
@@ -94,7 +96,7 @@ def _measure_size(num_rows: int, num_tokens: int) -> dict[str, float]:
 
 @contextmanager
 def _engine(config: EngineConfig) -> Iterator[Boot]:
-    """An engine process that is ready; yields what a front end needs to join it."""
+    """An engine process that is ready; yields the Boot with which a frontend joins it."""
     run_dir, poller = RunDir(), Poller()
     failures: list[Failed] = []
     boot = Boot("engine", "engine-0", 0, msgspec.msgpack.encode(config), b"ipc", run_dir.path)
@@ -134,7 +136,7 @@ async def _measure(boot: Boot, num_rows: int, num_tokens: int) -> dict[str, floa
 
 
 def _replay(row: int, num_tokens: int) -> Replay:
-    """A request whose prompt no other one shares, and of a length that spreads block ends over the steps."""
+    """A request with a unique prompt, of a length that spreads block boundaries over the steps."""
     prompt = np.random.default_rng(row).integers(0, 1000, PROMPT_LEN - row % BLOCK_SIZE, dtype=np.int32)
     return Replay(prompt, RowParams(max_tokens=num_tokens, temperature=0.0, eos_token_ids=(2,)))
 

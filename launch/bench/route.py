@@ -1,7 +1,7 @@
-"""What the coordinator costs: its real process over real sockets, with engines that do nothing but report.
+"""Cost of the coordinator: its real process over real sockets, with engines that only report.
 
-Called by bench_balance. The processor time is that of the coordinator's process, reports of engines and views for front ends
-included; the round trip is a front end's, one request at a time.
+Called by launch/bench/balance.py. CPU time is that of the coordinator's process, reports of engines and views for frontends
+included; the round trip is a frontend's, one request at a time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from trireme.transport.wire.messages import Route as RouteRequest
 
 POLICIES = ("p2c", "least", "prefix")
 START_S, ANSWER_S = 30.0, 10.0
-REPORT_S = 0.02  # as engines that are at work
+REPORT_S = 0.02  # as busy engines do
 PROMPT_TOKENS, PREFIX_KEYS, CACHED_KEYS = 1024, 64, 32
-NUM_TOLD = 256  # prompts of which an engine has the beginning
+NUM_TOLD = 256  # prompts whose beginning an engine has cached
 
 
 class _RoutedEngines:
-    """Engines that report and one front end that asks, in this process."""
+    """Reporting engines and one asking frontend, in this process."""
 
     def __init__(self, boot: Boot, num_engines: int) -> None:
         self.poller = Poller()
@@ -56,7 +56,7 @@ class _RoutedEngines:
         self.routed.extend(message for message in link.receive() if isinstance(message, Routed))
 
     def join(self) -> None:
-        """Returns when the coordinator sends requests to engines. Raises EngineError."""
+        """Returns when the coordinator routes to engines. Raises EngineError."""
         until = time.monotonic() + START_S
         while any(link.welcome is None for link in self.links) or self.ask(0, b"").engine < 0:
             self.turn()
@@ -64,7 +64,8 @@ class _RoutedEngines:
                 raise EngineError(f"the coordinator knows no engine after {START_S:g} s")
 
     def tell_blocks(self) -> None:
-        """Each engine has the first blocks of every prompt that is its turn, and as many more."""
+        """Reports to the coordinator that each engine has cached the first blocks of its share of the prompts, and as many
+        others."""
         for index, engine in enumerate(self.engines):
             heads = [_prompt(rid, len(self.engines))[: CACHED_KEYS * KEY_BYTES] for rid in _turns(index, self.engines)]
             others = np.random.default_rng(index).bytes(NUM_TOLD * CACHED_KEYS * KEY_BYTES)
@@ -86,6 +87,7 @@ class _RoutedEngines:
         return answer
 
     def turn(self) -> None:
+        """One iteration: sends the engines' due reports and polls for 1 ms."""
         now = time.monotonic()
         if now >= self._next_report:
             self._next_report = now + REPORT_S
@@ -102,7 +104,7 @@ class _RoutedEngines:
 
 
 def _prompt(rid: int, num_engines: int) -> bytes:
-    """Keys of the prompt of a request: its beginning is known to one engine, what follows to none."""
+    """Prefix keys of a request: the beginning is cached by one engine, the rest by none."""
     told = rid % (NUM_TOLD * num_engines)
     head = np.random.default_rng((1, told)).bytes(CACHED_KEYS * KEY_BYTES)
     return head + np.random.default_rng((2, rid)).bytes((PREFIX_KEYS - CACHED_KEYS) * KEY_BYTES)
@@ -113,7 +115,7 @@ def _turns(engine: int, engines: Sized) -> range:
 
 
 def measure(policy: str, num_requests: int, num_engines: int = 4) -> dict[str, float]:
-    """Round trip and processor time of `num_requests` decisions, each with the keys of a prompt of 1024 tokens."""
+    """Round trip and CPU time of `num_requests` decisions, each with the keys of a prompt of 1024 tokens."""
     with _coordinator(policy, num_engines) as (boot, pid):
         fleet = _RoutedEngines(boot, num_engines)
         try:
@@ -140,7 +142,7 @@ def measure(policy: str, num_requests: int, num_engines: int = 4) -> dict[str, f
 
 @contextmanager
 def _coordinator(policy: str, num_engines: int) -> Iterator[tuple[Boot, int]]:
-    """What others must know to join it, and its process id."""
+    """A coordinator process; yields the Boot to join it, and its pid."""
     config = EngineConfig(
         model=ModelConfig(model="none"),
         parallel=ParallelConfig(dp=num_engines),
@@ -165,6 +167,6 @@ def _coordinator(policy: str, num_engines: int) -> Iterator[tuple[Boot, int]]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Processor seconds of all threads of a process, as the scheduler counts them."""
+    """CPU seconds of all threads of a process, from the scheduler's statistics."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9

@@ -1,6 +1,6 @@
-"""What the benchmarks share: samples of single requests, their summary, prompts that no cache can know, and the result.
+"""Shared by the benchmarks: samples of single requests, their summary, prompts without cache hits, and the result.
 
-A result names what was run, on what, with which settings; the table goes to stdout, or one JSON object with --json.
+A result names the model, the machine and the settings; the table goes to stdout, or one JSON object with --json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = _TEXT.split()
 
 
 class Sample(NamedTuple):
-    """One request as its client saw it; times in seconds. `times` has the arrival of each piece that carried text."""
+    """One request as its client saw it; times in seconds. `times` has the arrival of each piece with text."""
 
     sent: float
     times: tuple[float, ...]
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 class RunSummary(NamedTuple):
-    """A summary of one run: its name and its figures. `series` groups rows that make one line of a plot."""
+    """Summary of one run: its name and its figures. `series` groups the runs that form one line of a plot."""
 
     name: str
     figures: dict[str, float]
@@ -69,7 +69,7 @@ def summarize(samples: Sequence[Sample], wall_s: float) -> dict[str, float]:
 
 
 def make_text(num_words: int, seed: int) -> str:
-    """A prompt of about `num_words` tokens that starts like no other, so that a prefix cache is no help."""
+    """A prompt of about `num_words` tokens with a unique beginning, so that a prefix cache is no help."""
     chosen = random.Random(seed).choices(WORDS, k=max(num_words, 1))
     return " ".join(chosen)
 
@@ -84,14 +84,14 @@ COUNTS = ("requests", "errors", "clients", "rate")
 
 
 def ratio_row(name: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> RunSummary:
-    """Median over pairs of runs of (first / second), figure by figure; the runs of a pair followed one another."""
+    """Median over pairs of runs of (first / second), per figure; the two runs of a pair were consecutive."""
     first = pairs[0][0]
     figures = {key: percentile([a[key] / b[key] for a, b in pairs if b[key]], 50) for key in first if key not in COUNTS}
     return RunSummary(name, figures, "ratio")
 
 
 def publish(invocation: Invocation, model: str, rows: Sequence[RunSummary], config: EngineConfig | None) -> None:
-    """Prints the result. `config` is the resolved one of the engine measured; None for a server that we did not start."""
+    """Prints the result. `config` is the resolved one of the engine measured; None for a server started by others."""
     if invocation.options["json"]:
         print(json.dumps(_document(invocation, model, rows, config), indent=1))
         return

@@ -1,9 +1,8 @@
-"""`trireme bench serve` and `bench sweep`: streaming HTTP clients against a server, and what those clients see.
+"""`trireme bench serve` and `bench sweep`: load on an HTTP server from streaming clients, as those clients see it.
 
-A step is a number of clients in closed loops, or a rate of requests that arrive by chance whatever is unanswered. The
-server is the one at --url, or the whole process tree started for the purpose. With --peer each load is put on both servers
-in turn, with the same prompts, so that the ratio holds on a noisy machine. Several addresses, with commas between, are one
-server: its clients are spread over them in turn.
+A load point is a number of closed-loop clients, or a rate of open-loop (Poisson) arrivals. The server is the one at --url, or a
+whole process tree started for the purpose. With --peer each load is applied to both servers in turn, with the same prompts, so
+that the ratio holds on a noisy machine. Several comma-separated addresses are one server: clients are spread over them in turn.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from trireme.launch.terminal import show
 from trireme.resolve import prepare
 
 WARM_UP_TOKENS = 8
-RATE_S = 20.0  # how long requests keep arriving at one rate
+RATE_S = 20.0  # seconds of arrivals at each rate
 OWN, PEER = "trireme", "peer"
 
 
 class LoadPoint(NamedTuple):
-    """One load: so many clients in closed loops, or requests a second in an open one."""
+    """One load: a number of closed-loop clients, or open-loop requests per second."""
 
     what: str  # clients | rate
     amount: float
@@ -50,7 +49,7 @@ class LoadPoint(NamedTuple):
 
 
 def run(invocation: Invocation) -> int:
-    """Prints one row per step, repeat and server, then the ratios."""
+    """Prints one result per load point, repeat and server, then the ratios."""
     steps = steps_of(invocation.options)
     with _server(invocation) as (server, config):
         servers = {OWN: server}
@@ -63,7 +62,7 @@ def run(invocation: Invocation) -> int:
 
 @contextmanager
 def _server(invocation: Invocation) -> Iterator[tuple[list[Endpoint], EngineConfig | None]]:
-    """The server under test; one of our own is stopped at the end."""
+    """The server under test; one started here is stopped at the end."""
     config = invocation.loaded.config
     key = config.serving.api_key[0] if config.serving.api_key else ""
     if invocation.options["url"] is not None:
@@ -103,7 +102,7 @@ async def _measure(
     for step in steps:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
         for repeat in range(options["repeats"]):
-            order = list(servers) if repeat % 2 == 0 else list(servers)[::-1]  # neither is always the first
+            order = list(servers) if repeat % 2 == 0 else list(servers)[::-1]  # alternate which server is first
             for name in order:
                 figures = {step.what: step.amount, **await _load(servers[name], models[name], options, step, repeat)}
                 found[name].append(figures)
@@ -116,7 +115,7 @@ async def _measure(
 
 
 def steps_of(options: dict[str, Any]) -> list[LoadPoint]:
-    """The steps that the flags ask for. Raises ConfigError."""
+    """The load points that the flags ask for. Raises ConfigError."""
     what = "rate" if options.get("rate") else "concurrency"
     words = options[what]
     try:
@@ -131,7 +130,7 @@ def steps_of(options: dict[str, Any]) -> list[LoadPoint]:
 async def _load(
     to: list[Endpoint], model: str, options: dict[str, Any], step: LoadPoint, repeat: int
 ) -> dict[str, float]:
-    """Puts one step's load on a server; the prompts depend on step and repeat only."""
+    """Applies one load point to a server; the prompts depend on load point and repeat only."""
     count = options["num_requests"] or (max(4, round(RATE_S * step.amount)) if step.is_open else round(3 * step.amount))
     first = repeat * 1_000_000 + round(step.amount * 1000)
     prompts = iter([make_text(options["input_len"], seed) for seed in range(first, first + count)])
@@ -185,6 +184,6 @@ async def _one(to: Endpoint, model: str, prompt: str, max_tokens: int) -> Sample
         found = usage.get("prompt_tokens", 0), usage.get("completion_tokens", len(times))
     except ServerError as failure:
         error = failure.message
-    except (AttributeError, KeyError, TypeError) as failure:  # (an event is not checked while times are taken)
+    except (AttributeError, KeyError, TypeError) as failure:  # (events are not validated while times are taken)
         error = f"the server's answer is none of the OpenAI API: {failure}"
     return Sample(sent, tuple(times), *found, error)

@@ -1,7 +1,7 @@
-"""`trireme bench startup`: from the launch of the process to the first served token, and what the processes then hold.
+"""`trireme bench startup`: from process launch to the first served token, and the memory of the running processes.
 
-Each run is `trireme serve` in a process of its own, as a user starts it. Its parts are those that it tells
-(launch/api/startup.py), and then the first token.
+Each run is a `trireme serve` process, as a user starts it. Its parts are those that it reports (launch/api/startup.py), and then
+the first token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Memory(NamedTuple):
 
 
 def run(invocation: Invocation) -> int:
-    """Prints one row per start."""
+    """Prints one result per start."""
     prepared = prepare(invocation.loaded.config)
     rows = []
     with tempfile.TemporaryDirectory(prefix="trireme-startup-") as folder:
@@ -55,7 +55,7 @@ def run(invocation: Invocation) -> int:
 
 
 def _for_measuring(config: EngineConfig) -> EngineConfig:
-    """The settings asked for, at a free port and without keys; the log says when what was ready."""
+    """The requested settings, on a free port and without keys; readiness times are read from the log."""
     own = msgspec.structs.replace(config.serving, port=0, host="127.0.0.1", drain_notice=0.0)
     serving = msgspec.structs.replace(own, api_key=(), api_key_file=None, quotas=None)
     launch = msgspec.structs.replace(config.launch, log_level="info", log_format="json")
@@ -64,12 +64,12 @@ def _for_measuring(config: EngineConfig) -> EngineConfig:
 
 def _start_once(file: Path, prepared: Prepared, asked: EngineConfig) -> dict[str, float]:
     words = [sys.executable, "-m", "trireme.launch.cli", "serve", "--config", str(file)]
-    words += ["--port", "0", "--log-level", "info", "--log-format", "json"]  # whatever the environment says
+    words += ["--port", "0", "--log-level", "info", "--log-format", "json"]  # overrides the environment
     launched = time.monotonic()
     with _process(words) as (process, errors):
         stamps = _wait_ready(process, errors)
         model, port = prepared.config.model.served_name or "", int(stamps["port"])
-        key = next(iter(asked.serving.api_key), "")  # it may stand in the environment, which the server reads as well
+        key = next(iter(asked.serving.api_key), "")  # a key may be in the environment, which the server reads as well
         asyncio.run(_first_token(Endpoint("127.0.0.1", port, False, "", key), model))
         served = time.monotonic()
         memory = tree_memory(process.pid)
@@ -83,7 +83,7 @@ def _start_once(file: Path, prepared: Prepared, asked: EngineConfig) -> dict[str
 def phases_of(launched: float, stamps: dict[str, float], served: float) -> dict[str, float]:
     """Consecutive spans from launch to first token, in seconds; `total_s` is their sum."""
     found = {name.removeprefix(PART): seconds for name, seconds in stamps.items() if name.startswith(PART)}
-    found["launcher"] = found.get("launcher", 0.0) + stamps["launched"] - launched  # (known to a hundredth only)
+    found["launcher"] = found.get("launcher", 0.0) + stamps["launched"] - launched  # (accurate to a hundredth only)
     fronts = max(at for name, at in stamps.items() if name.startswith("front-"))
     return {
         **{f"{name}_s": seconds for name, seconds in found.items()},
@@ -95,7 +95,7 @@ def phases_of(launched: float, stamps: dict[str, float], served: float) -> dict[
 
 @contextmanager
 def _process(words: list[str]) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """A server whose stderr we read; it is asked to leave at the end, and killed when it does not."""
+    """A server whose stderr is read; terminated at the end, and killed if that does not work."""
     process = subprocess.Popen(
         words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
     )
@@ -113,7 +113,7 @@ def _process(words: list[str]) -> Iterator[tuple[subprocess.Popen[str], IO[str]]
 
 
 def _wait_ready(process: subprocess.Popen[str], errors: IO[str]) -> dict[str, float]:
-    """Reads the log up to the line that says ready. Raises EngineError with the last words of a server that ended."""
+    """Reads the log up to the ready line. Raises EngineError with the last log lines of a server that ended."""
     last: list[str] = []
     for line in errors:
         last = [*last[-19:], line]
@@ -126,7 +126,7 @@ def _wait_ready(process: subprocess.Popen[str], errors: IO[str]) -> dict[str, fl
 
 
 async def _first_token(to: Endpoint, model: str) -> None:
-    """One token through the API, asked for until the front ends have found their engines."""
+    """Requests one token through the API, until the frontends have found their engines."""
     until = time.monotonic() + CONNECT_S
     while True:
         try:
@@ -154,7 +154,7 @@ async def _one_token(to: Endpoint, model: str) -> None:
 
 
 def tree_memory(pid: int) -> Memory:
-    """Memory of a process and its descendants, from /proc; processes that end meanwhile count nothing."""
+    """Memory of a process and its descendants, from /proc; processes that end meanwhile count as 0."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,6 +1,6 @@
-"""`trireme chat`: a talk in the terminal. Ctrl-C stops an answer, /exit or Ctrl-D ends the talk.
+"""`trireme chat`: a conversation in the terminal. Ctrl-C stops an answer, /exit or Ctrl-D ends the conversation.
 
-The answer goes to stdout as it comes, everything else to stderr, so that a talk can be piped.
+The answer is streamed to stdout, everything else to stderr, so that a conversation can be piped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HELP = "/exit ends   /new forgets the talk   /help   Ctrl-C stops an answer"
 
 
 def run(invocation: Invocation) -> int:
-    """Talks until the input ends."""
+    """Runs a conversation until the input ends."""
     backend = make_backend(invocation)
     try:
         if sys.stdin.isatty():
@@ -30,7 +30,7 @@ def run(invocation: Invocation) -> int:
 
 
 def talk(backend: ChatBackend, system: str | None) -> None:
-    """Turns until /exit or the end of the input. What an interrupted answer had said stays in the talk."""
+    """Runs turns until /exit or the end of the input. The text of an interrupted answer stays in the conversation."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while (line := read_line()) is not None:
@@ -54,7 +54,7 @@ def talk(backend: ChatBackend, system: str | None) -> None:
 
 
 def read_line() -> str | None:
-    """One line from the user; None at the end of the input. Ctrl-C empties the line."""
+    """One line from the user; None at the end of the input. Ctrl-C clears the line."""
     if not sys.stdin.isatty():
         with utf8_only():
             line = sys.stdin.readline()
@@ -73,7 +73,7 @@ def read_line() -> str | None:
 
 
 def say_answer(backend: ChatBackend, messages: list[dict[str, str]]) -> str:
-    """Prints the answer as it comes and returns it, or what there was of it when the user stopped it."""
+    """Streams the answer to stdout and returns it, or its beginning when the user stopped it."""
     said: list[str] = []
     begun, first = time.perf_counter(), 0.0
     try:

@@ -1,4 +1,4 @@
-"""Who answers in `chat` and `complete`: a server at --url, or an engine started for the purpose and stopped after."""
+"""Backends of `chat` and `complete`: a server at --url, or an engine started for the purpose and stopped afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Messages = Sequence[dict[str, str]]
 
 
 class TextPiece(NamedTuple):
-    """Text as it comes; `finish` with the last one."""
+    """A piece of generated text; `finish` is set on the last one."""
 
     text: str
     finish: str | None = None
@@ -36,7 +36,7 @@ class ChatBackend(Protocol):
 
 
 def make_backend(invocation: Invocation) -> ChatBackend:
-    """By --url, or by the engine settings."""
+    """The backend for --url, or for the engine settings."""
     options, config = invocation.options, invocation.loaded.config
     wanted = {name: options[name] for name in ("max_tokens", "temperature", "seed") if options[name] is not None}
     if options["url"] is not None:
@@ -46,10 +46,10 @@ def make_backend(invocation: Invocation) -> ChatBackend:
 
 
 class LocalChatBackend:
-    """An engine of our own."""
+    """An engine in this process tree."""
 
     def __init__(self, config: EngineConfig, params: SamplingParams, *, quiet: bool) -> None:
-        from trireme.launch.api.llm import LLM  # the engine's imports, which a remote talk does not need
+        from trireme.launch.api.llm import LLM  # the engine's imports, which a remote conversation does not need
 
         if quiet:
             launch = msgspec.structs.replace(config.launch, log_level="warning")

@@ -1,4 +1,4 @@
-"""`trireme complete`: continues one text and prints what comes, as it comes; or as one JSON object."""
+"""`trireme complete`: continues one text and streams the result; or prints one JSON object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def read_input() -> str:
     """All of standard input. Raises RequestError."""
     with utf8_only():
         text = sys.stdin.read()
-        text.encode()  # some locales let bytes through that are none
+        text.encode()  # some locales let undecodable bytes through
         return text
 
 

@@ -1,6 +1,6 @@
-"""`trireme control`: puts a running server to sleep, wakes it, pauses it, lets it go on, or only says how it is.
+"""`trireme control`: puts a running server to sleep, wakes, pauses or resumes it, or only reports its state.
 
-Without --url it is the one server of this user on this machine, over its own sockets; with it any server, by its admin key.
+Without --url it is this user's only server on this machine, over its own sockets; with it any server, by its admin key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ACTIONS = (*ROUTES, "state")
 
 
 def run(invocation: Invocation) -> int:
-    """Prints how each engine rests afterwards."""
+    """Prints the resulting sleep state of each engine."""
     options, keys = invocation.options, invocation.loaded.config.serving.admin_key
     action, level, mode = options["action"], options["level"], options["mode"]
     checks = [("ACTION", action, ACTIONS), ("--level", level, LEVELS), ("--mode", mode, PAUSES)]

@@ -1,7 +1,7 @@
-"""`trireme doctor`: what this machine and this installation are fit for, and what to do about the rest.
+"""`trireme doctor`: checks what this machine and installation support, and how to fix the rest.
 
-Looks and never changes anything. torch and the native extension are tried in a process of their own: a launcher never
-imports tensors.
+Inspects and never changes anything. torch and the native extension are tried in a process of their own: a launcher never imports
+tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.cuda.is_available(),
 
 
 class Finding(NamedTuple):
-    """One thing looked at. `cure` is what to type when it is not well."""
+    """One check. `cure` is what to type when it is not ok."""
 
     what: str
     state: Literal["ok", "warn", "fail"]
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def run(invocation: Invocation) -> int:
-    """Prints the findings; 1 when one of them stops Trireme from working."""
+    """Prints the findings; exit status 1 when one of them stops Trireme from working."""
     findings = examine(read_device())
     if invocation.options["json"]:
         print(json.dumps([finding._asdict() for finding in findings], indent=1))
@@ -55,6 +55,7 @@ def run(invocation: Invocation) -> int:
 
 
 def examine(device: DeviceFacts) -> list[Finding]:
+    """All findings about this machine, its libraries, the native extension and the installed models."""
     return [
         Finding("trireme", "ok", f"{__version__} on Python {platform.python_version()}, {platform.platform()}"),
         *_machine(device),
@@ -93,7 +94,7 @@ def _machine(device: DeviceFacts) -> list[Finding]:
 
 
 def _free_in(directory: str) -> int:
-    """Bytes; none where there is no such directory."""
+    """Free bytes; 0 where there is no such directory."""
     try:
         return shutil.disk_usage(directory).free
     except OSError:
@@ -133,7 +134,7 @@ def _native() -> list[Finding]:
     if probe.returncode:
         cause = (probe.stderr.strip().splitlines() or ["no output"])[-1]
         return [Finding("native extension", "fail", cause, "make native")]
-    facts = json.loads(probe.stdout.strip().splitlines()[-1])  # (a library may have said something before)
+    facts = json.loads(probe.stdout.strip().splitlines()[-1])  # (a library may have printed something before)
     return [
         Finding("native extension", "ok", f"kernels for {facts['isa']}"),
         Finding("torch", "ok", f"{facts['torch']}, {'with' if facts['cuda'] else 'without'} CUDA"),

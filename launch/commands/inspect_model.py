@@ -1,6 +1,6 @@
-"""`trireme models inspect`: what is in a model's files: shape, tensor types and bytes, tokenizer, chat template.
+"""`trireme models inspect`: the contents of a model's files: shape, tensor types and bytes, tokenizer, chat template.
 
-Reads headers only and imports no tensor library. Files are untrusted: every text that is shown is cut to a bound.
+Reads headers only and imports no tensor library. Files are untrusted: every displayed text is truncated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tensor(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What the files say of their tokenizer. Ids are None where nothing is said."""
+    """Tokenizer facts in the files. Ids are None where the files do not name one."""
 
     kind: str
     size: int
@@ -57,7 +57,7 @@ def run(invocation: Invocation) -> int:
 
 
 def inspect_files(files: ModelFiles) -> dict[str, Any]:
-    """All facts as plain data, of bounded size. Raises ModelError for files that are broken."""
+    """All facts as plain data, of bounded size. Raises ModelError for broken files."""
     tensors, tokens, metadata = _of_gguf(read_gguf(files.path)) if files.kind == "gguf" else _of_directory(files.path)
     try:
         arch, refusal = _cut(msgspec.to_builtins(read_arch(files))), ""
@@ -154,7 +154,7 @@ def read_safetensors(path: Path) -> list[Tensor]:
     return [Tensor(n, e.dtype, tuple(e.shape), e.data_offsets[1] - e.data_offsets[0]) for n, e in entries]
 
 
-# ---------------------------------------------------------------- bounds and print
+# ---------------------------------------------------------------- truncating and printing
 
 
 def _short(text: str, most: int = MAX_TEXT) -> str:
@@ -162,7 +162,7 @@ def _short(text: str, most: int = MAX_TEXT) -> str:
 
 
 def _cut(value: Any) -> Any:
-    """Plain data with its texts and lists cut."""
+    """Plain data with its texts and lists truncated."""
     if isinstance(value, str):
         return _short(value)
     if isinstance(value, dict):

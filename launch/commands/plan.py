@@ -1,4 +1,4 @@
-"""`trireme plan`: will this model fit on this machine, where the memory goes, and which flags to start it with.
+"""`trireme plan`: whether a model fits on this machine, its memory shares, and the flags to start it with.
 
 Reads the model's header and the machine; loads no weight and imports no tensor library.
 """
@@ -29,7 +29,7 @@ LENGTHS = tuple(1 << power for power in range(10, 21))
 
 
 class Context(NamedTuple):
-    """What requests of one length cost, and how many of them the KV cache of all engines holds at once."""
+    """Cost of requests of one length, and how many of them the KV cache of all engines holds at once."""
 
     tokens: int
     kv_bytes: int
@@ -37,16 +37,16 @@ class Context(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The answer. `refusal` says why it does not fit ("" when it does) and `cures` what to type instead; when the settings
-    asked for were refused, the rest describes the settings without the length and KV memory that were asked for."""
+    """The answer. `refusal` says why it does not fit ("" when it does) and `cures` what to type instead; when the requested
+    settings were refused, the rest describes them without the requested length and KV memory."""
 
     asked: EngineConfig
-    config: EngineConfig  # what became of it
+    config: EngineConfig  # as resolved
     decisions: list[Decision]
     shares: list[MemoryLine]
     contexts: list[Context]
     largest_len: int  # longest request that the KV memory holds, within the model's positions
-    possible_len: int  # the same if KV got all memory that is free
+    possible_len: int  # the same if KV got all free memory
     refusal: str
     cures: list[str]
 
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
 
 def run(invocation: Invocation) -> int:
-    """Prints the plan; 0 when it fits, 1 when it does not."""
+    """Prints the plan; exit status 0 when it fits, 1 when it does not."""
     config = invocation.loaded.config
     model, device = read_model(config), read_device()
     gpu = read_gpu() if device.num_gpus else None
@@ -71,8 +71,8 @@ def run(invocation: Invocation) -> int:
 
 
 def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, gpu: GpuFacts | None = None) -> Plan:
-    """Resolves as a start would and adds up, on the card `gpu` where that computes. Raises ConfigError only for what no length
-    and no KV memory can cure, and for a card that says nothing of its memory."""
+    """Resolves as a start would and adds up, on the GPU `gpu` if that computes. Raises ConfigError only for problems that no
+    length or KV memory can fix, and for a GPU that does not report its memory."""
     refusal, cures = "", list[str]()
     try:
         resolved, decisions = resolve(config, model, device, fitting=False)
@@ -102,7 +102,7 @@ def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, gpu:
         refusal, cures = shortage.message, shortage.hint.split("\n")[:1]
     if not refusal:
         refusal, cures = _lacking(resolved, shares, available)
-    free = max(0, held * token_bytes * workers - over)  # for KV, with everything else in place
+    free = max(0, held * token_bytes * workers - over)  # for KV, with everything else allocated
     positions, size = model.arch.max_position, resolved.cache.block_size
     possible = free // max(token_bytes * workers * size, 1) * size if token_bytes else held
     contexts = [Context(n, n * token_bytes, mesh.dp * (held // n)) for n in LENGTHS if n < positions and n <= held]
@@ -113,7 +113,7 @@ def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, gpu:
 
 
 def _lacking(config: EngineConfig, shares: list[MemoryLine], free: int) -> tuple[str, list[str]]:
-    """Why a resolved configuration cannot be, and the cures, as a start would say it."""
+    """Why a resolved configuration does not fit, and the cures, as a start would report them."""
     try:
         if (refusal := shortage(config, shares, free)) is not None:
             raise refusal
@@ -128,12 +128,12 @@ def _with_memory_of(device: DeviceFacts, gpu: GpuFacts) -> DeviceFacts:
 
 
 def _weights_of_card(config: EngineConfig, model: ModelFacts) -> int:
-    """About: every card of an engine has as much as the others."""
+    """Approximate weight bytes per GPU: every GPU of an engine has an equal share."""
     return -(-gpu_weight_bytes(config.model, model.arch, model.stored) // (config.parallel.tp * config.parallel.pp))
 
 
 def _sized_for(config: EngineConfig, model: ModelFacts, gpu: GpuFacts) -> EngineConfig:
-    """With the KV memory that a worker on the card will find, where none was asked for."""
+    """The configuration with the KV memory that a worker on the GPU will find, where none was requested."""
     cache = config.cache
     if cache.kv_memory is not None or cache.num_blocks is not None:
         return config
@@ -150,7 +150,7 @@ def _without_sizes(config: EngineConfig) -> EngineConfig:
 
 
 def suggested_flags(plan: Plan) -> list[str]:
-    """Flags that start this plan again, whatever is free by then: what was asked for, and the sizes that were chosen."""
+    """Flags that start this plan again, whatever is free by then: the requested ones, and the sizes that were chosen."""
     words = []
     for setting in table():
         value = getattr(getattr(plan.config, setting.group), setting.name)
@@ -166,7 +166,7 @@ def suggested_flags(plan: Plan) -> list[str]:
     return words
 
 
-# ---------------------------------------------------------------- shown
+# ---------------------------------------------------------------- output
 
 
 def _print(plan: Plan, model: ModelFacts, device: DeviceFacts) -> None:

@@ -1,6 +1,6 @@
 """`trireme report A [B]`: JSON results of benchmarks as one self-contained HTML page with inline SVG, alone or compared.
 
-The files may come from elsewhere: everything from them is checked and escaped, and the page loads nothing from anywhere.
+The files may come from elsewhere: everything from them is checked and escaped, and the page loads no external resources.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trireme.metrics import percentile
 
 MAX_BYTES = 32 << 20
 MAX_ROWS = 2000
-# Figures in the order of interest: what is plotted of each benchmark, and whether less is better.
+# Figures by importance: what is plotted of each benchmark, and whether lower is better.
 PLOTTED = {
     "output_tok_s": False,
     "total_tok_s": False,
@@ -49,7 +49,7 @@ STEPS = ("clients", "rate", "running", "fronts")
 
 
 class Result(msgspec.Struct):
-    """What `--json` of a benchmark prints."""
+    """The output of a benchmark's `--json`."""
 
     command: str
     model: str
@@ -61,14 +61,14 @@ class Result(msgspec.Struct):
 
 
 class Run(NamedTuple):
-    """A result under the letter and file name that the page shows."""
+    """A result with the letter and file name shown on the page."""
 
     label: str
     result: Result
 
 
 def run(invocation: Invocation) -> int:
-    """Writes the page and says where."""
+    """Writes the page and prints where."""
     names = [name for name in (invocation.options["a"], invocation.options["b"]) if name]
     if not names:
         raise ConfigError("a report needs the JSON result of a benchmark", hint="trireme bench serve --json > A.json")
@@ -87,7 +87,7 @@ def run(invocation: Invocation) -> int:
 
 
 def write(name: str, text: str) -> None:
-    """Raises ConfigError where no file can be written."""
+    """Writes a file. Raises ConfigError where that fails."""
     try:
         with open(name, "w", encoding="utf-8") as file:
             file.write(text)
@@ -140,7 +140,7 @@ def _series(run: Run) -> list[str]:
 
 
 def _medians(run: Run, series: str, figure: str, step: str) -> dict[float, float]:
-    """Median of a figure per step; without steps, all rows are one."""
+    """Median of a figure per load point; without load points, over all rows."""
     found: dict[float, list[float]] = {}
     for row in run.result.rows:
         value = _number(row.get(figure))
@@ -178,7 +178,7 @@ def _plots(runs: Sequence[Run]) -> list[str]:
 
 
 def _compared(runs: Sequence[Run]) -> list[str]:
-    """Medians side by side and B / A, per series, step and figure that both have."""
+    """Medians side by side and B / A, per series, load point and figure common to both."""
     step, rows = _step_of(runs), []
     first, second = runs
     for kind in _series(first):

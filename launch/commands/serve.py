@@ -1,5 +1,5 @@
-"""`trireme serve`: resolves the settings, hands them to the supervisor, and shows what happens on the console. Called by
-launch/processes/parts.py, which has started the processes already.
+"""`trireme serve`: resolves the settings, passes them to the supervisor, and shows events on the console. Called by
+launch/processes/parts.py, which has already prespawned the processes.
 
 Prints each failure once, last. No request passes through this process.
 """
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from trireme.launch.console import Console
 
 _log = logging.getLogger("trireme.launch")
-# where all listen who do not name one, IPv6 for both kinds (launch.processes.supervisor.listen)
+# hosts that listen on all interfaces, IPv6 for both families (launch.processes.supervisor.listen)
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 def run(
     invocation: Invocation, prespawned: dict[str, Prespawned], pipe: tuple[int, int] | None, guard: StartGuard
 ) -> int:
-    """Serves until a signal or a fatal failure; returns the exit status. `prespawned` by part; those not taken stay in it. They
-    write into `pipe`, if there is one. `guard` has the signals until the supervisor takes them."""
+    """Serves until a signal or a fatal failure; returns the exit status. `prespawned` are processes by part name; unused ones
+    stay in it. They write to `pipe`, if there is one. `guard` handles signals until the supervisor does."""
     begun = process_began()
     prepared = prepare(invocation.loaded.config)
     if invocation.options["print_config"]:
@@ -61,7 +61,7 @@ def run(
 
     supervisor = Supervisor(prepared.config, on_event, prespawned=prespawned)
     try:
-        with guard.held():  # first of all: the parts have work to do while the console is imported
+        with guard.held():  # first of all: the parts can work while the console is imported
             guard.ends.append(supervisor.close)
             supervisor.start()
         views.append(_make_view(prepared, begun, supervisor))
@@ -90,14 +90,14 @@ def _make_view(prepared: Prepared, begun: float, supervisor: Supervisor) -> Serv
 
 
 class ServeView:
-    """The supervisor's events as lines, bars and the ready panel."""
+    """Shows the supervisor's events as lines, bars and the ready panel."""
 
     def __init__(self, console: Console, prepared: Prepared, begun: float) -> None:
         self.console = console
         self.prepared = prepared
         self.begun = begun
         self.run_dir = ""
-        self.make_boot: Callable[[], Boot] | None = None  # how another program may join
+        self.make_boot: Callable[[], Boot] | None = None  # Boot for another program that joins
 
     def show_title(self) -> None:
         device, model = self.prepared.device, self.prepared.model
@@ -107,6 +107,7 @@ class ServeView:
         self.console.title(f"trireme {__version__}  serve {model.name}  ({what})", f"{device.cores} cores {device.cpu}")
 
     def on_event(self, event: Event) -> None:
+        """Shows one event of the supervisor."""
         match event:
             case Progress():
                 self._leave_pass()
@@ -127,7 +128,7 @@ class ServeView:
                 self.console.close()
 
     def _leave_pass(self) -> None:
-        """Once, as soon as something runs: a client that comes early waits for the engines."""
+        """Writes the connection file once, as soon as any part runs: an early client waits for the engines."""
         if self.make_boot is not None and not self.run_dir:
             boot = self.make_boot()
             write_pass(boot)
@@ -163,13 +164,13 @@ def timeline(event: AllReady, launched: float, parts: dict[str, float]) -> dict[
 
 
 def url_of(host: str, port: int) -> str:
-    """An address that a client on this machine can use."""
+    """A URL for clients on this machine."""
     shown = "127.0.0.1" if host in _ANY_ADDRESS else host
     return "http://" + netloc(shown.replace("%", "%25"), port)
 
 
 def curl_line(address: str, config: EngineConfig) -> str:
-    """A command to paste into a shell that gets an answer."""
+    """A curl command that gets an answer."""
     talk = [{"role": "user", "content": "What is a trireme?"}]
     body = msgspec.json.encode({"model": config.model.served_name, "messages": talk}).decode()
     key = " \\\n  -H 'Authorization: Bearer '\"$TRIREME_API_KEY\"" if config.serving.api_key else ""
@@ -177,15 +178,15 @@ def curl_line(address: str, config: EngineConfig) -> str:
 
 
 def merge_decisions(first: list[Decision], parts: dict[str, Ready]) -> list[Decision]:
-    """The resolver's decisions, then what the parts decided themselves. What several parts say alike is said once, and
-    where a part was told by the resolver, the resolver's reason stands."""
+    """The resolver's decisions, then those of the parts. Identical ones are reported once, and where a part follows the resolver,
+    the resolver's reason is kept."""
     told = {decision.what for decision in first}
     found = (Decision(*decision) for part in parts.values() for decision in part.decisions)
     return [*first, *dict.fromkeys(d for d in found if d.what.replace(" ", "-") not in told)]
 
 
 def print_failed(failed: Failed) -> None:
-    """A child's own exception: its traceback when the fault is ours, its words and its cure last."""
+    """A child's own exception: its traceback when the fault is ours, its message and hint last."""
     if failed.traceback and failed.exit_code == 1:
         from trireme.launch.console import Console
 

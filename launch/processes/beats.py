@@ -1,4 +1,4 @@
-"""Whether a part's loop has been silent for too long, on the word of its beats. Used by supervise.py, one object per part."""
+"""Detects a stuck part: its loop has sent no beat for too long. Used by supervisor.py, one object per part."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from trireme.machine.starvation import Starvation
 from trireme.transport.process.boot import Child
 from trireme.transport.sockets.poller import NEVER
 
-SILENT_S = 2.0  # without a beat: is it starved?
-LOOK_S = 1.0  # between two looks at that
+SILENT_S = 2.0  # without a beat, before starvation is checked
+LOOK_S = 1.0  # between two such checks
 
 
 class Beats:
-    """`stuck_s`: the longest time between two beats of a part that had a processor all the while. What never beat is not judged."""
+    """`stuck_s`: the longest time between two beats, excluding CPU starvation. A part that never sent a beat is not judged."""
 
     def __init__(self, stuck_s: float) -> None:
         self._stuck_s = stuck_s
@@ -19,7 +19,7 @@ class Beats:
         self._look_at = 0.0
 
     def look(self, child: Child, now: float) -> None:
-        """Time in which it had no processor is not its fault: its silence is so much shorter."""
+        """Subtracts the time in which the part was starved of CPU from its silence."""
         if child.last_beat and now - child.last_beat >= SILENT_S and now >= self._look_at:
             self._look_at = now + LOOK_S
             child.last_beat += self._starvation.look(now, [child.pid])
@@ -28,7 +28,7 @@ class Beats:
         return bool(child.last_beat) and now - child.last_beat >= self._stuck_s
 
     def next_due(self, child: Child) -> float:
-        """When to look again."""
+        """When to call `look` again."""
         if not child.last_beat:
             return NEVER
         return min(child.last_beat + self._stuck_s, max(self._look_at, child.last_beat + SILENT_S))

@@ -1,6 +1,6 @@
-"""Takes API keys out of the command line that other users of the machine can read (`ps`, /proc/PID/cmdline).
+"""Removes API keys from the command line that other users of the machine can read (`ps`, /proc/PID/cmdline).
 
-Called first of all by launch/cli.py. What remains is the moment until then, and the shell's history: --api-key-file has neither.
+Called first of all by launch/cli.py. Keys are still exposed until then, and in the shell's history; --api-key-file avoids both.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FLAGS = (b"--api-key", b"--admin-key")
-_FIRST_FIELD = 3  # of /proc/self/stat, behind the name
+_FIRST_FIELD = 3  # of /proc/self/stat, after the name
 _ARG_START, _ARG_END = 48, 49  # see proc(5)
 
 
 def hide_keys() -> None:
-    """Overwrites the keys where the kernel shows them; sys.argv keeps them. Does nothing where it is not told where that is."""
+    """Overwrites the keys in the process's argument memory; sys.argv keeps them. Does nothing where its address is unknown."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = (int(fields[i - _FIRST_FIELD]) for i in (_ARG_START, _ARG_END))

@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM before a supervisor listens to them: a command ends at once, with nothing left behind and no traceback.
+"""SIGINT and SIGTERM before a supervisor handles them: a command exits at once, leaving nothing behind and no traceback.
 
-Used by launch/cli.py and, for `trireme serve`, by launch/processes/parts.py. Standard library only: it comes before all other
+Used by launch/cli.py and, for `trireme serve`, by launch/processes/parts.py. Standard library only: it runs before all other
 imports.
 """
 
@@ -19,28 +19,28 @@ Former: TypeAlias = list[tuple[signal.Signals, Any]]
 
 
 def leave(number: int, frame: FrameType | None = None) -> None:
-    """A signal handler that ends this process at once, with 128 and the signal's number as its exit status, as shells have it.
+    """A signal handler that ends this process at once, with 128 + the signal's number as exit status, as in shells.
 
     It raises nothing: an exception in the middle of an import may be lost (importlib has weak references with callbacks) or end
-    as a traceback. The init process of a container, too, is ended by SIGTERM where there is a handler.
+    as a traceback. A container's init process, too, is ended by SIGTERM only if there is a handler.
     """
     os._exit(128 + number)
 
 
 def catch_signals(handler: Handler) -> Former:
-    """SIGINT and SIGTERM go to `handler` from now on. Main thread only."""
+    """Routes SIGINT and SIGTERM to `handler`. Returns the former handlers. Main thread only."""
     return [(number, signal.signal(number, handler)) for number in SIGNALS]
 
 
 def release_signals(former: Former, *, is_leaving: bool = False) -> None:
-    """Gives them back to whom they went before. A process that `is_leaving` ignores them instead: its exit status stands."""
+    """Restores the former handlers. A process that `is_leaving` ignores the signals instead: its exit status stands."""
     for number, handler in former:
         signal.signal(number, signal.SIG_IGN if is_leaving else handler)
 
 
 class StartGuard:
-    """A start that a signal may end at any moment: what has been started so far is stopped by `ends`, last first, and the
-    process leaves. A context manager."""
+    """Guards a start that a signal may end at any moment: what has been started so far is stopped by `ends`, last first, and the
+    process exits. A context manager."""
 
     def __init__(self, leave: Callable[[int], None] = leave) -> None:
         self.ends: list[Callable[[], None]] = []
@@ -58,7 +58,7 @@ class StartGuard:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A signal waits until the end of the block, in which something comes to life that `ends` must know."""
+        """Defers signals to the end of the block, in which something starts that must be added to `ends`."""
         self._is_held = True
         try:
             yield
@@ -68,7 +68,7 @@ class StartGuard:
                 self._end()
 
     def hand_over(self, heir: Callable[[int], None]) -> None:
-        """From now on a signal is told to `heir`, which is safe to call at any moment, and does nothing else."""
+        """From now on a signal only calls `heir`, which is safe to call at any moment."""
         self._heir = heir
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -82,6 +82,6 @@ class StartGuard:
 
     def _end(self) -> None:
         while self.ends:
-            with suppress(Exception):  # of what the signal found in the middle of its own end; the others must end too
+            with suppress(Exception):  # from a cleanup that the signal interrupted; the others must still run
                 self.ends.pop()()
         self._leave(self._number)

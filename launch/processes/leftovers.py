@@ -1,7 +1,7 @@
-"""Processes of former lives that were killed and have not gone yet. Used by supervise.py.
+"""Processes of previous incarnations that were killed but still exist. Used by supervisor.py.
 
-Mostly they go at once. One that the system keeps (it waits for a device, or is frozen) holds its memory for as long as that lasts:
-its part begins anew without it, and nobody waits for it.
+Most go at once. One that the kernel keeps (it waits for a device, or is frozen) holds its memory for as long as that lasts: its
+part restarts without waiting for it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from trireme.transport.sockets.poller import NEVER
 
 log = logging.getLogger("trireme.launch")
 
-SOON_S, LATER_S = 0.02, 1.0  # between looks
+SOON_S, LATER_S = 0.02, 1.0  # between checks
 
 
 class Leftovers:
-    """`undying_s`: how long the next life of a part waits for its former one to be gone."""
+    """`undying_s`: how long the next incarnation of a part waits for the previous process to be gone."""
 
     def __init__(self, undying_s: float) -> None:
         self._undying_s = undying_s
@@ -26,12 +26,12 @@ class Leftovers:
         self._is_closed = False
 
     def add(self, child: Child) -> None:
-        """A closed child."""
+        """Adds a closed child, unless it has gone."""
         if not child.is_gone:
             self._children.append(child)
 
     def look(self, now: float) -> None:
-        """Forgets those that have gone, and names each that does not."""
+        """Drops those that have gone, and logs those that are late."""
         for child in [child for child in self._children if child.is_gone]:
             self._children.remove(child)
             if child.pid in self._named:
@@ -47,21 +47,21 @@ class Leftovers:
                 )
 
     def holds(self, name: str) -> bool:
-        """Whether a former life of this part is still there, with all its memory."""
+        """Whether a previous process of this part still exists, with all its memory."""
         return any(child.name == name for child in self._children)
 
     def is_going(self, name: str, now: float) -> bool:
-        """Whether a former life of this part may yet be gone soon."""
+        """Whether a previous process of this part may still be gone soon."""
         return any(child.name == name and not self._is_late(child, now) for child in self._children)
 
     def next_due(self, now: float) -> float:
-        """When to look again."""
+        """When to call `look` again."""
         if not self._children:
             return NEVER
         return now + (LATER_S if all(self._is_late(child, now) for child in self._children) else SOON_S)
 
     def close(self, within_s: float) -> None:
-        """Waits for all to go, and leaves behind, by name, what does not in time. A second call does not wait."""
+        """Waits for all to go, and abandons, with a log line, those that do not in time. A second call does not wait."""
         self._children = [child for child in self._children if not child.is_gone]
         if not self._is_closed:
             self._is_closed = True

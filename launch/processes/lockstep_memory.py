@@ -1,15 +1,15 @@
-"""The memory that engines in lock step share: a new one for each of their common lives. Used by supervise.py."""
+"""The shared memory of lockstep engines: a new arena for each common epoch. Used by supervisor.py."""
 
 from __future__ import annotations
 
 from trireme.config import EngineConfig
 from trireme.topology.arena import Arena, create_peers_arena
 
-HIDDEN = 1024  # what engines exchange per token; more of it passes in pieces
+HIDDEN = 1024  # elements exchanged per token; larger ones are sent in pieces
 
 
 class LockstepMemory:
-    """Nothing for engines that do not step together."""
+    """Does nothing for engines outside lockstep."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.is_shared = config.in_lockstep
@@ -23,18 +23,18 @@ class LockstepMemory:
         return self._arena.path if self._arena is not None else ""
 
     def join(self, epoch: int) -> None:
-        """An engine begins this life. What a dead one left in the memory is of no use to the next ones."""
+        """An engine begins this epoch: a new epoch gets a new arena, since a dead engine left the old one in an unknown state."""
         if self.is_shared and epoch != self._epoch:
             self.close()
             self._epoch, self._arena = epoch, create_peers_arena(self._num_engines, self._num_tokens, HIDDEN)
 
     def abort(self) -> None:
-        """Whoever waits in a collective there hears of it."""
+        """Makes every collective that waits there fail."""
         if self._arena is not None:
             self._arena.abort()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Releases the arena. May be called twice."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None

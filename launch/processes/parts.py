@@ -1,4 +1,4 @@
-"""Which processes a deployment has, and their start before anything else is known. Standard library only.
+"""Processes of a deployment, and their prespawn before anything else is known. Standard library only.
 
 `trireme serve` begins here (run): the parts import their modules while this process finds and reads the model.
 """
@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 from trireme.launch.processes.interrupts import StartGuard
 from trireme.transport.process.prespawn import Prespawned, prespawn
 
-MOST_PRESPAWNED = 16  # parts that are started before it is known whether they fit into this machine
+MOST_PRESPAWNED = 16  # parts that are prespawned before it is known whether they fit into this machine
 
 
 class Modules(NamedTuple):
-    """Which module each kind of part runs (`main(channel)` in it). Tests pass their own."""
+    """The module of each kind of part (its `main(channel)` is run). Tests pass their own."""
 
     coordinator: str = "trireme.coordinator.main"
     engine: str = "trireme.engine_core.main"
@@ -26,7 +26,7 @@ class Modules(NamedTuple):
 
 
 class PartId(NamedTuple):
-    """One part of a deployment; `number` counts those of one role."""
+    """One part of a deployment; `number` counts the parts of one role."""
 
     role: Literal["coordinator", "engine", "front"]
     number: int
@@ -42,15 +42,15 @@ def parts_of(dp: int, num_fronts: int, modules: Modules) -> list[PartId]:
 
 
 def run(invocation: Any) -> int:
-    """`trireme serve`: prespawns its parts, then serves; returns the exit status. A signal before the supervisor listens to
-    them ends the process here."""
+    """`trireme serve`: prespawns its parts, then serves; returns the exit status. A signal before the supervisor handles signals
+    ends the process here."""
     os.putenv("OPENBLAS_NUM_THREADS", "1")  # as in transport/process/child.py
     gc.disable()  # until the parts are ready
     config, prespawned = invocation.loaded.config, dict[str, Prespawned]()
     with StartGuard() as guard:
         if invocation.options["print_config"]:
             return _serve(invocation, {}, None, guard)
-        pipe = os.pipe() if sys.stderr.isatty() else None  # the console prints above its bars what the parts say
+        pipe = os.pipe() if sys.stderr.isatty() else None  # the console prints the parts' output above its bars
         guard.ends.append(lambda: discard(prespawned))
         try:
             for place in parts_of(config.parallel.dp, config.serving.api_servers, Modules())[:MOST_PRESPAWNED]:
@@ -64,7 +64,7 @@ def run(invocation: Any) -> int:
 
 
 def discard(prespawned: dict[str, Prespawned]) -> None:
-    """Ends all that have not become a part; all are told before the first is waited for."""
+    """Ends all prespawned processes that did not become a part; all are killed before the first is waited for."""
     for child in prespawned.values():
         child.process.kill()
     while prespawned:
@@ -72,7 +72,7 @@ def discard(prespawned: dict[str, Prespawned]) -> None:
 
 
 def early_imports(parallel: Any) -> tuple[str, ...]:
-    """What an engine imports beyond its own module: its worker, where that is a thread of it."""
+    """Extra imports of an engine: its worker, where that is a thread of it."""
     is_alone = parallel.tp * parallel.pp == 1 and parallel.executor != "procs"
     return ("trireme.workers.cpu.worker",) if is_alone and parallel.worker_kind == "torch" else ()
 

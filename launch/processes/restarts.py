@@ -1,6 +1,6 @@
-"""When a dead part may be started again: exponential back-off, and a bound on restarts in a window.
+"""When a dead part may be restarted: exponential back-off, and a limit on restarts in a window.
 
-Pure (time is passed in). Used by supervise.py, one object per part.
+Pure (time is passed in). Used by supervisor.py, one object per part.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import msgspec
 
 
 class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Back-off doubles from `first_s` to `longest_s`; `most` restarts within `window_s` (None: any number), then no more. What
-    died after it had been ready for `steady_s` begins anew."""
+    """Back-off doubles from `first_s` to `longest_s`; at most `most` restarts within `window_s` (None: any number). A part that
+    died after being ready for `steady_s` starts afresh."""
 
     first_s: float = 1.0
     longest_s: float = 60.0
@@ -22,7 +22,7 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COORDINATOR_LIMITS = RestartLimits(first_s=0.05, most=None, steady_s=1.0)
-"""It has nothing to load and nothing to lose, and everybody does better with it: it is tried for ever."""
+"""Without state to load or lose, and needed by all other parts: it is restarted forever."""
 
 
 class Restarts:
@@ -33,8 +33,8 @@ class Restarts:
         self._deaths: deque[float] = deque()
 
     def note_death(self, now: float, ready_s: float = 0.0, *, counts: bool = True) -> float | None:
-        """Seconds to wait before the next start, or None when the part must stay down. `ready_s`: how long it had been ready.
-        A death that does not count had a cause outside of the part, which is tried again for as long as that lasts."""
+        """Seconds to wait before the next start, or None when the part must stay down. `ready_s`: how long it had been ready. A
+        death that does not count (`counts`) had an external cause, and is retried for as long as that lasts."""
         if not counts:
             return self.limits.longest_s
         if ready_s >= self.limits.steady_s:

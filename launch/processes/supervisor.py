@@ -1,7 +1,7 @@
-"""The supervisor: starts coordinator, engines and front ends, watches, restarts and stops them. No request passes through.
+"""The supervisor: starts coordinator, engines and frontends, then monitors, restarts and stops them. No request passes through.
 
-Used by `trireme serve` (run, with signals) and by LLM (start and step, without). What happens is told through `notify`;
-it prints nothing itself. Holds the listening socket and the run directory; both end with it.
+Used by `trireme serve` (run, with signals) and by LLM (start and step, without). Events are reported through `notify`; it prints
+nothing itself. Owns the listening socket and the run directory; both end with it.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from trireme.transport.sockets.address import make_secret_keys
 from trireme.transport.sockets.poller import NEVER, Poller, Waker
 from trireme.transport.wire.messages import Boot, Failed, Paused, Progress, Ready, Role
 
-# Their next life waits with its imports behind it: nobody should wait for those under load.
+# Their next incarnation is prespawned with imports done, so that it need not import under load.
 SPARE_ROLES = ("coordinator",)
-AWAY_S = 2.0  # later than it wanted to turn: it was the supervisor itself, and maybe everybody, who was stopped
+AWAY_S = 2.0  # later than its deadline: the supervisor itself, and perhaps every process, was stopped
 
 PartState = Literal["new", "starting", "ready", "waiting", "down", "stopped"]
 
 
 class SupervisorTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of the supervisor's patience, in seconds."""
+    """Time limits of the supervisor, in seconds."""
 
-    restarts: RestartLimits = RestartLimits()  # of engines and front ends
+    restarts: RestartLimits = RestartLimits()  # of engines and frontends
     coordinator: RestartLimits = COORDINATOR_LIMITS
     stuck_s: float = 15.0  # between two beats of a child that beats
-    cleanup_s: float = 10.0  # for a front end beyond its drain deadline
-    after_engines_s: float = 1.0  # for a front end to be ready once the engines are
-    leave_s: float = 5.0  # for engines and coordinator after the front ends have gone
-    undying_s: float = 10.0  # for a killed process to go before its next life begins all the same
-    close_s: float = 3.0  # for what still lives at the end to go before it is left behind
+    cleanup_s: float = 10.0  # for a frontend beyond its drain deadline
+    after_engines_s: float = 1.0  # for a frontend to become ready once the engines are
+    leave_s: float = 5.0  # for engines and coordinator to exit after the frontends
+    undying_s: float = 10.0  # for a killed process to go before its next incarnation begins anyway
+    close_s: float = 3.0  # for remaining processes to go before they are abandoned
 
 
 class Died(msgspec.Struct, frozen=True):
-    """A part died after the first start. `restart_s`: it is started again after so long; None: it stays down."""
+    """A part died after the first start. `restart_s`: seconds until its restart; None: it stays down."""
 
     name: str
     error: str
@@ -66,7 +66,7 @@ class Died(msgspec.Struct, frozen=True):
 
 
 class AllReady(msgspec.Struct, frozen=True):
-    """Every part has said Ready for the first time. `address` is (host, port), None without front ends; the stamps are
+    """Every part has sent Ready for the first time. `address` is (host, port), None without frontends; the timestamps are
     readings of time.monotonic."""
 
     address: tuple[str, int] | None
@@ -102,7 +102,7 @@ Event: TypeAlias = Progress | Ready | Died | AllReady | Restarted | Stopping | S
 
 
 class ManagedProcess:
-    """One child of the deployment over its several lives."""
+    """One part of the deployment over its incarnations."""
 
     def __init__(self, role: Role, index: int, name: str, module: str, limits: RestartLimits, beats: Beats) -> None:
         self.role = role
@@ -117,12 +117,12 @@ class ManagedProcess:
         self.restarts = Restarts(limits)
         self.started_at = 0.0
         self.ready_at = 0.0
-        self.start_s = 0.0  # what its last start took
+        self.start_s = 0.0  # duration of its last start
         self.restart_at = NEVER
         self.last_progress: Progress | None = None
-        self.pause: Mode = ""  # of an engine, over its lives
+        self.pause: Mode = ""  # of an engine, over its incarnations
         self.beats = beats
-        self.is_hurried = False  # a front end that waits for nobody any more
+        self.is_hurried = False  # a frontend told to end its requests at once
 
 
 class Supervisor:
@@ -142,8 +142,8 @@ class Supervisor:
         timing: SupervisorTimeouts | None = None,
         prespawned: dict[str, Prespawned] | None = None,
     ) -> None:
-        """`num_fronts` replaces config.serving.api_servers (0: no HTTP, no listening socket). `prespawned` are processes that
-        already wait to become the parts of those names; they stay the caller's until then."""
+        """`num_fronts` replaces config.serving.api_servers (0: no HTTP, no listening socket). `prespawned` are processes waiting
+        to become the parts of those names; they stay the caller's until then."""
         self.config = config
         self.timing = timing or SupervisorTimeouts()
         self.is_ready = False  # all parts have been ready once
@@ -163,11 +163,11 @@ class Supervisor:
         self._waker = Waker()
         self._poller.add(self._waker, lambda: None)
         self._run_dir: RunDir | None = None
-        self._listeners: list[socket.socket] = []  # one for all front ends, or one for each
+        self._listeners: list[socket.socket] = []  # one for all frontends, or one each
         self._secret_keys: dict[str, bytes] = {}
         self._peers = LockstepMemory(config)
         self._started_at = 0.0
-        self._turn_due = NEVER  # when the present wait, or what the owner does between two steps, should be over
+        self._turn_due = NEVER  # when the current wait, or the owner's work between two steps, should be over
         self._phase: Literal["running", "draining", "leaving"] = "running"
         self._phase_ends = NEVER
         self._streams_end = NEVER  # the drain deadline
@@ -182,7 +182,7 @@ class Supervisor:
         return self._parts
 
     def boot_for(self, role: Role, name: str, index: int = 0, epoch: int = 0, pause: Mode = "") -> Boot:
-        """What a process of this deployment must know, but for API keys; also for a client, in this process (LLM) or another."""
+        """The Boot of a process of this deployment, but for API keys; also for a client, in this process (LLM) or another."""
         if self._run_dir is None:
             raise ConfigError("the deployment has not been started")
         return Boot(
@@ -202,7 +202,7 @@ class Supervisor:
         )
 
     def start(self) -> None:
-        """Binds the listening socket, then starts every part. Raises ConfigError when the address cannot be had."""
+        """Binds the listening socket, then starts every part. Raises ConfigError when the address is unavailable."""
         self._started_at = time.monotonic()
         if any(part.role == "front" for part in self._parts):
             self._listen()
@@ -213,7 +213,7 @@ class Supervisor:
             self._launch(part)
 
     def step(self, timeout_s: float | None = None) -> None:
-        """Waits for the next thing to happen, at most `timeout_s`, and deals with it."""
+        """Waits for the next event, at most `timeout_s`, and handles it."""
         now = time.monotonic()
         self._note_turn(now)
         wait_s = max(0.0, self._next_deadline() - now)
@@ -226,26 +226,26 @@ class Supervisor:
         self._turn_due = time.monotonic()
 
     def _note_turn(self, now: float) -> None:
-        """A pause of the whole deployment is nobody's fault: whoever was silent in it has its whole time anew."""
+        """After a stop of the whole deployment (SIGSTOP, suspend) no part is to blame: restarts the clock of every beat."""
         if now - self._turn_due > AWAY_S:
             for part in self._parts:
                 if part.child is not None and part.child.last_beat:
                     part.child.last_beat = now
 
     def request_stop(self, reason: str, notice_s: float = 0.0, *, exit_code: int | None = None) -> None:
-        """Begins the drain, which ends with exit code 0: front ends take new requests for `notice_s` more. A second call kills, and
-        so does one before there is anything to drain; then it ends with `exit_code`. Safe from any thread and from signal
-        handlers."""
+        """Begins the drain, which ends with exit code 0: frontends take new requests for `notice_s` more seconds. A second call
+        kills, and so does one before there is anything to drain; then it ends with `exit_code`. Safe from any thread and from
+        signal handlers."""
         self._stop_requests.append((reason, notice_s, exit_code))
         self._waker.set()
 
     def stop_by_signal(self, number: int) -> None:
-        """SIGTERM drains with notice, any other without; whichever comes second kills."""
+        """SIGTERM drains with notice, any other signal without; a second signal kills."""
         notice_s = self.config.serving.drain_notice if number == signal.SIGTERM else 0.0
         self.request_stop(signal.Signals(number).name, notice_s, exit_code=128 + number)
 
     def run(self) -> int:
-        """Starts unless that is done, serves until a signal or a fatal failure, stops; returns the exit code. Call from the
+        """Starts unless already started, serves until a signal or a fatal failure, stops; returns the exit code. Call from the
         main thread."""
         former = catch_signals(lambda number, _: self.stop_by_signal(number))
         try:
@@ -260,7 +260,7 @@ class Supervisor:
         return self.exit_code
 
     def close(self) -> None:
-        """Kills what still lives and removes every trace; a process that the system keeps is named and left. May be called
+        """Kills remaining processes and removes all files; a process that the kernel keeps is named and abandoned. May be called
         twice."""
         self.is_finished = True
         for part in reversed(self._parts):
@@ -277,7 +277,7 @@ class Supervisor:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Where front ends listen: one for all of them, or one for each."""
+        """Where frontends listen: one for all of them, or one for each."""
         return [listener.getsockname()[:2] for listener in self._listeners]
 
     def _listen(self) -> None:
@@ -295,12 +295,12 @@ class Supervisor:
         return tuple(ManagedProcess(*place, limits[place.role], Beats(timing.stuck_s)) for place in places)
 
     def _launch(self, part: ManagedProcess) -> None:
-        """Starts the next life of `part`, in place: same name, same addresses, next epoch."""
+        """Starts the next incarnation of `part`, in place: same name, same addresses, next epoch."""
         part.epoch += 1
         if part.role == "engine":
             self._peers.join(part.epoch)
         boot = self.boot_for(part.role, part.name, part.index, part.epoch, part.pause)
-        if part.role == "front":  # it alone checks keys
+        if part.role == "front":  # only frontends check keys
             boot = msgspec.structs.replace(boot, config=self._config_bytes)
         part.state, part.started_at, part.restart_at = "starting", time.monotonic(), NEVER
         part.child = spawn(part.module, boot, prespawned=self._prespawned_for(part))
@@ -340,7 +340,7 @@ class Supervisor:
             self._on_death(part, failed)
 
     def _tell_fronts(self, part: ManagedProcess, report: Progress) -> None:
-        """Front ends answer /ready while engines load: they must know how far those are."""
+        """Forwards an engine's load progress to the frontends, which report it in /ready."""
         for front in self._parts:
             if part.role == "engine" and front.role == "front" and front.child is not None:
                 front.child.tell(report)
@@ -363,8 +363,8 @@ class Supervisor:
             self._keep_spares()
 
     def _on_death(self, part: ManagedProcess, failed: Failed | None) -> None:
-        """Before the first readiness a death is fatal and later it is a restart; in a drain too, if there is time for one. What has
-        been told to leave has done so."""
+        """Before the first readiness a death is fatal, later it is a restart; in a drain too, if there is time for one. A part
+        that was told to exit has done so."""
         was_ready = part.state == "ready"
         self._discard(part, "stopped")
         part.failed = failed
@@ -375,7 +375,7 @@ class Supervisor:
             self._abort(failed)
             return
         now = time.monotonic()
-        counts = was_ready or not self._leftovers.holds(part.name)  # else it may be in want of what that holds
+        counts = was_ready or not self._leftovers.holds(part.name)  # else it may lack the memory still held
         delay_s = part.restarts.note_death(now, now - part.ready_at if was_ready else 0.0, counts=counts)
         if delay_s is not None and not self._has_time(part, now + delay_s):
             delay_s = None
@@ -391,10 +391,10 @@ class Supervisor:
             return
         alike = [p for p in self._parts if p.role == part.role]
         if part.role != "coordinator" and all(p.state == "down" for p in alike):
-            self._abort(failed)  # nothing is left that could ever serve again
+            self._abort(failed)  # nothing is left that could serve again
 
     def _end_group(self, dead: ManagedProcess) -> None:
-        """Engines in lock step end together, and start again together when the one that died does."""
+        """Engines in lockstep end together, and are restarted together with the one that died."""
         self._peers.abort()
         for part in self._parts:
             if part.role == "engine" and part is not dead:
@@ -413,7 +413,7 @@ class Supervisor:
         self._on_death(part, Failed(part.name, error))
 
     def _abort(self, failed: Failed) -> None:
-        """The first failure is the cause; what follows from it in the same turn is not told."""
+        """Records the first failure as the root cause; consequences in the same iteration are ignored."""
         if self.is_finished:
             return
         self.failed = failed
@@ -435,7 +435,7 @@ class Supervisor:
         return min(deadlines)
 
     def _check(self, now: float) -> None:
-        """Everything that happens by time, and the stop requests."""
+        """Handles everything that is due by time, and the stop requests."""
         self._leftovers.look(now)
         for part in self._parts:
             if part.restart_at <= now:
@@ -450,17 +450,18 @@ class Supervisor:
         self._advance_stop(now)
 
     def _check_beats(self, part: ManagedProcess, now: float) -> None:
-        """Ends what has not turned its loop for too long."""
+        """Kills a part whose loop has sent no beat for too long."""
         if part.child is None:
             return
         part.beats.look(part.child, now)
         if part.beats.is_stuck(part.child, now):
-            self._on_reports(part)  # beats may be waiting unread when it was we who were stopped
+            self._on_reports(part)  # beats may be unread when the supervisor itself was stopped
             if part.child is not None and part.beats.is_stuck(part.child, now):
                 self._kill(part, f"{part.name} made no turn of its loop for {self.timing.stuck_s:g} s")
 
     def _start_ends(self, part: ManagedProcess) -> float:
-        """When a part that starts is late. A front end waits for the engines, so it is late only after those that still start."""
+        """The start deadline of a part. A frontend waits for the engines, so its own is later than those of engines still
+        starting."""
         awaited = [p.started_at for p in self._parts if p.role == "engine" and p.state == "starting"]
         ends = part.started_at
         if part.role == "front" and awaited:
@@ -476,7 +477,7 @@ class Supervisor:
 
     def _on_stop_request(self, reason: str, notice_s: float, exit_code: int | None) -> None:
         if self._phase != "running" or not self.is_ready:
-            self.is_finished = True  # impatience, or nothing to drain yet
+            self.is_finished = True  # a second request, or nothing to drain yet
             if exit_code is None:
                 exit_code = 130 if self._phase != "running" else 0
             self.exit_code = self.exit_code or exit_code
@@ -494,13 +495,13 @@ class Supervisor:
         self._hurry_fronts()
 
     def _has_time(self, part: ManagedProcess, restart_at: float) -> bool:
-        """Whether a next life that begins then will be of use: in a drain, to what is still to be finished."""
+        """Whether an incarnation that begins then would still be useful: in a drain, to requests not yet finished."""
         if self._phase == "running":
             return True
         return part.role != "front" and restart_at + part.start_s < self._streams_end
 
     def _hurry_fronts(self) -> None:
-        """A front end in a drain, none of whose engines will come, has nothing to wait for: its requests end at once."""
+        """Ends the requests of a draining frontend at once when none of its engines will come back."""
         lost = {part.index for part in self._parts if part.role == "engine" and part.state in ("down", "stopped")}
         for part in self._parts:
             if part.role == "front" and part.child is not None and not part.is_hurried:
@@ -509,7 +510,7 @@ class Supervisor:
                     part.child.drain(0.0)
 
     def _advance_stop(self, now: float) -> None:
-        """draining (front ends finish their streams) -> leaving (engines and coordinator go) -> finished."""
+        """draining (frontends finish their streams) -> leaving (engines and coordinator go) -> finished."""
         if self._phase == "draining":
             fronts_live = any(part.child is not None for part in self._parts if part.role == "front")
             if not fronts_live or now >= self._phase_ends:
@@ -527,8 +528,8 @@ _EVERYWHERE = ("::", "*", "")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The listening socket of the HTTP port; for ::, * or no host at every address, those of IPv4 as well. Raises ConfigError when
-    it is taken or not allowed."""
+    """The listening socket of the HTTP port; for ::, * or no host on every address, IPv4 included. Raises ConfigError when it is
+    taken or not allowed."""
     name = without_brackets(host)
     try:
         if name in _EVERYWHERE and socket.has_dualstack_ipv6():
@@ -536,7 +537,7 @@ def listen(host: str, port: int) -> socket.socket:
         wanted = None if name in ("*", "") else name
         found = socket.getaddrinfo(wanted, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
-        return socket.create_server(address, family=family, backlog=2048)  # with its scope
+        return socket.create_server(address, family=family, backlog=2048)  # with its scope id
     except (OSError, UnicodeError) as error:
         is_of_host = isinstance(error, socket.gaierror | UnicodeError)
         reason = "this is no host name" if isinstance(error, UnicodeError) else error.strerror or error

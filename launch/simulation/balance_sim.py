@@ -1,7 +1,7 @@
-"""A deployment without processes and without a model, under a virtual clock: the real Coordinator and the real engine cores.
+"""A simulated deployment without processes or a model, under a virtual clock: the real Coordinator and the real engine cores.
 
-Used by launch/bench/balance.py and tests. Messages take time and overtake each other; a step takes time by its tokens and rows. One
-seed is one run.
+Used by launch/bench/balance.py and tests. Messages take time and may overtake each other; a step's time depends on its tokens and
+sequences. One seed is one run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from trireme.topology.zones import Topology
 from trireme.transport.wire.columns import unpack, unpack_ids
 from trireme.transport.wire.messages import Route, StepOutputs, Submit
 
-WIRE_S = (0.0001, 0.0005)  # how long a message takes
-REPORT_S, VIEW_S = 0.02, 0.05  # as engine_core/loop.py and coordinator/main.py
-STEP_S, TOKEN_S, ROW_S = 0.004, 0.00005, 0.0001  # a step: at least, per token, per row
+WIRE_S = (0.0001, 0.0005)  # message latency
+REPORT_S, VIEW_S = 0.02, 0.05  # as in engine_core/loop.py and coordinator/main.py
+STEP_S, TOKEN_S, ROW_S = 0.004, 0.00005, 0.0001  # a step: at least, per token, per sequence
 VOCAB = 50_000
-ALONE = "alone"  # in place of a policy: no coordinator, each front end by its own counts and an old view
+ALONE = "alone"  # in place of a policy: no coordinator, each frontend uses its own counts and an old view
 
 LIMITS = Limits(
     max_len=4096,
@@ -47,7 +47,7 @@ LIMITS = Limits(
 
 @dataclass(eq=False, slots=True)
 class Asked:
-    """One request and what became of it. `num_reachable`: prompt tokens that somebody had cached when it was sent."""
+    """One request and its outcome. `num_reachable`: prompt tokens cached by any engine when it was sent."""
 
     front: int
     prompt: np.ndarray
@@ -78,6 +78,7 @@ class SimulatedEngine:
         self.report_soon()
 
     def step(self) -> None:
+        """Starts the next step, unless one is running or there is no work."""
         if self._is_stepping or (plan := self.core.next_plan(self._world.now)) is None:
             return
         self._is_stepping = True
@@ -115,7 +116,7 @@ class SimulatedEngine:
 
 
 class World:
-    """Engines, a coordinator (or none), front ends and their requests."""
+    """Engines, a coordinator (or none), frontends and their requests."""
 
     def __init__(
         self, policy: str, *, num_engines: int = 4, num_fronts: int = 1, seed: int = 0, limits: Limits = LIMITS
@@ -123,9 +124,9 @@ class World:
         self.now = 0.0
         self.num_fronts = num_fronts
         self.rng = random.Random(seed)
-        self.route_s: list[float] = []  # real time that the coordinator took for each choice
+        self.route_s: list[float] = []  # real time that the coordinator took for each decision
         self._events: list[tuple[float, int, Callable[[], object], bool]] = []
-        self._num_due = 0  # of them, those without which the world ends
+        self._num_due = 0  # pending events without which the world ends
         self._order = itertools.count()
         self._asked: dict[int, Asked] = {}
         self._known: set[bytes] = set()
@@ -154,17 +155,17 @@ class World:
         heapq.heappush(self._events, (self.now + delay_s, next(self._order), event, keeps_running))
 
     def later(self, event: Callable[[], object]) -> None:
-        """After the time that a message takes; messages may overtake each other."""
+        """Schedules an event after a message latency; messages may overtake each other."""
         self.after(self.rng.uniform(*WIRE_S), event)
 
     def in_order(self, source: object, event: Callable[[], object]) -> None:
-        """The same for messages of one connection, which do not."""
+        """Likewise for messages of one connection, which stay in order."""
         due = max(self.now + self.rng.uniform(*WIRE_S), self._last_arrival.get(source, 0.0))
         self._last_arrival[source] = due
         self.after(due - self.now, event)
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Runs until no work is left."""
         while self._num_due:
             self.now, _, event, keeps_running = heapq.heappop(self._events)
             self._num_due -= keeps_running
@@ -174,7 +175,7 @@ class World:
     # ------------------------------------------------------------ requests
 
     def ask(self, asked: Asked) -> None:
-        """A front end has got a request."""
+        """Sends a request from its frontend."""
         rid = next(self._order)
         self._asked[rid] = asked
         asked.sent_s = self.now
@@ -202,6 +203,7 @@ class World:
         self.in_order((front, engine), lambda: self.engines[engine].submit(front, submit))
 
     def on_outputs(self, outputs: StepOutputs) -> None:
+        """Records the tokens, first-token times and ends of one step's outputs."""
         for first in outputs.firsts:
             self._asked[first.rid].first_s = self.now
             self._asked[first.rid].num_cached = first.num_cached
@@ -218,7 +220,7 @@ class World:
                 asked.on_end(asked)
 
     def _reachable(self, prompt: np.ndarray) -> int:
-        """Prompt tokens that one cache without bounds, shared by all engines, would have."""
+        """Prompt tokens that an unbounded cache shared by all engines would hold."""
         hashes = block_hashes(prompt[:-1], self._limits.block_size)
         known = itertools.takewhile(self._known.__contains__, hashes)
         return sum(1 for _ in known) * self._limits.block_size
@@ -230,11 +232,11 @@ class World:
         self.after(VIEW_S, self._publish, keeps_running=False)
 
 
-# ---------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------- workloads
 
 
 def burst(world: World, count: int, num_tokens: int = 128, max_tokens: int = 16) -> list[Asked]:
-    """Uniform requests with unlike prompts, all at once, spread over the front ends."""
+    """Uniform requests with different prompts, all at once, spread over the frontends."""
     dice = np.random.default_rng(world.rng.getrandbits(32))
     requests = [
         Asked(i % world.num_fronts, dice.integers(0, VOCAB, num_tokens, dtype=np.int32), max_tokens)
@@ -248,7 +250,8 @@ def burst(world: World, count: int, num_tokens: int = 128, max_tokens: int = 16)
 def talk(
     world: World, front: int, turns: int, found: list[Asked], *, think_s: float = 1.0, max_tokens: int = 32
 ) -> None:
-    """One session: every turn's prompt is the one before, its answer, and 40 to 200 more tokens. Its requests go to `found`."""
+    """One conversation: each turn's prompt is the previous one, its answer, and 40 to 200 more tokens. Its requests are appended
+    to `found`."""
     dice = np.random.default_rng(world.rng.getrandbits(32))
 
     def turn(known: np.ndarray, left: int) -> None:

@@ -1,10 +1,10 @@
-"""The channel between a parent process and a child it starts: birth (Boot), progress, readiness, failure, drain, death.
+"""The boot channel between a parent process and its child: Boot, progress, readiness, failure, drain, death.
 
-A child module defines `main(channel: BootChannel) -> None` and nothing more; `spawn("engine_core.main", boot)` runs it in
-a new process through transport/process/child.py. Neither side can outlive its duty: a child is killed when its parent ends.
+A child module defines `main(channel: BootChannel) -> None` and nothing more; `spawn("engine_core.main", boot)` runs it in a new
+process through transport/process/child.py. No orphans: a child is killed when its parent ends.
 
-The channel is a SOCK_SEQPACKET pair whose one end is the child's stdin: one packet is one message, its end is death. Nothing here
-waits for a process to end but `reap`, and that with a limit: the system may keep one for as long as it likes.
+The channel is a SOCK_SEQPACKET pair with one end as the child's stdin: one packet is one message, end of file means death.
+Nothing here waits for a process to end except `reap`, with a time limit: the kernel may keep a process indefinitely.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ MAX_TEXT = 32 << 10
 BEAT_S = 1.0
 PROGRESS_S = 0.05
 EXIT_GRACE_S = 2.0
-ENDING_S = 0.5  # from the end of a channel until death is told although the process has not gone yet
-LOOK_S = 0.01  # between looks at whether it has
+ENDING_S = 0.5  # from the end of a channel until death is reported although the process still exists
+LOOK_S = 0.01  # between checks whether it has gone
 
 Report: TypeAlias = Progress | Ready | Failed | Paused
 
@@ -60,16 +60,16 @@ class Child:
         self.boot = boot
         self.pid = process.pid
         self.is_ready = False  # a Ready was received
-        self.is_dead = False  # told by receive(), or closed; about its process ask is_gone
+        self.is_dead = False  # reported by receive(), or closed; for the process itself ask is_gone
         self.killed_at = NEVER  # time.monotonic() of the first kill
-        self.last_beat = 0.0  # time.monotonic() of the last Beat; 0 while there was none
+        self.last_beat = 0.0  # time.monotonic() of the last Beat; 0 before the first
         self.progress = 0  # of the last Beat
-        self.born = born  # time.monotonic() when its process was ordered
+        self.born = born  # time.monotonic() when the process was ordered
         self._process = process
         self._channel = channel
         self._decoder = MessageDecoder(FromChild)
         self._failed: Failed | None = None  # its own, held back until it is dead
-        self._told_by = NEVER  # the channel has ended: when that is told at the latest
+        self._told_by = NEVER  # the channel has ended: deadline for reporting that
         self._epoll = select.epoll()
         self._epoll.register(channel.fileno(), select.EPOLLIN)
 
@@ -80,13 +80,13 @@ class Child:
 
     @property
     def is_gone(self) -> bool:
-        """True when the system has ended its process, and all that it held is free."""
+        """True when the process has ended and all its resources are free."""
         return self._process.poll() is not None
 
     @property
     def process_state(self) -> str:
-        """What the system says of its process, in one letter: R runs, S sleeps, D waits and cannot be killed, T is stopped, Z is
-        dead but not let go; "" when there is none."""
+        """The kernel's one-letter state of its process: R running, S sleeping, D uninterruptible (cannot be killed), T stopped, Z
+        a zombie; "" when there is none."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
                 return file.read(512).rpartition(b")")[2].split()[0].decode()
@@ -94,13 +94,13 @@ class Child:
             return ""
 
     def is_halted(self) -> bool:
-        """True while the system does not let the process run: stopped by a signal or a debugger, or dead."""
+        """True while the process cannot run: stopped by a signal or a debugger, or dead."""
         state = self.process_state
         return state in "TtZX" if state else self.is_dead
 
     def receive(self) -> list[Report]:
-        """Reports since the last call, never blocking. When the child is dead the list ends with a Failed: its own, or
-        one that says how it died (signal, exit code). `is_dead` is then True. A clean exit (code 0) gives no Failed."""
+        """Reports since the last call, never blocking. When the child is dead the list ends with a Failed: its own, or one that
+        says how it died (signal, exit code). `is_dead` is then True. A clean exit (code 0) gives no Failed."""
         reports: list[Report] = []
         while not self.is_dead and self._told_by == NEVER:
             try:
@@ -123,7 +123,7 @@ class Child:
         return reports
 
     def tell_boot(self) -> None:
-        """The first message of all."""
+        """Sends Boot, the first message."""
         fds = [self.boot.listen_fd] if self.boot.listen_fd >= 0 else []
         try:
             socket.send_fds(self._channel, [encode(self.boot)[0]], fds)
@@ -131,15 +131,15 @@ class Child:
             log.debug("could not send to=%s: %s", self.name, error)  # it is dead; receive() tells how
 
     def drain(self, deadline_s: float, notice_s: float = 0.0) -> None:
-        """Asks the child to take new work for `notice_s`, then to finish what it has within `deadline_s`, and to leave."""
+        """Asks the child to take new work for `notice_s` seconds, then to finish what it has within `deadline_s` and exit."""
         self._send(Drain(deadline_s, notice_s))
 
     def tell(self, report: Progress) -> None:
-        """Lets the child know how far another part's start is (front ends show it in /ready)."""
+        """Forwards the startup progress of another part (frontends show it in /ready)."""
         self._send(report)
 
     def kill(self) -> None:
-        """SIGKILL; does not wait for what comes of it (is_gone). Its own children die with it."""
+        """Sends SIGKILL without waiting for the process to end (is_gone). Its own children die with it."""
         self.killed_at = min(self.killed_at, time.monotonic())
         self._process.kill()
 
@@ -181,7 +181,7 @@ class Child:
         reports.append(report)
 
     def _bury(self, reports: list[Report]) -> None:
-        """The channel has ended: so must the process (one that is exiting anyway keeps its exit code)."""
+        """The channel has ended: reports how the process died (one that is exiting anyway keeps its exit code)."""
         self.is_dead = True
         code = self.exit_code
         if self._failed is not None:
@@ -202,8 +202,8 @@ class Child:
 
 
 def reap(children: Iterable[Child], within_s: float) -> list[Child]:
-    """Closes all of them, waits until their processes have gone, for `within_s` in all, and returns those that have not. Each of
-    these is named in the log: what it holds is free only when the system lets it go."""
+    """Closes all children, waits up to `within_s` seconds in all until their processes have gone, and returns those that have
+    not. Each of these is named in the log: its resources are free only when the kernel releases it."""
     closed = list(children)
     for child in closed:
         child.close()
@@ -230,9 +230,8 @@ def describe_exit(code: int) -> str:
 
 
 def spawn(module: str, boot: Boot, *, prespawned: Prespawned | None = None) -> Child:
-    """Starts a process that runs `module` as `boot` says, or tells a prespawned one. A listening socket goes along; the child
-    has it under a number of its own. About threads see prespawn.
-    """
+    """Starts a process that runs `module` with `boot`, or hands `boot` to a prespawned one. A listening socket is passed along;
+    its descriptor number in the child differs. For threads see prespawn. Raises TransportError."""
     try:
         prespawned = prespawned or prespawn(module, boot.name)
     except OSError as error:
@@ -244,12 +243,12 @@ def spawn(module: str, boot: Boot, *, prespawned: Prespawned | None = None) -> C
 
 
 class BootChannel:
-    """Child's end, handed to `main`. Reports may be sent from any thread. A Source for Poller: readable when a Drain came.
+    """Child's end, passed to `main`. Reports may be sent from any thread. A Source for Poller: readable when a Drain came.
 
     SIGINT and SIGTERM are ignored in a child: its parent decides, through Drain and SIGKILL.
     """
 
-    boot: Boot  # known once `begin` has returned
+    boot: Boot  # set once `begin` has returned
 
     def __init__(self, name: str, channel: socket.socket, began: float | None = None) -> None:
         self._name = name
@@ -266,7 +265,7 @@ class BootChannel:
         """Waits for Boot, then watches the parent."""
         packet, fds, _, _ = socket.recv_fds(self._channel, PACKET_BYTES, 1)
         if not packet:
-            os._exit(0)  # the parent died before it said who we are
+            os._exit(0)  # the parent died before it sent Boot
         boot = MessageDecoder(ToChild).decode([packet])
         if not isinstance(boot, Boot):
             raise ProtocolError(f"a child's first message must be Boot, not {type(boot).__name__}")
@@ -278,11 +277,11 @@ class BootChannel:
         threading.Thread(target=self._watch_parent, name="boot", daemon=True).start()
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Reports start-up progress (at most 20 a second reach the parent; the last one of a phase always does)."""
+        """Reports startup progress (at most 20 a second reach the parent; the last one of a phase always does)."""
         self.forward(Progress(self._name, phase, done, total))
 
     def forward(self, report: Progress) -> None:
-        """Passes a grandchild's progress on, under the same limit."""
+        """Forwards a grandchild's progress, under the same rate limit."""
         now = time.monotonic()
         if report.done >= report.total or now - self._last_progress >= PROGRESS_S:
             self._last_progress = now
@@ -293,25 +292,25 @@ class BootChannel:
         facts: dict[str, Any] | None = None,
         decisions: list[tuple[str, str, str]] | None = None,
     ) -> None:
-        """Reports that this process can do its work. Ends the time without garbage collection that child.py began."""
+        """Reports that this process is ready. Re-enables garbage collection, which child.py disabled."""
         settle_memory()
         self.phases.end("links")
         self._send(Ready(self._name, facts or {}, self.phases.seconds, decisions or [], self.phases.began))
 
     def beat(self, progress: int) -> None:
-        """Called by the main loop on every turn (cheap; sends once a second). A child that has beaten once and then falls
-        silent for longer than the parent allows is killed and restarted."""
+        """Called by the main loop on every iteration (cheap; sends once a second). A child that has sent a beat once and then
+        stays silent for longer than the parent allows is killed and restarted."""
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._send(Beat(progress), socket.MSG_DONTWAIT)
 
     def paused(self, mode: Mode) -> None:
-        """Says in which pause the next life of this engine shall begin."""
+        """Reports the pause mode in which the next incarnation of this engine must begin."""
         self._send(Paused(mode), socket.MSG_DONTWAIT)
 
     def fail(self, error: BaseException | Failed) -> NoReturn:
-        """Reports the error (or a grandchild's Failed as it is) and ends this process at once."""
+        """Reports the error (or a grandchild's Failed unchanged) and ends this process at once."""
         failed = error if isinstance(error, Failed) else failed_from_error(self._name, error)
         self._send(failed)
         end_process(failed.exit_code)
@@ -324,7 +323,7 @@ class BootChannel:
         return drains
 
     def news(self) -> list[Progress]:
-        """Start-up progress of other parts since the last call, never blocking; old news is dropped."""
+        """Startup progress of other parts since the last call, never blocking; older entries are dropped."""
         news = []
         while self._news:
             news.append(self._news.popleft())
@@ -348,10 +347,10 @@ class BootChannel:
             with self._lock:
                 self._channel.send(encode(message)[0], flags)
         except OSError:
-            pass  # the parent is gone or stopped; the watcher knows
+            pass  # the parent is gone or stopped; the watcher handles it
 
     def _watch_parent(self) -> None:
-        """Own thread. Whatever this process is doing, it ends when its parent does."""
+        """Own thread: ends this process when its parent does, whatever it is doing."""
         decoder = MessageDecoder(ToChild)
         while True:
             try:
@@ -375,7 +374,7 @@ class BootChannel:
 
 
 def settle_memory() -> None:
-    """Gives back what a start has used and left. What is left lives as long as the process: the collector need not walk it."""
+    """Returns the garbage of a start to the system. What remains lives as long as the process, so the collector skips it."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -396,8 +395,8 @@ def attach(name: str, began: float | None = None) -> BootChannel:
 
 
 def run_child(module: str, name: str, also: Sequence[str] = (), began: float | None = None) -> NoReturn:
-    """Imports `module`, and `also` what it will need later, waits for Boot and runs `module.main(channel)`. Reports whatever it
-    raises as Failed, and ends the process."""
+    """Imports `module`, and `also` what it will need later, waits for Boot and runs `module.main(channel)`. Reports any exception
+    as Failed, and ends the process."""
     channel = attach(name, began)
     try:
         imported = importlib.import_module(module)
@@ -415,7 +414,7 @@ def run_child(module: str, name: str, also: Sequence[str] = (), began: float | N
 
 
 def failed_from_error(source: str, error: BaseException) -> Failed:
-    """The Failed that stands for `error`."""
+    """The Failed that describes `error`."""
     trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
     if isinstance(error, TriremeError):
         return Failed(source, error.message[:MAX_TEXT], error.hint[:MAX_TEXT], trace, error.exit_code)
@@ -423,7 +422,7 @@ def failed_from_error(source: str, error: BaseException) -> Failed:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends without waiting for threads, after queued messages were sent (at most EXIT_GRACE_S)."""
+    """Ends without joining threads, after queued messages were sent (at most EXIT_GRACE_S)."""
     timer = threading.Timer(EXIT_GRACE_S, os._exit, (code,))
     timer.daemon = True
     timer.start()

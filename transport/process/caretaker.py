@@ -1,8 +1,7 @@
-"""Removes a deployment's private directory once its maker has died without doing so.
+"""Removes a deployment's private directory if its creator died without doing so.
 
-`python -I -S transport/process/caretaker.py DIRECTORY LOCK_NAME`: stdin is a pipe whose other end only the maker holds.
-Started by RunDir, so that the kernel can kill the children of a dead maker at once, whatever they are doing, with nothing left
-for them to do.
+`python -I -S transport/process/caretaker.py DIRECTORY LOCK_NAME`: stdin is a pipe whose other end only the creator holds. Started
+by RunDir: the kernel can then kill the children of a dead creator at once, since none of them has to clean up.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import signal
 import sys
 import time
 
-LOOK_S, GIVE_UP_S = 0.05, 5.0  # what the dying still write there is removed with it
+LOOK_S, GIVE_UP_S = 0.05, 5.0  # retried, since dying processes may still write there
 
 
 def main() -> None:
+    """Waits for the end of stdin, then deletes the directory, again while its lock file exists, for at most GIVE_UP_S."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     path, lock_name = sys.argv[1:]

@@ -1,6 +1,6 @@
-"""Starts child processes before it is known what they will be told: each imports its module, then waits for its Boot.
+"""Starts child processes before their Boot is known: each imports its module, then waits.
 
-Imports nothing but the standard library, so that a launcher can call it first of all. transport/process/boot.py does the rest.
+Imports only the standard library, so that a launcher can call it first of all. transport/process/boot.py does the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 CHILD_SCRIPT = str(Path(__file__).with_name("child.py"))
-DISCARD_S = 3.0  # the system may keep a process for longer
+DISCARD_S = 3.0  # the kernel may keep the process for longer
 
 
 class Prespawned(NamedTuple):
@@ -25,10 +25,10 @@ class Prespawned(NamedTuple):
     name: str
     process: subprocess.Popen[bytes]
     channel: socket.socket
-    born: float = 0.0  # time.monotonic() of its order
+    born: float = 0.0  # time.monotonic() when it was ordered
 
     def discard(self) -> None:
-        """Ends a child that is not needed after all."""
+        """Ends a child that turned out not to be needed."""
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(DISCARD_S)
@@ -36,12 +36,12 @@ class Prespawned(NamedTuple):
 
 
 def prespawn(module: str, name: str, *, also: tuple[str, ...] = (), output: int = 2) -> Prespawned:
-    """Starts `python transport/process/child.py module name`, which imports `also` too while it waits. What the child prints
-    goes to the descriptor `output`, by default our stderr. Raises OSError.
+    """Starts `python transport/process/child.py module name`, which also imports `also` while it waits. The child's output goes
+    to the descriptor `output`, by default our stderr. Raises OSError.
 
-    Call from the main thread where possible: only then the kernel itself ties the child's life to ours (it watches the
-    thread that started the child); else the child's own watcher does. Until the child ignores SIGINT and SIGTERM, as all do,
-    they are blocked in it.
+    Call from the main thread where possible: only then does the kernel itself kill the child with its parent (it watches the
+    thread that started the child); otherwise the child's own watcher does. SIGINT and SIGTERM are blocked in the child until it
+    ignores them, as all children do.
     """
     born = time.monotonic()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -53,7 +53,7 @@ def prespawn(module: str, name: str, *, also: tuple[str, ...] = (), output: int 
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
-                process_group=0,  # the terminal's Ctrl-C reaches the supervisor only
+                process_group=0,  # a terminal's Ctrl-C reaches the supervisor only
             )
         except OSError:
             ours.close()
@@ -64,6 +64,6 @@ def prespawn(module: str, name: str, *, also: tuple[str, ...] = (), output: int 
 
 
 def _death_signal() -> int:
-    """Children are killed by the kernel itself: their own watcher is a thread, which cannot run while another one has the
-    interpreter."""
+    """The signal for PR_SET_PDEATHSIG: the kernel kills the child, whose own watcher is a thread and cannot run while another one
+    holds the GIL."""
     return signal.SIGKILL if threading.current_thread() is threading.main_thread() else 0

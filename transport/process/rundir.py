@@ -1,7 +1,7 @@
-"""The private directory where one deployment keeps its sockets, removed when the deployment ends, however that is.
+"""The private directory of a deployment's sockets, removed when the deployment ends, however it ends.
 
-Made by the supervisor (or LLM), which removes it; should that be killed, its caretaker does, and should that be killed too, whoever
-makes the next one. Its lock file, held open by the maker, tells a directory in use from one left behind.
+Created by the supervisor (or LLM), which removes it; if that is killed, its caretaker does, and if that is killed too, the next
+creator. Its lock file, held open by the creator, tells a directory in use from an abandoned one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class RunDir:
             [sys.executable, "-I", "-S", CARETAKER, self.path, LOCK_NAME],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            process_group=0,  # the terminal's Ctrl-C reaches the supervisor only
+            process_group=0,  # a terminal's Ctrl-C reaches the supervisor only
         )
 
     def remove(self) -> None:
-        """Deletes the directory; once is enough."""
+        """Deletes the directory; idempotent."""
         if self._lock >= 0:
             remove_run_dir(self.path)
             os.close(self._lock)
@@ -52,13 +52,13 @@ class RunDir:
 
 
 def remove_run_dir(path: str) -> None:
-    """Deletes a directory that RunDir made, and nothing else. Safe to call from several processes at once."""
+    """Deletes a directory that RunDir created, and nothing else. Safe to call from several processes at once."""
     if Path(path, LOCK_NAME).exists():
         shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep_run_dirs() -> None:
-    """Deletes directories of this user whose maker is no longer alive."""
+    """Deletes directories of this user whose creator is no longer alive."""
     for lock_path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK_NAME}"):
         try:
             if lock_path.stat().st_uid != os.getuid():

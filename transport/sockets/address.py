@@ -1,6 +1,6 @@
-"""Where a named socket of a deployment lives, and the keys that guard it: ipc in a private directory, or tcp with CURVE.
+"""Address of each named socket of a deployment, and the keys that protect it: ipc in a private directory, or tcp with CURVE.
 
-Used by sockets.py only. Must never let a socket listen on every interface, nor leave loopback without keys.
+Used by transport/sockets only. Must never let a socket listen on every interface, nor leave loopback without keys.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class CurveKeys(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_boot(cls, boot: Boot) -> CurveKeys | None:
-        """None when the deployment talks over ipc."""
+        """None when the deployment uses ipc."""
         return cls(**{name: boot.secret_keys[name] for name in cls.__struct_fields__}) if boot.secret_keys else None
 
 
 def make_secret_keys() -> dict[str, bytes]:
-    """Fresh keys for Boot.secret_keys; a deployment whose Boot has them talks over tcp."""
+    """Fresh keys for Boot.secret_keys; a deployment whose Boot has them uses tcp."""
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     return msgspec.structs.asdict(CurveKeys(server_public, server_secret, client_public, client_secret))
@@ -49,12 +49,12 @@ def is_loopback(host: str) -> bool:
 
 
 def is_same_host(address: str) -> bool:
-    """True when both ends of `address` share this machine's process ids."""
+    """True when both ends of `address` are on this machine and see the same process ids."""
     return not address.startswith("tcp://") or is_loopback(_tcp_host(address))
 
 
 def check_address(address: str, keys: CurveKeys | None) -> None:
-    """Raises ConfigError for an address that must not be used."""
+    """Raises ConfigError for a forbidden address."""
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
         if path.startswith("@"):
@@ -75,14 +75,14 @@ def check_address(address: str, keys: CurveKeys | None) -> None:
 
 
 def bind_address(boot: Boot, socket_name: str) -> str:
-    """Address for the bound side. Over tcp the port is free to choose: publish the real one with publish_address."""
+    """Address for the bound side. Over tcp the port is chosen by the system: publish the real one with publish_address."""
     if boot.secret_keys:
         return "tcp://127.0.0.1:*"
     return f"ipc://{boot.run_dir}/{socket_name}"
 
 
 def publish_address(boot: Boot, socket_name: str, address: str) -> None:
-    """Writes where `socket_name` listens, in one step, for peers that connect over tcp."""
+    """Atomically writes the address of `socket_name`, for peers that connect over tcp."""
     if boot.secret_keys:
         path = Path(boot.run_dir, f"{socket_name}.address")
         partial = path.with_suffix(".partial")
@@ -91,7 +91,7 @@ def publish_address(boot: Boot, socket_name: str, address: str) -> None:
 
 
 def connect_address(boot: Boot, socket_name: str) -> str | None:
-    """Address for the connecting side; None when the bound side has not published one yet."""
+    """Address for the connecting side; None until the bound side has published one."""
     if not boot.secret_keys:
         return f"ipc://{boot.run_dir}/{socket_name}"
     try:
@@ -101,7 +101,7 @@ def connect_address(boot: Boot, socket_name: str) -> str | None:
 
 
 def guard_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
-    """Makes a socket (alone in its context) refuse every peer that does not hold the client keys."""
+    """Makes a socket (alone in its context) reject every peer without the client keys."""
     handler = socket.context.socket(zmq.REP)
     handler.linger = 0
     handler.bind("inproc://zeromq.zap.01")

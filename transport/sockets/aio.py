@@ -1,6 +1,6 @@
-"""AsyncConnection: transport/sockets/connection.py on an asyncio loop, for front ends and clients.
+"""AsyncConnection: transport/sockets/connection.py on an asyncio loop, for frontends and clients.
 
-Apart from the blocking half, so that engines and workers do not pay for importing asyncio.
+Separate from the blocking half, so that engines and workers do not pay for importing asyncio.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trireme.transport.wire.messages import Boot, Welcome, Wire
 
 
 class AsyncConnection:
-    """Connecting side on an asyncio loop: `on_message` is called in the loop, once per message, in order; it gets the
+    """Connecting side on an asyncio loop: `on_message` is called in the loop, once per message, in order; it receives the
     same stream as Connection.receive (Welcome, messages, Disconnected). It must be quick.
 
     One reader on ZMQ's file descriptor serves all messages: no task and no future per message (measured against
@@ -56,7 +56,7 @@ class AsyncConnection:
 
     @property
     def welcome(self) -> Welcome | None:
-        """The present server's; None while down."""
+        """The current server's Welcome; None while down."""
         return self._link.welcome
 
     @property
@@ -70,12 +70,12 @@ class AsyncConnection:
 
     @property
     def server_stalled(self) -> str:
-        """Why the server makes no progress, by its last Pong; "" when it does."""
+        """Why the server makes no progress, from its last Pong; "" when it does."""
         return self._link.server_stalled
 
     @property
     def silent_s(self) -> float:
-        """How long the server has left a Ping unanswered."""
+        """Seconds for which the server has left a Ping unanswered."""
         return self._link.silent_s
 
     def counts(self) -> dict[str, int]:
@@ -89,7 +89,7 @@ class AsyncConnection:
         return queued
 
     async def wait_up(self, timeout_s: float) -> Welcome:
-        """Waits until welcomed. Raises TransportError on time-out or refusal (with the server's reason)."""
+        """Waits until welcomed. Raises TransportError on timeout or refusal (with the server's reason)."""
         try:
             async with asyncio.timeout(timeout_s):
                 while (welcome := self._link.welcome) is None:
@@ -101,6 +101,7 @@ class AsyncConnection:
         return welcome
 
     def close(self) -> None:
+        """Closes the connection and unregisters it from the loop. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -119,7 +120,7 @@ class AsyncConnection:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """Delivers a bounded number of messages, so that a flood cannot starve the loop, then comes back for the rest."""
+        """Delivers a bounded number of messages, so that a flood cannot starve the loop, and reschedules itself for the rest."""
         self._is_draining = False
         if self._closed:
             return

@@ -1,7 +1,7 @@
-"""The connecting side: finds its server, says Hello, notices its death, and starts afresh with the next one, for ever.
+"""The connecting side: finds its server, sends Hello, detects its death, and reconnects to the next one, forever.
 
 For blocking loops; transport/sockets/aio.py puts it on asyncio. A dead server's connection is never reused: a new ZMQ connection
-with a new routing id takes its place, so nothing old can arrive on it.
+with a new routing id replaces it, so nothing stale can arrive on it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from trireme.transport.wire.messages import PROTOCOL_VERSION, Boot, Hello, Ping,
 log = logging.getLogger("trireme.transport")
 
 RETRY_MIN_S, RETRY_MAX_S = 0.01, 0.5  # between connections that broke before a Welcome
-HELLO_S = 10.0  # most seconds to wait for the answer to a Hello
+HELLO_S = 10.0  # maximum wait for the answer to a Hello
 PROBE_S = 0.5  # between Pings
-ADDRESS_S = 0.05  # between looks for the address that a tcp server publishes
+ADDRESS_S = 0.05  # between checks for the address that a tcp server publishes
 
 
 class Connection(FramedSocket):
-    """Connecting side, for blocking loops. Connects in the background, says Hello, reconnects for ever. A Source for Poller."""
+    """Connecting side, for blocking loops. Connects in the background, sends Hello, reconnects forever. A Source for Poller."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class Connection(FramedSocket):
     ) -> None:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         super().__init__(socket, accepts | Welcome | Refused | Ping | Pong, Identity.from_boot(boot))
-        self.welcome: Welcome | None = None  # of the present server; None while down
+        self.welcome: Welcome | None = None  # of the current server; None while down
         self.refusal = ""  # why the last Hello was refused; empty after a Welcome
-        self.server_progress = 0  # of the last Pong
+        self.server_progress = 0  # from the last Pong
         self.server_stalled = ""  # likewise
         self._unanswered = 0.0  # when the oldest Ping without a Pong was sent; 0: none
         self.socket_name = socket_name
@@ -67,7 +67,7 @@ class Connection(FramedSocket):
 
     @classmethod
     def open(cls, boot: Boot, socket_name: str, accepts: Any, *, silence_s: float | None = SILENCE_S) -> Connection:
-        """Starts to connect to `socket_name` of this deployment, whether its server is there yet or not.
+        """Starts to connect to `socket_name` of this deployment, whether or not its server is running yet.
 
         `accepts` is the union of what the server may send (the handshake is added). A server that has not answered for
         `silence_s` counts as gone (None: never).
@@ -80,15 +80,15 @@ class Connection(FramedSocket):
 
     @property
     def silent_s(self) -> float:
-        """How long the server has left a Ping unanswered; 0 when its owner has not looked itself."""
+        """Seconds for which the server has left a Ping unanswered; 0 while the owner itself was not polling."""
         now = time.monotonic()
         if not self._unanswered or now - self._last_tick > 2 * PROBE_S:
             return 0.0
         return now - self._unanswered
 
     def receive(self, limit: int = 1024) -> Iterator[Any]:
-        """What has arrived, never blocking. Welcome comes first after each (re)connection (compare `epoch` with the last
-        one to see a restart), Disconnected when the server is gone, everything else in between."""
+        """Received messages, never blocking. Welcome comes first after each (re)connection (compare `epoch` with the last one to
+        detect a restart), Disconnected when the server is gone, everything else in between."""
         for _ in range(limit):
             while self._events:
                 yield self._events.popleft()
@@ -106,7 +106,7 @@ class Connection(FramedSocket):
         return self.welcome is not None and not self._lost_reason and self._send(message)
 
     def wait_up(self, timeout_s: float) -> Welcome:
-        """Blocks until welcomed; consumes nothing. Raises TransportError on time-out or refusal (with the server's reason)."""
+        """Blocks until welcomed; consumes nothing. Raises TransportError on timeout or refusal (with the server's reason)."""
         poller = Poller()
         poller.add(self, lambda: self._events.extend(list(self.receive())))
         deadline = time.monotonic() + timeout_s
@@ -124,14 +124,14 @@ class Connection(FramedSocket):
             raise TransportError(f"{self.socket_name} refused {self.identity.name}: {self.refusal}")
 
     def has_input(self) -> bool:
-        """True when receive() would yield something. For event loops, whose wake-up ZMQ gives only once."""
+        """True when receive() would yield something. For event loops, since ZMQ's wake-up is edge-triggered."""
         return bool(self._events) or bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def poll_targets(self) -> tuple[Any, ...]:
         return (self._socket, self._monitor)
 
     def acknowledge(self) -> bool:
-        """True when the connection broke: tick announces its end after a grace, or tries again."""
+        """True when the connection broke: tick reports that after a grace period, or reconnects."""
         return self._note_disconnection()
 
     def tick(self, now: float) -> float:
@@ -156,14 +156,14 @@ class Connection(FramedSocket):
         return self._next_ping
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Closes; what is queued is still sent, for at most `linger_s`, while the process lives."""
+        """Closes; queued messages are still sent, for at most `linger_s`, while the process lives."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close(0)
         super().close(linger_s)
 
     def _connect(self) -> None:
-        """A new ZMQ connection, with a new routing id, to where the server listens now. The old one's queues are lost."""
+        """Opens a new ZMQ connection, with a new routing id, to the server's current address. The old one's queues are lost."""
         if self._address is not None:
             self._socket.disconnect(self._address)
         self._address = connect_address(self._boot, self.socket_name)
@@ -173,7 +173,7 @@ class Connection(FramedSocket):
         self._num_sent = self._num_received = 0
 
     def _tick_down(self, now: float) -> float:
-        """Queues a Hello, which waits for the server to appear, and again on a new connection should no answer come."""
+        """Queues a Hello, which waits for the server to appear; repeated on a new connection if no answer comes."""
         if self._address is None or connect_address(self._boot, self.socket_name) != self._address:
             self._connect()
             self._next_hello = now if self._address is not None else now + ADDRESS_S
@@ -221,7 +221,7 @@ class Connection(FramedSocket):
         return message if self.welcome is not None else None
 
     def _on_welcome(self, welcome: Welcome) -> Welcome | None:
-        """A second one changes nothing, if it is like the first."""
+        """Accepts a Welcome. A second one changes nothing, if it equals the first."""
         objection = self.identity.objection_to(welcome)
         if objection:
             self._on_refused(objection)
@@ -246,8 +246,9 @@ class Connection(FramedSocket):
         self._next_hello = time.monotonic() + PING_S
 
     def _tear(self, reason: str) -> None:
-        """Not what the server said: on a new connection it says everything anew. Should the server be gone, that is why: a
-        successor's first words may have come on its predecessor's connection."""
+        """Ends a connection whose stream is broken (a message lost or altered): on a new one the server starts afresh. If the
+        server is known to be gone, that is the reason given: a successor's first messages may have arrived on its predecessor's
+        connection."""
         self._note_disconnection()
         if self.welcome is None:
             self._connect()
@@ -265,7 +266,7 @@ class Connection(FramedSocket):
         self._connect()
 
     def _note_disconnection(self) -> bool:
-        """The other process closed the connection or died: while up that is the end of it, while down try again soon."""
+        """The other process closed the connection or died: while up that ends the connection, while down it is retried soon."""
         broken = False
         try:
             while True:
@@ -277,7 +278,7 @@ class Connection(FramedSocket):
             return broken
         now = time.monotonic()
         if self.welcome is not None:
-            # What the server said last may still be on its way from ZMQ's own thread.
+            # The server's last messages may still be in ZMQ's I/O thread.
             self._lost_reason, self._lost_due = f"{self.socket_name} closed its connection", now + GRACE_S
         elif not self.refusal:
             self._retry_s = min(self._retry_s * 2, RETRY_MAX_S)

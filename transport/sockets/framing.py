@@ -1,10 +1,10 @@
-"""What both sides of a connection share: identity, framing, sequence numbers, counters.
+"""Shared by both sides of a connection: identity, framing, sequence numbers, counters.
 
 Base of Server and Connection, and used by nobody else. Must never block.
 
 On the wire a message is [sequence number u32, checksum u32, msgpack body][array]...; numbers count from 0 per connection. A
-message that is lost, repeated, out of its order or altered ends its connection: both sides begin afresh, and nobody goes on
-with less, or with other, than what was said.
+message that is lost, repeated, out of order or altered ends its connection: both sides begin afresh, and neither continues with
+less, or with other, than what was sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("trireme.transport")
 QUEUE_LIMIT = 4096  # messages queued per peer and direction
 PING_S = 1.0
 SILENCE_S = 15.0
-GRACE_S = 0.03  # a dead process's last words may still be on their way when its pidfd fires
+GRACE_S = 0.03  # a dead process's last messages may still arrive after its pidfd fires
 HEAD_BYTES = 8
 _HEAD = struct.Struct("<II")
 SEQUENCE_MASK = 0xFFFF_FFFF
@@ -41,7 +41,7 @@ NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combinin
 @dataclass(frozen=True)
 class Disconnected:
     """Not on the wire: the other side is gone (dead, silent, replaced, refused or too slow). Nothing sent to it will arrive.
-    `is_torn`: it lives as far as is known, but what one side said arrived broken, or was not to the other's liking."""
+    `is_torn`: it lives as far as is known, but a message between the two was broken or rejected."""
 
     reason: str
     is_torn: bool = False
@@ -62,7 +62,7 @@ class Identity:
         return cls(boot.role, boot.name, boot.epoch, boot.config_hash)
 
     def objection_to(self, other: Hello | Welcome) -> str:
-        """Why this process must not talk to `other`; empty when it may."""
+        """Why this process must not communicate with `other`; empty when it may."""
         if other.protocol != PROTOCOL_VERSION:
             return (
                 f"{other.name} speaks protocol version {other.protocol}, {self.name} speaks {PROTOCOL_VERSION}: "
@@ -84,7 +84,7 @@ class Counts:
 
 
 class FramedSocket:
-    """What both sides share: framing, pidfds, context manager. One thread only."""
+    """Common base: framing, pidfds, context manager. One thread only."""
 
     def __init__(self, socket: zmq.Socket[bytes], accepts: Any, identity: Identity) -> None:
         self.identity = identity
@@ -92,7 +92,7 @@ class FramedSocket:
         self._encoder = MessageEncoder()
         self._decoder = MessageDecoder(accepts)
         self._last_tick = time.monotonic()
-        self._logged = {"malformed": 0.0, "gaps": 0.0}  # when last
+        self._logged = {"malformed": 0.0, "gaps": 0.0}  # time of the last log line
         self._socket = socket
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = QUEUE_LIMIT
@@ -112,12 +112,12 @@ class FramedSocket:
         self.close()
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Closes; what is queued is still sent, for at most `linger_s`, while the process lives."""
+        """Closes; queued messages are still sent, for at most `linger_s`, while the process lives."""
         if not self._socket.closed:
             self._socket.close(linger=int(linger_s * 1000))
 
     def _is_readable(self) -> bool:
-        """Whether a message is there: asking is cheaper than the exception of a receive in vain."""
+        """Whether a message is waiting: checking is cheaper than the exception of an empty receive."""
         return int(self._socket.get(zmq.EVENTS)) & READABLE != 0
 
     def _send_frames(self, frames: list[Frame], sequence: int) -> None:
@@ -131,7 +131,7 @@ class FramedSocket:
         self._counts.sent += 1
 
     def _receive_frames(self, body: bytes) -> tuple[int, list[Frame]]:
-        """Completes a message whose first frame is `body`: its sequence number, and its frames if they are what was sent."""
+        """Completes a message whose first frame is `body`: its sequence number, and its frames if they match the checksum."""
         frames: list[Frame] = [memoryview(body)[HEAD_BYTES:]]
         while self._socket.getsockopt(zmq.RCVMORE):
             frames.append(self._socket.recv(copy=False).buffer)
@@ -142,7 +142,7 @@ class FramedSocket:
         return sequence, frames if checksum == _checksum_of(sequence, frames) else []
 
     def _decode(self, frames: list[Frame], sender: str) -> Any | None:
-        """The message, or None after counting and logging a malformed one. No frames: it was altered on its way."""
+        """The message, or None after counting and logging a malformed one. No frames: the checksum did not match."""
         try:
             if not frames:
                 raise ProtocolError("its checksum does not fit")
@@ -154,7 +154,7 @@ class FramedSocket:
             return None
 
     def _may_log(self, what: str) -> bool:
-        """One line a second at most, whatever a peer sends."""
+        """Limits logging to one line a second, whatever a peer sends."""
         now = time.monotonic()
         if now - self._logged[what] < 1.0:
             return False
@@ -162,13 +162,13 @@ class FramedSocket:
         return True
 
     def _was_away(self, now: float) -> bool:
-        """True when the owner has not ticked for so long that silence may be its own fault."""
+        """True when the owner has not ticked for so long that the silence may be its own fault."""
         away = now - self._last_tick > 2.5 * PING_S
         self._last_tick = now
         return away
 
     def _note_gap(self, sender: str, expected: int, sequence: int) -> str:
-        """Why the message of this number is not the next one; "" when it is."""
+        """Why this sequence number is not the expected one; "" when it is."""
         lost = (sequence - expected) & SEQUENCE_MASK
         if not lost:
             return ""
@@ -180,7 +180,7 @@ class FramedSocket:
 
 
 def head_of(sequence: int, frames: Sequence[Frame]) -> bytes:
-    """What precedes the body: the number of the message, and a checksum of it and of all its frames."""
+    """The header before the body: the sequence number, and a checksum over it and all frames."""
     return _HEAD.pack(sequence, _checksum_of(sequence, frames))
 
 

@@ -59,6 +59,7 @@ class LocalServer:
         self._facts = facts
 
     def receive(self, limit: int = 1024) -> Iterator[tuple[Peer, Any]]:
+        """Received messages as (peer, message), at most `limit`, never blocking. See Server.receive."""
         for _ in range(limit):
             if not self._inbox:
                 return
@@ -75,6 +76,7 @@ class LocalServer:
             self._waker.set()
 
     def send(self, peer: Peer, message: Wire) -> bool:
+        """Delivers `message`; False when the peer is gone or its queue is full (then it is dropped)."""
         connection = self._connections.get(peer)
         if peer.gone or connection is None:
             return False
@@ -109,7 +111,7 @@ class LocalServer:
         return NEVER
 
     def close(self, linger_s: float = 1.0, reason: str = "the engine was closed") -> None:
-        """Every connection sees Disconnected(reason) after what was sent before."""
+        """Every connection receives Disconnected(reason) after the messages sent before."""
         with self._lock:
             self.closed = True
             connections = list(self._connections.items())
@@ -121,7 +123,7 @@ class LocalServer:
         self._waker.close()
 
     def put(self, peer: Peer, message: Any) -> bool:
-        """A connection's way in; thread-safe."""
+        """Called by a connection to send to the server; thread-safe."""
         with self._lock:
             if self.closed or peer.gone or len(self._inbox) >= QUEUE_LIMIT:
                 return False
@@ -175,7 +177,7 @@ class LocalConnection:
 
     @property
     def silent_s(self) -> float:
-        """Nobody asks for a sign of life inside one process."""
+        """Always 0: no heartbeats are needed inside one process."""
         return 0.0
 
     def counts(self) -> dict[str, int]:
@@ -185,7 +187,7 @@ class LocalConnection:
         return self.welcome is not None and self._server.put(self._peer, message)
 
     async def wait_up(self, timeout_s: float) -> Welcome:
-        """Waits until welcomed. Raises TransportError on time-out or when the server is closed first."""
+        """Waits until welcomed. Raises TransportError on timeout or when the server is closed first."""
         try:
             async with asyncio.timeout(timeout_s):
                 while (welcome := self.welcome) is None:
@@ -198,13 +200,13 @@ class LocalConnection:
         return welcome
 
     def close(self) -> None:
-        """The server sees Disconnected. Nothing more is delivered."""
+        """The server receives Disconnected. Nothing more is delivered."""
         self.welcome = None
         self._on_message = _ignore
         self._server.put(self._peer, Disconnected(f"{self._peer.name} closed its connection"))
 
     def deliver(self, message: Any, *, urgent: bool = False) -> bool:
-        """The server's way in; thread-safe. False when the queue is full or the loop has ended."""
+        """Called by the server to send to the connection; thread-safe. False when the queue is full or the loop has ended."""
         with self._lock:
             if len(self._outbox) >= QUEUE_LIMIT and not urgent:
                 return False

@@ -1,8 +1,8 @@
-"""The names other packages use to talk between processes: Server, Connection, AsyncConnection, Poller, Waker.
+"""The socket types that other packages use: Server, Connection, AsyncConnection, Poller, Waker.
 
-Nobody outside transport/ sees zmq. Sends never block; queues are bounded; what is not the next message as it was sent
-ends its connection.
-Peers and servers come and go in the stream of messages itself: Hello / Welcome say "here", Disconnected says "gone".
+Nobody outside transport/ sees zmq. Sends never block; queues are bounded; a message that is not the next one exactly as sent ends
+its connection. Peers and servers come and go in the stream of messages itself: Hello and Welcome announce a connection,
+Disconnected its end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Waiting for several sources at once in a blocking loop, and waking such a loop from another thread.
 
-Owned by the one thread that calls wait(). Must never hold state of the sources: they are asked anew on each turn.
+Owned by the one thread that calls wait(). Must never hold state of the sources: they are queried on every iteration.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Source(Protocol):
     """What a Poller can wait for: sockets, connections, children, channels, wakers."""
 
     def poll_targets(self) -> Sequence[Any]:
-        """File descriptors or zmq sockets; the same ones for the life of the source."""
+        """File descriptors or zmq sockets, constant over the source's lifetime."""
 
     def tick(self, now: float) -> float:
         """Does what is due (heartbeats) at `now`, and returns the time.monotonic() of the next call."""
 
     def acknowledge(self) -> bool:
-        """Called before the callback of a source that was readable; True when tick() is due anew."""
+        """Called before the callback of a readable source; True when tick() is due again."""
 
 
 class Waker:
@@ -34,7 +34,9 @@ class Waker:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.RLock()  # a closed number may be somebody else's; signal handlers set it too
+        self._lock = (
+            threading.RLock()
+        )  # a closed descriptor's number may be reused; reentrant, since signal handlers call set too
 
     def set(self) -> None:
         """Makes the poller call back once more. Does nothing after close()."""
@@ -43,7 +45,7 @@ class Waker:
                 os.eventfd_write(self._fd, 1)
 
     def acknowledge(self) -> bool:
-        """Resets the waker. Poller does it; loops without one (asyncio's add_reader) call it first."""
+        """Resets the waker. Poller calls it; loops without one (asyncio's add_reader) call it first."""
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:
@@ -67,7 +69,7 @@ class Waker:
 
 
 class Poller:
-    """Waits for any of its sources, and keeps their heartbeats going.
+    """Waits for any of its sources, and keeps their heartbeats running.
 
     poller.add(server, on_front); poller.add(channel, on_boot); while True: poller.wait(timeout_s)
     """
@@ -96,9 +98,9 @@ class Poller:
         self._due.pop(source, None)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Sleeps until a source is readable (0: only looks), then calls the callbacks; True when any was called.
+        """Sleeps until a source is readable (0: only checks), then calls the callbacks; True when any was called.
 
-        Callbacks are also called when a source's heartbeat was due, since that may have found a peer dead.
+        Callbacks are also called when a source's heartbeat was due, since that may have detected a dead peer.
         """
         now = time.monotonic()
         ready: dict[Source, None] = {}
@@ -107,7 +109,7 @@ class Poller:
         wait_s = self._next_due - now
         if timeout_s is not None and timeout_s < wait_s:
             wait_s = timeout_s
-        # zmq sleeps for whole milliseconds: round up, or the last one would be spent spinning.
+        # zmq sleeps for whole milliseconds: round up, or the remainder would be spent spinning.
         wait_ms = 0 if ready or wait_s <= 0 else None if wait_s == NEVER else int(wait_s * 1000) + 1
         for target, _ in self._zmq.poll(wait_ms):
             source = self._source_of[target]

@@ -1,6 +1,6 @@
-"""The bound side of a connection: many named peers, welcomed or refused, watched, and dropped when dead, silent or slow.
+"""The bound side of a connection: many named peers, welcomed or refused, monitored, and dropped when dead, silent or slow.
 
-One thread owns a Server. It must never block on a peer: queues are bounded and a full one costs the peer its place.
+One thread owns a Server. It must never block on a peer: queues are bounded, and a peer whose queue is full is dropped.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Server(FramedSocket):
         self._own_context = context if keys else None
         self._deaths = select.epoll()
         super().__init__(context.socket(zmq.ROUTER), accepts | Hello | Ping | Pong, identity)
-        self.progress = 0  # stamped by the owner's loop; travels in Pong
+        self.progress = 0  # stamped by the owner's loop; sent in Pong
         self.stalled = ""  # likewise
         self._facts = facts
         self._silence_s = silence_s
@@ -135,12 +135,12 @@ class Server(FramedSocket):
         return self._peers
 
     def set_facts(self, facts: EngineFacts) -> None:
-        """Facts sent in Welcome to peers that arrive from now on."""
+        """Facts sent in Welcome to peers that connect from now on."""
         self._facts = facts
 
     def receive(self, limit: int = 1024) -> Iterator[tuple[Peer, Any]]:
-        """What has arrived, never blocking: (peer, message). A new peer's Hello comes first (it has been welcomed), and
-        (peer, Disconnected) last, exactly once."""
+        """Received messages as (peer, message), never blocking. A new peer's Hello comes first (it has been welcomed), and
+        Disconnected last, exactly once."""
         self._collect_deaths()
         for _ in range(limit):
             while self._events:
@@ -166,7 +166,7 @@ class Server(FramedSocket):
                 self._send_encoded(peer, frames)
 
     def drop(self, peer: Peer, reason: str, *, is_torn: bool = False) -> None:
-        """Forgets a peer and tells it so; Disconnected follows."""
+        """Removes a peer and notifies it; Disconnected follows."""
         if not peer.gone:
             self._refuse(peer.routing_id, reason, peer.num_sent)
             self._forget(peer, reason, is_torn=is_torn)
@@ -175,7 +175,7 @@ class Server(FramedSocket):
         return (self._socket, self._deaths.fileno())
 
     def acknowledge(self) -> bool:
-        """True when a peer's process died: its Disconnected is due after a grace."""
+        """True when a peer's process died: its Disconnected is due after a grace period."""
         return bool(self._deaths.poll(0))
 
     def tick(self, now: float) -> float:
@@ -192,12 +192,12 @@ class Server(FramedSocket):
             elif self._silence_s is not None and now - peer.last_seen > self._silence_s:
                 self.drop(peer, f"{peer.name} was silent for {now - peer.last_seen:.0f} s")
                 continue
-            if peer.pidfd < 0:  # no pidfd: the send itself finds out whether the peer is still connected
+            if peer.pidfd < 0:  # no pidfd: the send itself detects whether the peer is still connected
                 self.send(peer, Ping(time.time_ns()))
         return min([now + PING_S, *(due for due, _ in self._dying)])
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Closes; what is queued is still sent, for at most `linger_s`, while the process lives."""
+        """Closes; queued messages are still sent, for at most `linger_s`, while the process lives."""
         for pidfd in self._by_pidfd:
             os.close(pidfd)
         self._by_pidfd.clear()
@@ -233,7 +233,7 @@ class Server(FramedSocket):
         return None, None
 
     def _greet(self, routing_id: bytes, hello: Hello, sequence: int) -> None:
-        """Welcomes or refuses. A second Hello on the same connection is answered again and changes nothing, if it is like the
+        """Welcomes or refuses. A second Hello on the same connection is answered again and changes nothing, if it equals the
         first."""
         known = self._by_routing_id.get(routing_id)
         objection = self.identity.objection_to(hello)

@@ -1,7 +1,7 @@
-"""msgpack for every message, with arrays inline when small and as separate frames, without a copy, when large.
+"""msgpack for every message, with arrays inline when small and as separate zero-copy frames when large.
 
-Called by sockets.py and boot.py; pure (no socket, no clock). Must never trust a length, type or shape from the wire:
-everything that does not parse is a ProtocolError.
+Called by transport/sockets and transport/process/boot.py; pure (no socket, no clock). Must never trust a length, type or shape
+from the wire: everything that does not parse is a ProtocolError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_DIMS = 8
 
 Frame = bytes | bytearray | memoryview
 
-# Dtypes that may travel, little-endian on the wire. No object, no structured dtype.
+# Allowed dtypes, little-endian on the wire. No object, no structured dtype.
 _DTYPES = {
     name: np.dtype(name)
     for name in ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
@@ -40,7 +40,7 @@ class MessageEncoder:
     def encode(self, message: Wire) -> list[Frame]:
         """Frames of `message`: the msgpack body, then one view per large array (do not write to the array afterwards).
 
-        Raises ProtocolError when a frame or their number is over its cap, or a value may not travel.
+        Raises ProtocolError when a frame or the number of frames exceeds its cap, or a value's type is not allowed.
         """
         frames: list[Frame] = [b""]
         self._arrays = frames
@@ -122,7 +122,7 @@ class MessageDecoder:
     def _array_bytes(self, data: Any) -> Frame:
         if isinstance(data, bytes):
             return data
-        # Frames are used once each and in order, so that nothing is shared or left over.
+        # Each frame is used once, in order, so that none is shared or left over.
         if type(data) is not int or data != self._num_used or data >= len(self._frames):
             raise ValueError("an array's data is bytes or the number of the next frame")
         self._num_used += 1

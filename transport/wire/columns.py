@@ -1,7 +1,7 @@
-"""Columns of whole numbers inside messages, as bytes: little-endian int32 (rows, tokens, counts), int64 (request ids) or flags.
+"""Columns of integers inside messages, as bytes: little-endian int32 (slots, tokens, counts), int64 (request ids) or flags.
 
 A column costs the codec one copy, however long it is. Lengths are checked when a message is made or decoded (`check_columns`);
-what a value may be is for whoever uses it as an index.
+value ranges are checked by whoever uses them as indices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 
 
 def pack(values: Sequence[int] | NDArray[np.integer]) -> Column:
-    """Whole numbers as packed int32. Raises OverflowError for a list with one that does not fit."""
+    """Integers as packed int32. Raises OverflowError for a list with one that does not fit."""
     return np.asarray(values, _INT32).tobytes() if len(values) else b""
 
 
@@ -35,7 +35,7 @@ def unpack(column: Column) -> NDArray[np.int32]:
 
 @lru_cache(maxsize=64)
 def repeated(value: int, count: int) -> Column:
-    """A column of one value."""
+    """A column that repeats one value."""
     return pack(np.full(count, value))
 
 
@@ -50,17 +50,17 @@ def unpack_ids(column: Ids) -> NDArray[np.int64]:
 
 
 def pack_flags(values: Sequence[bool] | NDArray[np.bool_]) -> Flags:
-    """Truth values, a byte each."""
+    """Booleans, one byte each."""
     return np.asarray(values, np.bool_).tobytes()
 
 
 def unpack_flags(column: Flags) -> NDArray[np.bool_]:
-    """Truth values; any byte but 0 is true."""
+    """Booleans; any byte but 0 is true."""
     return np.frombuffer(column, np.uint8).astype(np.bool_)
 
 
 def check_columns(sizes: dict[str, tuple[int, int]]) -> None:
-    """Raises ValueError unless all columns have the same number of whole entries; `sizes` is (bytes, bytes per entry) by name."""
+    """Raises ValueError unless all columns have the same whole number of entries; `sizes` is (bytes, bytes per entry) by name."""
     counts = {size // width if size % width == 0 else -1 for size, width in sizes.values()}
     if len(counts) != 1 or -1 in counts:
         found = ", ".join(f"{name} {size} bytes of {width} each" for name, (size, width) in sizes.items())

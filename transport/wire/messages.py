@@ -1,8 +1,8 @@
 """Every Struct that crosses a process: the map of the whole system. Field order is the wire format (array_like).
 
-Arrays (`np.ndarray`) travel inline when small and as extra ZMQ frames, without a copy, when large (transport/wire/codec.py); what
-every step carries per row travels as packed columns (transport/wire/columns.py).
-A change here changes PROTOCOL_VERSION. Ids on the per-step path are small integers.
+Arrays (`np.ndarray`) are inline when small and extra zero-copy ZMQ frames when large (transport/wire/codec.py); per-step data of
+sequences travels as packed columns (transport/wire/columns.py). A change here changes PROTOCOL_VERSION. Ids on the per-step path
+are small integers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trireme.topology.lockstep import Agreed, Ballot, Mode
 from trireme.transport.wire.columns import Column, Flags, Ids, check_columns
 
 PROTOCOL_VERSION = 9
-MAX_PREFIX = 1024  # blocks of a prompt that a Route names
-MAX_WAITED_S = 86400.0  # that a Submit may say
+MAX_PREFIX = 1024  # prompt blocks named in a Route
+MAX_WAITED_S = 86400.0  # maximum of Submit.waited_s
 
 Role = Literal["front", "engine", "worker", "coordinator", "admin"]
 EndReason = Literal["stop", "length", "abort", "error"]
@@ -33,7 +33,8 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(Wire, frozen=True):
-    """First message of a connecting side. `name` is unique per process (`front-0`); `pid` lets a same-host peer watch it."""
+    """First message of a connecting side. `name` is unique per process (`front-0`); with `pid` a peer on the same host can watch
+    it."""
 
     protocol: int
     config_hash: bytes
@@ -66,11 +67,11 @@ class Ping(Wire, frozen=True):
 class Pong(Wire, frozen=True):
     sent_ns: int
     progress: int = 0  # step counter stamped by the loop itself
-    stalled: str = ""  # why there is no progress although there should be
+    stalled: str = ""  # why there is no progress although there is work
 
 
 class EngineFacts(Wire, frozen=True):
-    """What a front end must know of an engine before it may submit."""
+    """What a frontend must know about an engine before it may submit."""
 
     engine: int
     max_len: int
@@ -82,28 +83,26 @@ class EngineFacts(Wire, frozen=True):
     max_waiting_tokens: int
 
 
-# ---------------------------------------------------------------- front end <-> engine core
+# ---------------------------------------------------------------- frontend <-> engine core
 
 
 class Submit(Wire, frozen=True):
-    """One choice of one request. `prompt` is int32 token ids; its last `num_replayed` ids were already emitted to the client
-    and count as output for max_tokens, min_tokens and penalties, so that `params` need no change after a move."""
+    """One choice of one request. `prompt` is int32 token ids; its last `num_replayed` ids were already emitted to the client and
+    count as output for max_tokens, min_tokens and penalties, so that `params` need no change after a move."""
 
-    rid: int  # unique per front end
+    rid: int  # unique per frontend
     prompt: np.ndarray
     params: RowParams
     salt: bytes = b""
-    ticket: int = 0  # per (front end, engine), rising; 0 without coordinator
+    ticket: int = 0  # per (frontend, engine), rising; 0 without coordinator
     priority: int = 0
-    deadline_s: float = 0.0  # most seconds to wait in the queue; 0 is none
+    deadline_s: float = 0.0  # maximum wait in the queue; 0: no limit
     num_replayed: int = 0
-    num_moves: int = 0  # times it was accepted before, by engines that it lost: a full queue does not refuse it again
-    stays: bool = False  # its caller demanded this engine: never given back
-    client: bytes = b""  # a digest that tells whom it is for, for policies that share fairly; empty: nobody said
-    total_s: float = 0.0  # most seconds until its end, queue and all; 0 is none
-    waited_s: float = (
-        0.0  # since it was asked for, before it came here: of the engine's queue it takes the place of its age
-    )
+    num_moves: int = 0  # times it was accepted by engines that it then lost: a full queue does not reject it again
+    stays: bool = False  # pinned to this engine by its caller: never reclaimed
+    client: bytes = b""  # digest that identifies the client, for fair policies; empty: unknown
+    total_s: float = 0.0  # maximum time until its end, queue included; 0: no limit
+    waited_s: float = 0.0  # seconds waited before this submit: decides its position in the engine's queue
 
 
 class Abort(Wire, frozen=True):
@@ -111,7 +110,7 @@ class Abort(Wire, frozen=True):
 
 
 class Call(Wire, frozen=True):
-    """A rare request to an engine or worker, answered by CallReply. Methods are a fixed table at the receiver."""
+    """A rare request to an engine or worker, answered by CallReply. The receiver has a fixed table of methods."""
 
     call_id: int
     method: str
@@ -126,20 +125,20 @@ class CallReply(Wire, frozen=True):
 
 
 class LogprobRow(Wire, frozen=True):
-    """Log-probabilities of `num_positions` consecutive tokens of one row, columnar.
+    """Log-probabilities of `num_positions` consecutive tokens of one sequence, columnar.
 
     token_ids and logprobs are [num_positions, 1 + k]: column 0 is the actual token, then the k likeliest in order.
     ranks is [num_positions], 1 for the likeliest token.
     """
 
-    rid: int  # the row index on StepResult, the request id on StepOutputs
+    rid: int  # the slot on StepResult, the request id on StepOutputs
     token_ids: np.ndarray  # int32
     logprobs: np.ndarray  # float32
     ranks: np.ndarray  # int32
 
 
 class First(Wire, frozen=True):
-    """Sent with the first token of a row: what the prompt cost."""
+    """Sent with the first token of a sequence: the cost of its prompt."""
 
     rid: int
     num_cached: int  # prompt tokens found in the prefix cache
@@ -148,19 +147,19 @@ class First(Wire, frozen=True):
 
 
 class End(Wire, frozen=True):
-    """Sent exactly once per submitted row. `stop_token` is the id that ended it, if one did (it is also among the tokens)."""
+    """Sent exactly once per submitted sequence. `stop_token` is the id that ended it, if one did (also among the tokens)."""
 
     rid: int
     reason: EndReason
     stop_token: int = -1
     error: str = ""  # with reason "error"
-    error_code: str = ""  # `code` of the TriremeError it stands for
+    error_code: str = ""  # `code` of the corresponding TriremeError
     num_preemptions: int = 0
-    retry_after_s: float = 0.0  # with an error that time may cure
+    retry_after_s: float = 0.0  # with a transient error
 
 
 class StepOutputs(Wire, frozen=True):
-    """All that one engine step produced for one front end. rids[i] gained tokens[i]; a rid may repeat, in order."""
+    """All outputs of one engine step for one frontend. rids[i] gained tokens[i]; a rid may repeat, in order."""
 
     engine: int
     step: int
@@ -170,10 +169,10 @@ class StepOutputs(Wire, frozen=True):
     ends: list[End] = []
     logprobs: list[LogprobRow] = []
     prompt_logprobs: list[LogprobRow] = []
-    placed: list[int] = []  # rows that enter the batch for the first time; sent before the step that computes them
+    placed: list[int] = []  # requests that enter the batch for the first time; sent before the step that computes them
     returned: list[
         tuple[int, int, float]
-    ] = []  # rows given back without an end: (rid, engine for it, seconds it has waited)
+    ] = []  # reclaimed requests, without an end: (rid, engine for it, seconds it has waited)
 
     def __post_init__(self) -> None:
         if len(self.rids) != 2 * len(self.tokens) or len(self.tokens) % 4:
@@ -181,7 +180,7 @@ class StepOutputs(Wire, frozen=True):
 
 
 class EngineDown(Wire, frozen=True):
-    """Last words of an engine: every row it holds is lost. `error` is the root cause as one sentence."""
+    """Last message of an engine: every request it holds is lost. `error` is the root cause as one sentence."""
 
     engine: int
     error: str
@@ -192,7 +191,7 @@ class EngineDown(Wire, frozen=True):
 
 class WorkerInit(Wire, frozen=True):
     """First message to a worker after its Hello. `config` is the resolved EngineConfig as msgpack; `arena` the fd path of
-    the shared memory for collectives (empty with one worker), `peers` that of the engines in lock step (empty without)."""
+    the shared memory for collectives (empty with one worker), `peers` that of the engines in lockstep (empty without)."""
 
     config: bytes
     dp_rank: int
@@ -209,7 +208,8 @@ class LoadProgress(Wire, frozen=True):
 
 
 class WorkerLoaded(Wire, frozen=True):
-    """Weights are in place. `free_bytes` is what could be given to KV blocks, `block_bytes` what one block costs here."""
+    """Weights are loaded. `free_bytes` is the memory available for KV blocks, `block_bytes` the size of one block on this
+    worker."""
 
     worker: int
     vocab_size: int
@@ -230,7 +230,7 @@ class WorkerReady(Wire, frozen=True):
 
 
 class WorkerFault(Wire, frozen=True):
-    """The worker's own exception; it is dying or refuses to go on. `exit_code` is that of its kind."""
+    """The worker's own exception; it is dying or cannot continue. `exit_code` is that of its kind."""
 
     worker: int
     error: str
@@ -240,11 +240,12 @@ class WorkerFault(Wire, frozen=True):
 
 
 class NewRow(Wire, frozen=True):
-    """A row placed in the persistent batch: everything the worker must know. Also sent when a preempted request resumes."""
+    """A sequence placed in the persistent batch, with everything the worker must know. Also sent when a preempted request
+    resumes."""
 
     row: int  # slot in the persistent batch, 0..max_num_seqs-1
     tokens: np.ndarray  # int32, all tokens known so far: prompt, then outputs
-    num_prompt: int  # how many of them are the user's prompt (penalties tell prompt and output apart)
+    num_prompt: int  # how many of them are the user's prompt (penalties distinguish prompt and output)
     params: RowParams
     blocks: list[int]
 
@@ -253,17 +254,17 @@ class StepPlan(Wire, frozen=True):
     """One step: deltas over the persistent batch, applied in the order of the fields."""
 
     step: int
-    freed: list[int]  # rows to forget
+    freed: list[int]  # slots to free
     new: list[NewRow]
-    grown_rows: Column  # these rows ...
-    grown_blocks: Column  # ... got these blocks, in order; not for rows in `new`
+    grown_rows: Column  # these slots ...
+    grown_blocks: Column  # ... got these blocks, in order; not for sequences in `new`
     copies: list[tuple[int, int]]  # (source block, destination block), before anything is computed
-    rows: Column  # rows computed in this step
-    num_tokens: Column  # per scheduled row: tokens computed
-    num_computed: Column  # per scheduled row: tokens whose KV is already there
-    tokens: Column  # per scheduled row: id sampled since the worker last saw the row; -1: none, or the worker holds it
-    sample: Flags  # per scheduled row: its last computed position yields a new token
-    ballot: Ballot | None = None  # of engines in lock step; such a plan may have no rows
+    rows: Column  # slots computed in this step
+    num_tokens: Column  # per scheduled sequence: tokens computed
+    num_computed: Column  # per scheduled sequence: tokens whose KV is already there
+    tokens: Column  # per scheduled sequence: id sampled since the worker last saw it; -1: none, or the worker holds it
+    sample: Flags  # per scheduled sequence: its last computed position yields a new token
+    ballot: Ballot | None = None  # of lockstep engines; such a plan may be empty
 
     def __post_init__(self) -> None:
         size = len(self.rows)
@@ -278,8 +279,8 @@ class StepPlan(Wire, frozen=True):
 
 
 class NextToken(Wire, frozen=True):
-    """A StepPlan, shorter: the rows of the plan before, all of which sampled, each one token further, and nothing else but new
-    blocks. `tokens` is that of StepPlan, or empty when it is what the plan before had."""
+    """Delta of a StepPlan: the batch of the previous plan, in which every sequence sampled, each one token further, with nothing
+    new but blocks. `tokens` is that of StepPlan, or empty when unchanged."""
 
     step: int
     grown_rows: Column = b""
@@ -293,15 +294,15 @@ class NextToken(Wire, frozen=True):
 
 
 class RowFault(Wire, frozen=True):
-    """An error that belongs to one row; its batch-mates are unharmed."""
+    """An error of one sequence; the rest of the batch is unaffected."""
 
     row: int
     error: str
-    by_request: bool = False  # what the row's own parameters ask for cannot be; nothing has failed
+    by_request: bool = False  # its own parameters cannot be satisfied; nothing has failed
 
 
 class StepResult(Wire, frozen=True):
-    """Answer of the reporting worker. rows[i] sampled tokens[i]; faulted rows are in neither."""
+    """Answer of the reporting worker. The sequence in slot rows[i] sampled tokens[i]; faulted ones are in neither."""
 
     step: int
     rows: Column
@@ -310,7 +311,7 @@ class StepResult(Wire, frozen=True):
     prompt_logprobs: list[LogprobRow] = []  # of prompt tokens start + 1 ... of a chunk [start, stop)
     faults: list[RowFault] = []
     execute_s: float = 0.0
-    agreed: Agreed | None = None  # what the ballots of all engines came to
+    agreed: Agreed | None = None  # result of the ballots of all engines
 
     def __post_init__(self) -> None:
         if len(self.rows) != len(self.tokens) or len(self.rows) % 4:
@@ -322,7 +323,7 @@ class StepResult(Wire, frozen=True):
 
 class Load(Wire, frozen=True):
     """An engine's report, sent on change (at most every 20 ms) and every second. `admitted` is the highest ticket seen per
-    front end, so a late report never erases a fresh decision."""
+    frontend, so a late report never erases a newer routing decision."""
 
     engine: int
     epoch: int
@@ -336,19 +337,19 @@ class Load(Wire, frozen=True):
     num_blocks: int
     oldest_wait_s: float
     admitted: dict[str, int]
-    finished: int  # rows ended since start
+    finished: int  # sequences ended since start
 
 
 class KVEvents(Wire, frozen=True):
-    """Blocks that became findable in an engine, and those that no longer are, since the report before. `reset`: forget what
-    you knew. A reader that misses a `seq` asks for everything again (Resync)."""
+    """Blocks that became findable in an engine, and those that no longer are, since the previous report. `reset`: discard all
+    earlier ones. A reader that misses a `seq` asks for everything again (Resync)."""
 
     engine: int
     epoch: int
     seq: int
-    stored: bytes  # keys of 8 bytes
+    stored: bytes  # 8-byte keys
     removed: bytes
-    num_blocks: int  # that the engine has: more keys there cannot be
+    num_blocks: int  # blocks of the engine: the upper bound of keys
     reset: bool = False
 
     def __post_init__(self) -> None:
@@ -357,14 +358,14 @@ class KVEvents(Wire, frozen=True):
 
 
 class Resync(Wire, frozen=True):
-    """The coordinator asks an engine for all of its blocks: it has missed a report."""
+    """The coordinator asks an engine for all of its blocks, having missed a report."""
 
     engine: int
 
 
 class GiveBack(Wire, frozen=True):
-    """The coordinator asks an engine to forget up to `count` rows that never started; their front ends, told by `returned` of
-    StepOutputs, send them to engine `to`. Another life of the engine than `epoch` ignores it."""
+    """The coordinator reclaims up to `count` requests that never started; their frontends, told by `returned` of StepOutputs,
+    send them to engine `to`. Ignored by another incarnation of the engine than `epoch`."""
 
     engine: int
     epoch: int
@@ -373,14 +374,14 @@ class GiveBack(Wire, frozen=True):
 
 
 class Route(Wire, frozen=True):
-    """Front end asks for an engine. `pin` >= 0 demands that engine."""
+    """A frontend asks for an engine. `pin` >= 0 demands that engine."""
 
     rid: int
     num_tokens: int
     num_choices: int = 1
     pin: int = -1
-    label: str = ""  # of the place it comes from: engines with this label are near
-    prefix: bytes = b""  # keys of the prompt's first blocks (trireme/hashing.py), where the policy looks at them
+    label: str = ""  # zone of the request: engines with this label are preferred
+    prefix: bytes = b""  # keys of the prompt's first blocks (trireme/hashing.py), for prefix policies
 
     def __post_init__(self) -> None:
         if len(self.prefix) % KEY_BYTES or len(self.prefix) > MAX_PREFIX * KEY_BYTES:
@@ -404,18 +405,18 @@ class Member(Wire, frozen=True):
     epoch: int
     state: Literal["starting", "ready", "draining", "down"]
     load: Load | None = None
-    in_flight: int = 0  # tickets given and not yet reported as admitted
+    in_flight: int = 0  # tickets issued and not yet reported as admitted
 
 
 class View(Wire, frozen=True):
-    """Membership and load as the coordinator sees them; front ends keep the last one while it is away."""
+    """Membership and load as the coordinator sees them; frontends keep the last one while it is away."""
 
     seq: int
     members: list[Member]
 
 
 class Released(Wire, frozen=True):
-    """A front end returns tickets it will not use (its client left before the submit)."""
+    """A frontend returns tickets it will not use (its client left before the submit)."""
 
     engine: int
     epoch: int
@@ -423,8 +424,8 @@ class Released(Wire, frozen=True):
 
 
 class WaveOrder(Wire, frozen=True):
-    """How far a rank in lock step shall go, as a state and not as a change: a late or repeated one does no harm.
-    `number` counts pauses and resumes; the highest one holds."""
+    """How far a lockstep rank may go, as a state and not as a change: a late or repeated one is harmless. `number` counts pauses
+    and resumes; the highest one wins."""
 
     epoch: int  # of the engines it is meant for
     wave: int
@@ -433,7 +434,7 @@ class WaveOrder(Wire, frozen=True):
 
 
 class WaveReport(Wire, frozen=True):
-    """How far it is, likewise. `wants`: it is parked with rows that may go on, and needs the next wave."""
+    """How far the rank is, likewise a state. `wants`: it is parked with requests that may go on, and needs the next wave."""
 
     engine: int
     epoch: int
@@ -448,7 +449,7 @@ class WaveReport(Wire, frozen=True):
 
 
 class Boot(Wire, frozen=True):
-    """What a child is told at birth, over an inherited socket, never through argv or the environment."""
+    """Settings of a child, sent over an inherited socket, never through argv or the environment."""
 
     role: Role
     name: str
@@ -456,11 +457,11 @@ class Boot(Wire, frozen=True):
     config: bytes  # resolved EngineConfig as msgpack
     config_hash: bytes
     run_dir: str  # private directory of the sockets (mode 0700)
-    index: int = 0  # dp rank, front-end number or worker number
+    index: int = 0  # dp rank, frontend number or worker number
     listen_fd: int = -1  # inherited listening socket of the HTTP port
-    peers: str = ""  # fd path of the shared memory of engines in lock step
+    peers: str = ""  # fd path of the shared memory of lockstep engines
     secret_keys: dict[str, bytes] = {}  # CURVE keys when tcp leaves loopback
-    pause: Mode = ""  # that an engine's former life was in
+    pause: Mode = ""  # pause mode of an engine's previous incarnation
 
 
 class Progress(Wire, frozen=True):
@@ -473,13 +474,13 @@ class Progress(Wire, frozen=True):
 class Ready(Wire, frozen=True):
     source: str
     facts: dict[str, Any] = {}
-    phases: dict[str, float] = {}  # seconds of each part of the start, in order; they add up to all since `began`
+    phases: dict[str, float] = {}  # seconds of each part of the start, in order; they add up to the time since `began`
     decisions: list[tuple[str, str, str]] = []
     began: float = 0.0  # a reading of time.monotonic
 
 
 class Failed(Wire, frozen=True):
-    """A child's real exception, to be printed once, last, by the parent."""
+    """A child's own exception, to be printed once, last, by the parent."""
 
     source: str
     error: str
@@ -489,19 +490,19 @@ class Failed(Wire, frozen=True):
 
 
 class Beat(Wire, frozen=True):
-    """A child's main loop turned. Only a child that has sent one is expected to send more."""
+    """A child's main loop completed an iteration. Only a child that has sent one is expected to send more."""
 
     progress: int
 
 
 class Paused(Wire, frozen=True):
-    """An engine that steps alone is in this pause from now on, and so shall be its next life. "": in none."""
+    """An engine outside lockstep is in this pause mode from now on, and so is its next incarnation. "": none."""
 
     mode: Mode
 
 
 class Drain(Wire, frozen=True):
-    """Finish and leave: take new work for `notice_s` more seconds, then let what runs end within `deadline_s`."""
+    """Finish and exit: take new work for `notice_s` more seconds, then let running requests end within `deadline_s`."""
 
     deadline_s: float
     notice_s: float = 0.0

@@ -1,6 +1,6 @@
-"""Steps that only carry on: a StepPlan as the difference to the one before (NextToken), and back.
+"""Delta encoding of steps: a StepPlan as the difference to the previous one (NextToken), and back.
 
-Called by the engine's executor and by worker processes. Pure: both sides hold the plan before.
+Called by the engine's executor and by worker processes. Pure: both sides hold the previous plan.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from trireme.transport.wire.messages import NextToken, StepPlan
 
 
 def shortened(before: StepPlan | None, plan: StepPlan) -> NextToken | None:
-    """`plan` as a NextToken after `before`, or None when it is more than that. A decode step over an unchanged batch is."""
+    """`plan` as a NextToken after `before`, or None where that cannot express it. A decode step over an unchanged batch can."""
     if (
         before is None
         or plan.freed
@@ -31,7 +31,7 @@ def shortened(before: StepPlan | None, plan: StepPlan) -> NextToken | None:
 
 
 def next_plan(before: StepPlan, step: NextToken) -> StepPlan:
-    """The plan that `step` stands for. Raises ProtocolError when it does not follow `before`."""
+    """The plan that `step` encodes. Raises ProtocolError when it does not follow `before`."""
     if step.step != before.step + 1 or len(step.tokens) not in (0, len(before.rows)):
         raise ProtocolError(
             f"step {step.step} with {len(step.tokens) // 4} tokens does not follow step {before.step} "
@@ -53,5 +53,5 @@ def next_plan(before: StepPlan, step: NextToken) -> StepPlan:
 
 
 def _ends_of(plan: StepPlan) -> Column:
-    """Where each row stands after the plan."""
+    """Position of each sequence after the plan."""
     return (unpack(plan.num_computed) + unpack(plan.num_tokens)).tobytes()

@@ -1,8 +1,7 @@
-"""Limits of the control groups that this process is in: memory and processor time, cgroup v1, v2 and both at once.
+"""Limits of this process's control groups: memory and CPU time, for cgroup v1, v2 and both at once.
 
-Used by trireme.machine.device and workers.cpu.memory. A limit may stand at our own group or at any group above it, so all of
-them are read,
-from our own up to the root of the mount. Pure functions over a root directory, which is another one than / in tests.
+Used by trireme.machine.device and workers.cpu.memory. A limit may be set on our own group or on any ancestor, so all are read,
+from our own up to the root of the mount. Pure functions over a root directory, which tests replace.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 _UNLIMITED = 1 << 60  # bytes; cgroup v1 writes a number near 2^63 for "no limit"
-_USUAL_PLACE = "sys/fs/cgroup"  # of the mounts, when /proc/self/mountinfo cannot be read
-_USUAL_GROUPS = "0::/\n1:memory:/\n2:cpu:/\n"  # when /proc/self/cgroup cannot
-_MOST_SEARCHED = 4096  # groups that are asked whether we are in them
+_USUAL_PLACE = "sys/fs/cgroup"  # mount point, when /proc/self/mountinfo cannot be read
+_USUAL_GROUPS = "0::/\n1:memory:/\n2:cpu:/\n"  # when /proc/self/cgroup cannot be read
+_MOST_SEARCHED = 4096  # groups searched for our pid
 
 
 class GroupLimits(NamedTuple):
-    """The least over all groups; None: no group sets it. Bytes, and processors' worth of time."""
+    """The minimum over all groups; None: no group sets it. Memory in bytes, CPU time in cores."""
 
     memory: int | None = None
-    memory_free: int | None = None  # limit less what the group holds, file pages that the kernel can drop not counted
+    memory_free: int | None = None  # limit minus the group's usage, not counting file pages that the kernel can drop
     cpus: float | None = None
 
 
 class _Mount(NamedTuple):
-    """A mounted hierarchy. `top` is the group that is seen at `point`; `controllers` is empty for cgroup v2."""
+    """A mounted hierarchy. `top` is the group visible at `point`; `controllers` is empty for cgroup v2."""
 
     top: str
     point: str
@@ -36,7 +35,7 @@ class _Mount(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """What a version calls its files. `cached` are the rows of memory.stat with file pages that can be dropped."""
+    """File names of one cgroup version. `cached` are the memory.stat entries for file pages that can be dropped."""
 
     limits: tuple[str, ...]
     usage: str
@@ -48,14 +47,14 @@ _V2 = _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file", 
 
 
 def read_limits(root: Path = Path("/")) -> GroupLimits:
-    """The limits in force for this process. Files that are missing or unreadable set none."""
+    """The limits in force for this process. Missing or unreadable files set no limit."""
     memory, free, cpus = list[int](), list[int](), list[float]()
     for place, files in _groups(root, "memory"):
         stat = _table(_text(place / "memory.stat"))
         used = _number(_text(place / files.usage)) or 0
         cached = sum(stat.get(row, 0) for row in files.cached)
         limits = [_number(_text(place / name)) for name in files.limits]
-        limits.append(stat.get("hierarchical_memory_limit"))  # v1: also of groups above that a container cannot see
+        limits.append(stat.get("hierarchical_memory_limit"))  # v1: includes ancestors that a container cannot see
         for limit in limits:
             if limit is not None and limit < _UNLIMITED:
                 memory.append(limit)
@@ -67,7 +66,7 @@ def read_limits(root: Path = Path("/")) -> GroupLimits:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, _Files]]:
-    """Directories of our group and of those above it, in every hierarchy that may limit what `controller` counts."""
+    """Directories of our group and its ancestors, in every hierarchy that may limit `controller`."""
     mounts = _mounts(root)
     for line in (_text(root / "proc/self/cgroup") or _USUAL_GROUPS).splitlines():
         words = line.split(":", 2)
@@ -86,7 +85,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, _Files]]:
 
 
 def _mounts(root: Path) -> list[_Mount]:
-    """The hierarchies that are mounted; by their usual places where the system does not tell."""
+    """The mounted hierarchies; the usual mount points if the system does not list them."""
     found = []
     for line in _text(root / "proc/self/mountinfo").splitlines():
         own, _, rest = line.partition(" - ")
@@ -101,14 +100,14 @@ def _mounts(root: Path) -> list[_Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """mountinfo writes spaces and the like as octal numbers."""
+    """Decodes the octal escapes that mountinfo uses for spaces and the like."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def below(group: str, top: str) -> list[str] | None:
-    """Names from the group `top`, which a mount shows, down to our `group`; None where these paths do not tell them.
+    """Path components from the group `top`, which a mount shows, down to our `group`; None where the paths do not determine them.
 
-    Both are seen from the root of our cgroup namespace and begin with `/..` for each group above it.
+    Both are relative to the root of our cgroup namespace and begin with `/..` for each group above it.
     """
     ups, names = _steps(group)
     top_ups, top_names = _steps(top)
@@ -118,8 +117,8 @@ def below(group: str, top: str) -> list[str] | None:
 
 
 def _searched(root: Path, top: Path, group: str, top_group: str) -> list[str]:
-    """As `below`, for a mount that was made outside of our namespace: the names in between are those of the group with our pid.
-    [] where there is none: we were moved out of what the mount shows, so only its top can be known."""
+    """Like `below`, for a mount made outside our namespace: the components lead to the group that lists our pid. [] where there
+    is none: we were moved out of what the mount shows, so only its top is known."""
     (ups, names), (top_ups, top_names) = _steps(group), _steps(top_group)
     if top_names or top_ups <= ups:
         return []
@@ -145,7 +144,7 @@ def _steps(path: str) -> tuple[int, list[str]]:
 
 
 def _climb(top: Path, names: list[str]) -> Iterator[Path]:
-    """Directories of the group and of all above it, up to `top`; those that are not there are left out."""
+    """Directories of the group and its ancestors, up to `top`; missing ones are skipped."""
     for depth in range(len(names), -1, -1):
         place = top.joinpath(*names[:depth])
         if place.is_dir():
@@ -162,7 +161,7 @@ def _quota_v1(place: Path) -> float | None:
 
 
 def _share(quota: str, period: str) -> float | None:
-    """Processors' worth of time; `max` and -1 are no limit."""
+    """CPU quota in cores; `max` and -1 are no limit."""
     if not (quota.isdecimal() and period.isdecimal() and int(period) > 0):
         return None
     return int(quota) / int(period)
@@ -174,7 +173,7 @@ def _table(text: str) -> dict[str, int]:
 
 
 def _number(text: str) -> int | None:
-    """A limit or a use in bytes; None for `max`, for v1's "no limit" and for nothing."""
+    """A limit or usage in bytes; None for `max`, for v1's "no limit" and for an empty text."""
     text = text.strip()
     return int(text) if text.isdecimal() and int(text) < _UNLIMITED else None
 
@@ -188,5 +187,5 @@ def _text(path: Path) -> str:
 
 def usable_cores(mask: int, limits: GroupLimits) -> int:
     """How many of `mask` processors can be busy all the time under a quota, at least one. A fraction does not count: threads that
-    wait for one another would all stand still for the rest of each period."""
+    synchronise would all stall for the rest of each period."""
     return mask if limits.cpus is None else max(1, min(mask, int(limits.cpus)))

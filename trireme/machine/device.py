@@ -1,7 +1,6 @@
-"""What this machine offers: cores, memory, instruction sets, GPUs. Read once by the launcher, before anything starts.
+"""Hardware facts of this machine: cores, memory, instruction sets, GPUs. Read once by the launcher, before anything starts.
 
-Looks only at /proc, /sys and /dev, so that it is quick and torch-free. Respects the limits of a container
-(trireme/machine/cgroups.py).
+Reads only /proc, /sys and /dev, so it is quick and torch-free. Respects container limits (trireme/machine/cgroups.py).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _ISA_FLAGS = (
 
 class DeviceFacts(msgspec.Struct, frozen=True):
     """`cores` is what this process may use; memory in bytes; `isa` are /proc/cpuinfo's names. `memory_held` is what this process
-    and its children hold already: parts of a deployment begin while its launcher still counts."""
+    and its children already hold: parts of a deployment are prespawned while the launcher still computes its budget."""
 
     cores: int
     memory_free: int
@@ -45,7 +44,7 @@ class DeviceFacts(msgspec.Struct, frozen=True):
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
-    """One NVIDIA card; memory in bytes."""
+    """One NVIDIA GPU; memory in bytes."""
 
     name: str
     memory_free: int
@@ -53,7 +52,7 @@ class GpuFacts(msgspec.Struct, frozen=True):
 
 
 def read_gpu() -> GpuFacts | None:
-    """The first card, as the driver's own tool tells (it takes a second on some machines); None without one."""
+    """The first GPU, as nvidia-smi reports it (which takes a second on some machines); None without one."""
     fields = "--query-gpu=name,memory.free,memory.total"
     try:
         command = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
@@ -64,7 +63,7 @@ def read_gpu() -> GpuFacts | None:
 
 
 def gpu_from_text(text: str) -> GpuFacts | None:
-    """The first line of the tool's table: `name, free, total`, in MiB."""
+    """Parses the first line of the tool's table: `name, free, total`, in MiB."""
     words = [word.strip() for word in text.strip().split("\n")[0].rsplit(",", 2)]
     if len(words) != 3 or not (words[1].isdecimal() and words[2].isdecimal()):
         return None
@@ -72,7 +71,7 @@ def gpu_from_text(text: str) -> GpuFacts | None:
 
 
 def read_device(root: Path = Path("/")) -> DeviceFacts:
-    """Facts of this machine; `root` lets a test put another one in its place."""
+    """Facts of this machine; tests pass another `root`."""
     name, flags = _cpu(root)
     limits = read_limits(root)
     free, total = _memory(root, limits)
@@ -89,7 +88,7 @@ def read_device(root: Path = Path("/")) -> DeviceFacts:
 
 
 def _memory(root: Path, limits: GroupLimits) -> tuple[int, int]:
-    """(free, total): of the machine, or of the container where that is less."""
+    """(free, total) of the machine, or of the container where that is less."""
     rows = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
     total, free = (int(rows.get(key, "0 kB").split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     free = free if limits.memory_free is None else min(free, limits.memory_free)
@@ -97,7 +96,7 @@ def _memory(root: Path, limits: GroupLimits) -> tuple[int, int]:
 
 
 def _held(root: Path) -> int:
-    """Bytes of this process and its children that are no pages of files."""
+    """Bytes of this process and its children, without file-backed pages."""
     children = (pid for task in (root / "proc/self/task").glob("*/children") for pid in _read(task).split())
     held = 0
     for process in ("self", *children):

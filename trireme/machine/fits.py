@@ -1,6 +1,6 @@
-"""Whether a resolved configuration fits into the memory of this machine, and what to type instead. Pure and torch-free.
+"""Whether a resolved configuration fits into this machine's memory, and which flags would make it fit. Pure and torch-free.
 
-Called by resolve, so that nothing starts that would be killed later, and by `trireme plan`, which says the same.
+Called by resolve, so that nothing starts that would be killed later, and by `trireme plan`, which gives the same answer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from trireme.model.reader import ArchSpec
 from trireme.sizes import MIB, format_bytes, parse_bytes
 from trireme.topology.mesh import Mesh
 
-BLOCK_RECORD = 320  # bytes of an engine for each of its blocks: counts, the hash of its content, its place among those
-FILLED = 0.99  # of what is free, in a cure: it is a little less a moment later
-THREADS_PER_CORE = 4  # beyond it threads do nothing but take turns
+BLOCK_RECORD = 320  # bytes per block in an engine: reference counts, content hash, position in the free list
+FILLED = 0.99  # fraction of free memory that a suggested size may use: a little less is free a moment later
+THREADS_PER_CORE = 4  # beyond this, threads only preempt each other
 
 
 def kv_tokens_of(config: EngineConfig, token_bytes: int) -> int:
-    """Tokens that the KV blocks of one engine hold; `token_bytes` of one worker, 0 for models without KV."""
+    """Tokens that the KV blocks of one engine hold; `token_bytes` is per token on one worker, 0 for models without KV."""
     cache = config.cache
     if cache.num_blocks is not None:
         return cache.num_blocks * cache.block_size
@@ -28,7 +28,7 @@ def kv_tokens_of(config: EngineConfig, token_bytes: int) -> int:
 
 
 def shares_on_host(config: EngineConfig, arch: ArchSpec, weight_bytes: int) -> list[MemoryLine]:
-    """Where the memory goes when the CPU computes; `weight_bytes` are those of one whole copy, loaded."""
+    """Memory shares on a CPU host; `weight_bytes` is one loaded copy of the weights."""
     parallel, block_size = config.parallel, config.cache.block_size
     has_kv = arch.family != "stub" and parallel.worker != "fake"
     mesh = Mesh(parallel.dp, parallel.pp, parallel.tp)
@@ -39,13 +39,13 @@ def shares_on_host(config: EngineConfig, arch: ArchSpec, weight_bytes: int) -> l
 
 
 def free_for(shares: list[MemoryLine], device: DeviceFacts) -> int:
-    """Bytes for a deployment of these shares: what is free, and what its programs hold already."""
+    """Bytes available to a deployment of these shares: free memory, plus what its programs hold already."""
     programs = sum(share.total for share in shares if share.what in ("worker program", "front end", "launcher"))
     return device.memory_free + min(device.memory_held, programs)
 
 
 def room_for_kv(config: EngineConfig, arch: ArchSpec, weight_bytes: int, device: DeviceFacts) -> int:
-    """Bytes that the keys and values of all workers can have where everything else is in its place, at least 0."""
+    """Bytes left for the KV caches of all workers once everything else is allocated, at least 0."""
     shares = shares_on_host(config, arch, weight_bytes)
     rest = sum(share.total for share in shares if share.what not in ("KV cache", "block records"))
     mesh = Mesh(config.parallel.dp, config.parallel.pp, config.parallel.tp)
@@ -54,13 +54,13 @@ def room_for_kv(config: EngineConfig, arch: ArchSpec, weight_bytes: int, device:
 
 
 def shortage(config: EngineConfig, shares: list[MemoryLine], free: int) -> ConfigError | None:
-    """Why these shares do not fit into `free` bytes, and what would; None where they do."""
+    """Why these shares do not fit into `free` bytes, with flags that would; None where they fit."""
     over = sum(share.total for share in shares) - free
     return too_much(config, shares, over) if over > 0 else None
 
 
 def check_memory(config: EngineConfig, arch: ArchSpec, weight_bytes: int, device: DeviceFacts) -> None:
-    """Raises ConfigError where a resolved configuration needs more memory than is free, with what would fit."""
+    """Raises ConfigError, with what would fit, where a resolved configuration needs more memory than is free."""
     shares = shares_on_host(config, arch, weight_bytes)
     refusal = shortage(config, shares, free_for(shares, device))
     if refusal is not None:
@@ -68,7 +68,7 @@ def check_memory(config: EngineConfig, arch: ArchSpec, weight_bytes: int, device
 
 
 def too_much(config: EngineConfig, shares: list[MemoryLine], over: int) -> ConfigError:
-    """The refusal of a configuration that needs `over` bytes more than are free."""
+    """The ConfigError for a configuration that needs `over` bytes more than are free."""
     cache = config.cache
     kv = f"--num-blocks {cache.num_blocks}" if cache.num_blocks is not None else f"--kv-memory {cache.kv_memory}"
     needed = sum(share.total for share in shares)
@@ -110,7 +110,7 @@ def cures_of_size(config: EngineConfig, shares: list[MemoryLine], over: int) -> 
 
 
 def check_slots(config: EngineConfig) -> None:
-    """Raises ConfigError for more blocks than their numbers allow."""
+    """Raises ConfigError for more blocks than slot numbers allow."""
     blocks, size = config.cache.num_blocks, config.cache.block_size
     if blocks is not None and blocks * size > MOST_SLOTS:
         raise ConfigError(
@@ -120,7 +120,7 @@ def check_slots(config: EngineConfig) -> None:
 
 
 def check_threads(config: EngineConfig, device: DeviceFacts) -> None:
-    """Raises ConfigError for more threads per worker than can be of any use."""
+    """Raises ConfigError for more threads per worker than are useful."""
     threads, most = config.parallel.threads, THREADS_PER_CORE * max(device.cores, 1)
     if threads is not None and threads > most:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""In which forms weights lie on a GPU, what becomes of those in a file, and how many bytes each takes. Pure and torch-free.
+"""Weight formats on a GPU: which format each stored matrix gets, and its bytes per weight. Pure and torch-free.
 
-Asked by resolve and `trireme plan` for bytes, by models/cuda/weights/sources for what to make of a matrix;
-models/cuda/layers/linear has the class that computes with each form.
+Used by resolve and `trireme plan` for sizes, and by models/cuda/weights/sources to choose a matrix's format;
+models/cuda/layers/linear has the class that computes with each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trireme.model.spec import ArchSpec
 
 
 class WeightFormat(NamedTuple):
-    """Bytes for each weight, and what the number of inputs must be a multiple of."""
+    """Bytes per weight, and the unit that the number of inputs must be a multiple of."""
 
     weight: float
     unit: int = 1
@@ -27,9 +27,9 @@ class WeightFormat(NamedTuple):
 
 FORMATS = {
     "half": WeightFormat(2.0),  # bfloat16 or float16
-    "fp8": WeightFormat(1.0, 64),  # e4m3 with a float32 scale for each output
+    "fp8": WeightFormat(1.0, 64),  # e4m3 with a float32 scale per output
     "int8": WeightFormat(1.0, 16),  # likewise
-    # GGUF's types by 256 values, all but q4_k and q5_k laid out anew (models/cuda/weights/gguf_blocks), for which q6_k takes
+    # GGUF types by 256 values, all but q4_k and q5_k repacked (models/cuda/weights/gguf_blocks), where q6_k takes
     # 14 bytes more
     "q4_k": WeightFormat(144 / 256, 256),
     "q5_k": WeightFormat(176 / 256, 256),
@@ -40,18 +40,18 @@ FORMATS = {
     "q5_0": WeightFormat(176 / 256, 256),
     "q5_1": WeightFormat(192 / 256, 256),
     "iq4_nl": WeightFormat(144 / 256, 256),
-    # codes of 4 bits with a scale and a zero for so many inputs of an output
+    # 4-bit codes with a scale and a zero per group of inputs of an output
     "w4_32": WeightFormat(1 / 2 + 4 / 32, 128),
     "w4_64": WeightFormat(1 / 2 + 4 / 64, 128),
     "w4_128": WeightFormat(1 / 2 + 4 / 128, 128),
-    "fp8_blocks": WeightFormat(1 + 4 / 128, 128),  # e4m3 with a float32 scale for 128 inputs of an output
+    "fp8_blocks": WeightFormat(1 + 4 / 128, 128),  # e4m3 with a float32 scale per 128 inputs of an output
 }
-LEAST_CAPABILITY = {"fp8": (8, 9)}  # of a card, for the products of a format
-SCHEMES = ("fp8", "int8", "q4_k")  # of --quantize, by their format
-FOR_GPUS_ALONE = ("fp8", "q4_k")  # of those
+LEAST_CAPABILITY = {"fp8": (8, 9)}  # compute capability that the GEMMs of a format need
+SCHEMES = ("fp8", "int8", "q4_k")  # of --quantize, named by their format
+FOR_GPUS_ALONE = ("fp8", "q4_k")  # of these, GPU-only ones
 _BLOCKS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
-OF_BLOCKS = {kind: kind.lower() for kind in _BLOCKS}  # GGUF types that are computed with, every value as it is
-# Kinds of models.weights.sources.RawMatrix, likewise.
+OF_BLOCKS = {kind: kind.lower() for kind in _BLOCKS}  # GGUF types computed with directly, every value exact
+# Likewise, for kinds of models.weights.sources.RawMatrix.
 OF_CHECKPOINTS = {
     **{"FP8": "fp8", "FP8_BLOCKS": "fp8_blocks", "INT8": "int8"},
     **{f"W4_{size}": f"w4_{size}" for size in BLOCK_SIZES},
@@ -61,8 +61,8 @@ _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 
 class Stored(NamedTuple):
-    """Matrices of a GGUF file by type, without the embedding: how many there are, and of how many weights. `head` is the type of
-    the output matrix, counted with the first but not with the second; "" where the embedding serves."""
+    """Matrices of a GGUF file by type, without the embedding: their number and their weights. `head` is the type of the output
+    matrix, included in the number of matrices but not in the weights; "" where the embedding is tied."""
 
     tensors: Mapping[str, int]
     weights: Mapping[str, int]
@@ -70,7 +70,7 @@ class Stored(NamedTuple):
 
 
 def stored_in(tensors: Mapping[str, GgufTensor]) -> Stored:
-    """What the header of a GGUF file says."""
+    """Reads `Stored` from the header of a GGUF file."""
     count, weights = Counter[str](), Counter[str]()
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and name != _EMBEDDING:
@@ -80,8 +80,8 @@ def stored_in(tensors: Mapping[str, GgufTensor]) -> Stored:
 
 
 def format_of(kind: str, k: int, scheme: str | None) -> str:
-    """The format of a stored matrix with k inputs: that of its own where a kernel computes with that, else what `scheme` says where
-    its blocks fit, else 16 bits."""
+    """The format of a stored matrix with k inputs: its own where a kernel computes with it, else that of `scheme` where its
+    blocks fit, else 16 bits."""
     as_it_lies = OF_BLOCKS.get(kind) or OF_CHECKPOINTS.get(kind)
     if as_it_lies is not None and k % FORMATS[as_it_lies].unit == 0:
         return as_it_lies
@@ -89,8 +89,8 @@ def format_of(kind: str, k: int, scheme: str | None) -> str:
 
 
 def weights_by_format(model: ModelConfig, arch: ArchSpec, stored: Stored | None) -> dict[str, int]:
-    """How many weights of a model lie in each format. The embedding, and a head that is its own matrix, keep 16 bits unless a
-    file has them in blocks."""
+    """Number of weights of a model in each format. The embedding, and an untied head, stay 16-bit unless a file stores them in
+    quant blocks."""
     ends = arch.vocab_size * arch.hidden * (1 if arch.tie_embeddings else 2)
     inside = num_params(arch) - ends
     if stored is None:
@@ -106,13 +106,13 @@ def weights_by_format(model: ModelConfig, arch: ArchSpec, stored: Stored | None)
 
 
 def gpu_weight_bytes(model: ModelConfig, arch: ArchSpec, stored: Stored | None = None) -> int:
-    """Bytes of one copy of the weights on a GPU; norms, biases and the scales of outputs are lost in the rounding."""
+    """Bytes of one copy of the weights on a GPU; norms, biases and per-output scales are negligible and not counted."""
     found = weights_by_format(model, arch, stored)
     return round(sum(FORMATS[name].weight * count for name, count in found.items()))
 
 
 def check_card(formats: Iterable[str], capability: tuple[int, int], name: str) -> None:
-    """Raises ConfigError for a format whose products the card `name` does not have."""
+    """Raises ConfigError for a format whose GEMMs the GPU `name` does not support."""
     for form in formats:
         if capability < LEAST_CAPABILITY.get(form, (0, 0)):
             least, have = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY[form], capability))
@@ -123,7 +123,7 @@ def check_card(formats: Iterable[str], capability: tuple[int, int], name: str) -
 
 
 def expansion_of(model: ModelConfig, arch: ArchSpec, stored: Stored | None) -> Decision | None:
-    """What to say of blocks that no kernel of the GPU computes with as they lie."""
+    """The Decision that reports quant blocks which no GPU kernel computes with directly."""
     if stored is None:
         return None
     others = {

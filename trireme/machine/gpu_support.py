@@ -1,7 +1,7 @@
-"""Whether an NVIDIA GPU computes a model, and why not. Pure and torch-free.
+"""Whether an NVIDIA GPU can run a model, and if not, why. Pure and torch-free.
 
-Asked by resolve before anything starts and by the GPU body when it is built; what the kernels of csrc/cuda lack is listed here
-and nowhere else.
+Called by resolve before anything starts and by the CUDA decoder when it is built; the limits of the kernels in csrc/cuda are
+listed here and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from trireme.model.bodies import MoeBody
 from trireme.model.spec import ArchSpec
 
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8")
-FP8_HEAD_DIMS = (64, 96, 128, 256)  # of csrc/cuda/attention/attention_decode.cu over a cache of float8
+FP8_HEAD_DIMS = (64, 96, 128, 256)  # of csrc/cuda/attention/attention_decode.cu over a float8 cache
 HEAD_DIMS = range(8, 257, 8)
 MOST_EXPERTS, MOST_CHOSEN, EXPERT_UNIT = 256, 32, 8  # of csrc/cuda/moe/moe.cu; the last divides widths
 
 
 class Obstacle(NamedTuple):
-    """Something that keeps a deployment off the GPU, and what the operator can do about it."""
+    """A reason why a deployment cannot run on the GPU, and what the operator can do about it."""
 
     why: str
     cure: str
 
 
 def lacks_on_gpu(arch: ArchSpec, max_len: int | None = None) -> list[str]:
-    """What a model needs that the GPU body does not have; empty when it computes it, sequences of up to `max_len` tokens (default:
-    the model's own limit)."""
+    """Features of a model that the CUDA decoder lacks; empty when it supports the model for sequences of up to `max_len` tokens
+    (default: the model's own limit)."""
     is_long = (max_len or arch.max_position) > arch.rope.original_max_position
     lacks = {
         f"the layers of {arch.family}": arch.family == "stub",
@@ -60,7 +60,7 @@ def _lacks_for_experts(arch: ArchSpec, body: MoeBody) -> dict[str, bool]:
 
 
 def obstacles(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> list[Obstacle]:
-    """All that keeps this deployment off the GPUs of this machine."""
+    """Every obstacle to running this deployment on this machine's GPUs."""
     parallel, found = config.parallel, []
     if device.num_gpus == 0:
         found.append(Obstacle("this machine shows no NVIDIA GPU (/dev/nvidia0)", "--device cpu"))
@@ -96,7 +96,7 @@ def obstacles(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> list
 
 
 def choose_device(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> Decision:
-    """cpu or cuda for what was asked. Raises ConfigError for a `--device cuda` that cannot be."""
+    """The device, cpu or cuda, for what was requested. Raises ConfigError for a `--device cuda` that cannot run."""
     asked = config.parallel.device
     if asked == "cpu":
         return Decision("device", "cpu", "--device cpu")
@@ -111,7 +111,7 @@ def choose_device(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> 
 
 
 def compute_dtype(config: EngineConfig, arch: ArchSpec) -> str:
-    """Type of weights, activations and cache on the GPU: what was asked, else as stored where that has 16 bits."""
+    """Type of weights, activations and cache on the GPU: the requested one, else the stored one where that has 16 bits."""
     if config.model.dtype != "auto":
         return config.model.dtype
     if config.cache.kv_dtype not in ("auto", "fp8"):
@@ -120,7 +120,7 @@ def compute_dtype(config: EngineConfig, arch: ArchSpec) -> str:
 
 
 def refuse_on_cpu(config: EngineConfig, choice: Decision) -> None:
-    """Raises ConfigError for what only a GPU has, where the CPU was chosen."""
+    """Raises ConfigError for GPU-only settings where the CPU was chosen."""
     for flag, value, has_it, cure in (
         ("--quantize", config.model.quantize, config.model.quantize in FOR_GPUS_ALONE, "--quantize q8_0"),
         ("--kv-dtype", config.cache.kv_dtype, config.cache.kv_dtype == "fp8", "--kv-dtype int8"),

@@ -1,4 +1,4 @@
-"""What `--graph-sizes` says. Pure; checked by resolve before anything starts, used by GPU workers."""
+"""Parses `--graph-sizes`. Pure; checked by resolve before anything starts, used by GPU workers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MOST_NAMED = 64
 
 
 class GraphSizes(NamedTuple):
-    """Rows of the steps that are captured: `named`, or those that turn out to be needed."""
+    """Batch sizes of the captured steps: the `named` ones, or those found to be needed."""
 
     adapts: bool
     named: tuple[int, ...] = ()
 
 
 def graph_sizes(asked: str, max_rows: int) -> GraphSizes:
-    """Raises ConfigError for what is neither auto, none, nor numbers of rows that a step of `max_rows` can have."""
+    """Raises ConfigError for anything but auto, none, or batch sizes that a step of `max_rows` can have."""
     if asked == "auto":
         return GraphSizes(adapts=True)
     if asked == "none":

@@ -1,6 +1,6 @@
-"""Memory arithmetic: bytes of weights and of KV blocks, how many blocks an engine gets. Pure and torch-free.
+"""Memory arithmetic: bytes of weights and of KV blocks, number of blocks per engine. Pure and torch-free.
 
-Called by resolve (will it fit) before anything is loaded, and by the engine core once its workers have loaded.
+Called by resolve (does it fit) before anything is loaded, and by the engine core once its workers have loaded.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from trireme.model.reader import ArchSpec
 from trireme.sizes import MIB, format_bytes, parse_bytes
 from trireme.topology.mesh import Mesh, split_heads
 
-MOST_SLOTS = (1 << 31) - 1  # tokens of an engine's KV memory: slots are numbers of 32 bits
-LOGITS_BYTES = 64 * MIB  # most bytes of logits that one forward may give
-# What the programs themselves hold, measured after a start: libraries, tokenizer, buffers.
+MOST_SLOTS = (1 << 31) - 1  # tokens of an engine's KV memory: slots are 32-bit numbers
+LOGITS_BYTES = 64 * MIB  # maximum size of the logits of one forward
+# Base memory of the processes, measured after a start: libraries, tokenizer, buffers.
 WORKER_PROGRAM, FRONT_PROGRAM, LAUNCH_PROGRAM = 48 * MIB, 80 * MIB, 40 * MIB
-TORCH_LIBRARY = 180 * MIB  # more in a worker that computes in torch
-GPU_GRAPHS = 640 * MIB  # CUDA graphs of decode steps, and what the GPU's libraries allocate later
-GPU_EXPERT_TOKENS = 4096  # that a layer of experts on a GPU computes at a time
+TORCH_LIBRARY = 180 * MIB  # added in a worker that uses torch
+GPU_GRAPHS = 640 * MIB  # CUDA graphs of decode steps, and later allocations by the GPU's libraries
+GPU_EXPERT_TOKENS = 4096  # tokens that a MoE layer on a GPU computes at a time
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-INTEGER_BYTES = {"int16": 2, "int8": 1}  # of keys and values only
+INTEGER_BYTES = {"int16": 2, "int8": 1}  # for keys and values only
 KV_BYTES = {**DTYPE_BYTES, "fp8": 1}
 
 
 def num_params(arch: ArchSpec) -> int:
-    """Parameters of all matrices; norms and biases are lost in the rounding."""
+    """Parameters of all matrices; norms and biases are negligible and not counted."""
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     attention = arch.num_layers * arch.hidden * (2 * q + 2 * kv)
     embeddings = arch.vocab_size * arch.hidden * (1 if arch.tie_embeddings else 2)
@@ -38,14 +38,14 @@ def num_params(arch: ArchSpec) -> int:
 
 
 def num_matrix_rows(arch: ArchSpec) -> int:
-    """Rows of those matrices (of a decoder with a gated network): what a scale for each row is counted by."""
+    """Total outputs of these matrices (of a decoder with a gated FFN): the number of per-output scales."""
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     layers = arch.num_layers * (q + 2 * kv + 2 * arch.hidden + 2 * arch.ffn)
     return layers + arch.vocab_size * (1 if arch.tie_embeddings else 2)
 
 
 def _feed_forward_params(arch: ArchSpec) -> int:
-    """Of all layers: three matrices for a gated network, two for one without a gate, a router and experts."""
+    """FFN parameters of all layers: three matrices with a gate, two without, plus router and experts."""
     body, wide = arch.body, arch.hidden * arch.ffn
     if isinstance(body, GptBody):
         return arch.num_layers * 2 * wide
@@ -58,29 +58,29 @@ def _feed_forward_params(arch: ArchSpec) -> int:
 
 
 def _expert_part(arch: ArchSpec) -> float:
-    """Of all parameters, those of experts that a router chooses from."""
+    """Fraction of all parameters that belong to routed experts."""
     if not isinstance(arch.body, MoeBody):
         return 0.0
     return len(arch.body.moe_layers) * arch.body.num_experts * 3 * arch.hidden * arch.ffn / num_params(arch)
 
 
 def kv_token_bytes(arch: ArchSpec, kv_dtype: str, mesh: Mesh) -> int:
-    """Bytes that one token's keys and values take on the worker that holds the most of them."""
+    """Bytes of one token's keys and values on the worker that holds the most."""
     heads = max(split_heads(arch.num_heads, arch.num_kv_heads, mesh.tp, rank).kv.size for rank in range(mesh.tp))
     layers = mesh._replace(pp_rank=0).layers(arch.num_layers).size
     return 2 * layers * heads * _kv_head_bytes(arch.head_dim, kv_dtype)
 
 
 def _kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
-    """Of one head of one token; integers have a float32 beside them."""
+    """Bytes of one head of one token; integer types have a float32 scale each."""
     if kv_dtype in INTEGER_BYTES:
         return head_dim * INTEGER_BYTES[kv_dtype] + 4
     return head_dim * KV_BYTES[kv_dtype]
 
 
 def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig, num_engines: int = 1) -> int:
-    """Upper estimate of what one step needs besides weights and KV: activations of every token, and the logits. `num_engines`
-    split the experts: the tokens of all of them come to each."""
+    """Upper bound on what one step needs besides weights and KV: activations of every token, and the logits. `num_engines`
+    engines split the experts, so each computes the tokens of all of them."""
     heads = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
     ffn, mixed = arch.ffn, 0
     if isinstance(arch.body, MoeBody):
@@ -92,19 +92,19 @@ def activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig, num_engines: in
 
 
 def _mixture_token_bytes(arch: ArchSpec, body: MoeBody) -> int:
-    """Of one token in a layer of experts, wherever it came from: itself, its router's row, and a pair for each chosen expert with
-    its number, place and score. Pairs are gathered (and scaled), then every expert writes what is between its two products (of
-    all tokens at worst), then results are made and put back in order."""
+    """Bytes per token in a MoE layer: the token itself, its router logits, and for each chosen expert a pair with expert number,
+    position and score. Pairs are gathered (and scaled), each expert writes the intermediate between its two GEMMs (of all tokens
+    in the worst case), then results are written and scattered back in order."""
     pair = arch.hidden + arch.ffn
     steps = max(body.top_k * 2 * arch.hidden, 3 * arch.ffn)
     return 4 * (2 * arch.hidden + body.num_experts + body.top_k * pair + steps) + 32 * body.top_k
 
 
 def gpu_activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
-    """Upper estimate of what a step on a GPU needs beside weights and KV; the worker measures it when it starts."""
+    """Upper bound on what a step on a GPU needs besides weights and KV; the worker measures the real value when it starts."""
     heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
     ffn, mixed = arch.ffn, 0
-    if isinstance(arch.body, MoeBody):  # pairs, each with what is between its products and what comes of them
+    if isinstance(arch.body, MoeBody):  # pairs, each with the intermediate between its GEMMs and its result
         pairs = min(scheduler.num_tokens, GPU_EXPERT_TOKENS) * arch.body.top_k
         ffn, mixed = 0, pairs * 2 * (arch.hidden + arch.ffn)
     per_token = 2 * (3 * arch.hidden + 3 * ffn + 2 * heads)
@@ -112,7 +112,7 @@ def gpu_activation_bytes(arch: ArchSpec, scheduler: SchedulerConfig) -> int:
 
 
 class MemoryLine(NamedTuple):
-    """One line of a memory table: so many holders of `each` bytes."""
+    """One line of a memory table: a number of holders of `each` bytes."""
 
     what: str
     holders: int
@@ -124,7 +124,7 @@ class MemoryLine(NamedTuple):
 
 
 def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[MemoryLine]:
-    """Where the memory of a deployment goes. `weight_bytes` are those of one whole copy, `kv_bytes` those of one worker."""
+    """Memory shares of a deployment. `weight_bytes` is one whole copy, `kv_bytes` is per worker."""
     parallel = config.parallel
     sharing = parallel.dp if config.in_lockstep else 1
     weight_bytes -= int(weight_bytes * _expert_part(arch) * (1 - 1 / sharing))
@@ -143,7 +143,7 @@ def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_by
 
 
 def gpu_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes: int) -> list[MemoryLine]:
-    """Where the memory of one card goes."""
+    """Memory shares of one GPU."""
     return [
         MemoryLine("weights", 1, weight_bytes),
         MemoryLine("KV cache", 1, kv_bytes),
@@ -153,9 +153,9 @@ def gpu_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_bytes
 
 
 def num_kv_blocks(config: EngineConfig, workers: Sequence[tuple[int, int]]) -> tuple[int, Decision]:
-    """Blocks of one engine from the (block_bytes, free_bytes) that its workers reported; the poorest one decides.
+    """Blocks of one engine from the (block_bytes, free_bytes) that its workers reported; the smallest one decides.
 
-    Raises ConfigError when not even one request of the greatest length would fit.
+    Raises ConfigError when not even one request of the maximum length would fit.
     """
     cache, max_len = config.cache, config.model.max_len or 1
     if cache.num_blocks is not None:
@@ -171,7 +171,7 @@ def num_kv_blocks(config: EngineConfig, workers: Sequence[tuple[int, int]]) -> t
 
 
 def too_little_kv(max_len: int, fits: int, token_bytes: float) -> ConfigError:
-    """The refusal of a length that the KV memory cannot hold, with the numbers that would have worked."""
+    """The ConfigError for a length that the KV memory cannot hold, with the numbers that would have worked."""
     cures = [f"--max-len {fits:<12} largest that fits"] if fits else []
     cures.append(f"--kv-memory {math.ceil(max_len * token_bytes / MIB):>6}MiB   fits {max_len}")
     return ConfigError(

@@ -1,4 +1,4 @@
-"""Where a user's files are, also where there is no user: containers run under numbers that have no name and no home directory."""
+"""Locations of a user's files, also without a user entry: containers run under uids that have no name and no home directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trireme.errors import ModelError
 
 
 def expanded(path: str | Path) -> Path:
-    """A path that was typed, with `~` replaced. Raises ModelError where there is no such home directory."""
+    """A path as typed, with `~` expanded. Raises ModelError where there is no such home directory."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -21,8 +21,8 @@ def expanded(path: str | Path) -> Path:
 
 
 def cache_directories() -> list[Path]:
-    """Where models may be kept: below the home directory, and else in a directory for temporary files that is this user's alone.
-    None of them need exist."""
+    """Candidate model caches: below the home directory, then a private directory under the system's temporary one. They need not
+    exist."""
     places = [Path(tempfile.gettempdir()) / f"trireme.{os.getuid()}" / "models"]
     try:
         return [Path.home() / ".cache" / "trireme" / "models", *places]
@@ -31,7 +31,7 @@ def cache_directories() -> list[Path]:
 
 
 def usable(directory: Path) -> bool:
-    """Whether files can be kept in the directory, which is made for this user alone if need be; not where others could write."""
+    """Whether files can be kept in the directory, which is created with mode 0700 if needed; False where others could write."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         directory.mkdir(exist_ok=True, mode=0o700)

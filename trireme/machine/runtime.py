@@ -1,6 +1,6 @@
-"""Which code computes the layers of a model on the CPU: one native call for a whole stage, or torch. Pure and torch-free.
+"""Chooses the CPU runtime of a model's layers: one native call for a whole stage, or torch. Pure and torch-free.
 
-Asked by the worker (models/load) and by the budget, since a process without torch is a good deal smaller.
+Called by the worker (models/load) and by the budget, since a process without torch is a good deal smaller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ TORCH = "torch"
 
 
 def choose_runtime(arch: ArchSpec, mesh: Mesh) -> Decision:
-    """What computes the layers of a rank. A worker imports torch with "torch", and to talk to other workers."""
+    """The runtime of a rank's layers. A worker imports torch for "torch", and to communicate with other workers."""
     if arch.family == "stub":
         return Decision("runtime", "stub, no torch", "it has no layers")
     if arch.body is not None:
@@ -28,6 +28,6 @@ def choose_runtime(arch: ArchSpec, mesh: Mesh) -> Decision:
 
 
 def _is_covered(arch: ArchSpec) -> bool:
-    """Whether the native stage (csrc/cpu/decoder.h) knows every step of a Llama-like model."""
+    """Whether the native stage (csrc/cpu/decoder.h) supports every operation of a Llama-like model."""
     is_plain = arch.norm_kind == "rms" and arch.norm_placement != "parallel"
     return is_plain and not (arch.qk_norm and arch.qk_norm_kind == "heads")

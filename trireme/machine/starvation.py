@@ -1,8 +1,8 @@
-"""How long processes wanted a processor and had none, by looks at /proc: on a machine that others keep busy, time alone does not
-tell what is stuck from what has not had its turn.
+"""CPU starvation, sampled from /proc: on a busy machine, elapsed time alone does not tell a stuck process from one that was not
+scheduled.
 
-Used by whoever gives up processes that make no progress. A thread counts that is runnable at a look and has not run for as long as
-has passed since the look before. What waits for something else, or runs in circles, is not starved.
+Used by watchdogs before they kill a process. A thread counts as starved if it is runnable at a sample and has not run since the
+previous one. A thread that waits for something else, or spins, is not starved.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import os
 import threading
 from collections.abc import Iterable
 
-LONGEST_GAP_S = 2.0  # between two looks that belong together: what happened in a longer one is not known
+LONGEST_GAP_S = 2.0  # between two consecutive samples: what happened in a longer gap is unknown
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class Starvation:
-    """Looks at the same processes, or at others each time. One thread only, which is left out of its own looks."""
+    """Samples the same processes, or others each time. One thread only, which is excluded from its own samples."""
 
     def __init__(self) -> None:
         self._looked = float("-inf")
-        self._used_s: dict[int, float] = {}  # processor time by thread, at the last look
+        self._used_s: dict[int, float] = {}  # CPU time by thread, at the last sample
 
     def look(self, now: float, pids: Iterable[int]) -> float:
-        """Of the seconds since the last look, those which the thread that is worst off was without a processor. 0 at the first look
-        and after a long gap, and where the system does not tell."""
+        """Of the seconds since the last sample, those that the worst-off thread was starved. 0 at the first sample, after a long
+        gap, and where the system does not tell."""
         passed_s, self._looked = now - self._looked, now
         before, self._used_s = self._used_s, {}
         worst_s = 0.0
@@ -41,7 +41,7 @@ class Starvation:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that this one has started and that live; empty where the system does not tell."""
+    """Living children of this process; empty where the system does not tell."""
     found: list[int] = []
     for thread in _threads_of(pid):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
@@ -56,7 +56,7 @@ def _threads_of(pid: int) -> list[int]:
 
 
 def _read(pid: int, thread: int) -> tuple[bool, float]:
-    """Whether a thread is runnable, and the processor time that it has used."""
+    """Whether a thread is runnable, and its CPU time."""
     try:
         with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
             fields = file.read(1024).rpartition(b")")[2].split()

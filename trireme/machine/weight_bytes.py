@@ -1,6 +1,5 @@
-"""How many bytes the weights of a model take once they are loaded: types that no kernel reads are expanded, dense ones may be
-rounded or widened. Called by resolve and by `trireme plan`; reads headers, never weights.
-"""
+"""Bytes of a model's weights once loaded: types that no kernel reads are expanded, dense ones may be quantized or widened. Called
+by resolve and by `trireme plan`; reads headers, never weights."""
 
 from __future__ import annotations
 
@@ -17,18 +16,18 @@ from trireme.model.stored import safetensors_files, size_of
 from trireme.sizes import format_bytes
 
 SCHEME_BYTES = {"q8_0": 34 / 32, "int8": 1, "q4_0": 18 / 32}  # per parameter
-SCHEME_ROW_BYTES = {"q8_0": 0, "int8": 8, "q4_0": 0}  # and per row
+SCHEME_ROW_BYTES = {"q8_0": 0, "int8": 8, "q4_0": 0}  # and per output
 
 
 def stored_of(files: ModelFiles) -> Stored | None:
-    """Types in a GGUF file, None for other models."""
+    """Tensor types of a GGUF file; None for other models."""
     return stored_in(read_gguf(files.path, arrays=False).tensors) if files.kind == "gguf" else None
 
 
 def stored_bytes(files: ModelFiles) -> tuple[int, Decision | None]:
-    """Bytes of the files, with expanded types at the size they get, and what to say about those."""
+    """Bytes of the files, with expanded types at their loaded size, and the Decision that reports those."""
     if files.kind == "safetensors":
-        # only those of the index: some checkpoints lie there twice, under other names
+        # only the indexed files: some checkpoints are stored twice, under other names
         has_any = any(files.path.glob("*.safetensors"))  # (dummy weights need none)
         return sum(size_of(path) for path in safetensors_files(files.path)) if has_any else 0, None
     if files.kind != "gguf":
@@ -47,7 +46,7 @@ def stored_bytes(files: ModelFiles) -> tuple[int, Decision | None]:
 
 
 def _packed_bytes(model: ModelConfig, arch: ArchSpec, packing: Packing) -> int:
-    """The layers as they are packed, but for those that become float32, as --dtype or --quantize says; the ends likewise."""
+    """Layers as packed, except those that become float32 under --dtype or --quantize; embedding and head likewise."""
     ends = arch.vocab_size * arch.hidden * (1 if arch.tie_embeddings else 2)
     asked = DTYPE_BYTES.get(model.dtype) if model.quantize is None else SCHEME_BYTES[model.quantize]
     inside = packing.cpu_bytes if asked is None or not packing.is_scattered else asked
@@ -56,7 +55,7 @@ def _packed_bytes(model: ModelConfig, arch: ArchSpec, packing: Packing) -> int:
 
 
 def loaded_bytes(model: ModelConfig, arch: ArchSpec, size: int) -> int:
-    """Bytes of one copy of the weights in memory, from those of the files as `stored_bytes` counts them."""
+    """Bytes of one copy of the weights in memory, from the file bytes that `stored_bytes` counts."""
     if model.load_format == "dummy":
         size = num_params(arch) * DTYPE_BYTES.get(arch.weights_dtype, 2)
     elif arch.source == "gguf":
@@ -67,7 +66,7 @@ def loaded_bytes(model: ModelConfig, arch: ArchSpec, size: int) -> int:
         per_row = SCHEME_ROW_BYTES[model.quantize]
         return round(num_params(arch) * SCHEME_BYTES[model.quantize]) + num_matrix_rows(arch) * per_row
     if arch.weights_kind.startswith("FP8"):
-        return 2 * num_params(arch)  # expanded: no kernel of the CPU computes with float8
+        return 2 * num_params(arch)  # expanded: no CPU kernel computes with float8
     if model.dtype in DTYPE_BYTES and arch.weights_dtype in DTYPE_BYTES:
         return size * DTYPE_BYTES[model.dtype] // DTYPE_BYTES[arch.weights_dtype]
     return size

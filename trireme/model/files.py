@@ -1,7 +1,7 @@
-"""Finds a model's files from what the user typed: a packaged name (smollm2), a GGUF file, or a directory.
+"""Finds a model's files from the user's argument: a packaged name (smollm2), a GGUF file, or a directory.
 
-Called by the launcher, the resolver, front ends and workers; never imports the package that carries a model, only looks
-where it is installed, and never downloads anything.
+Called by the launcher, the resolver, frontends and workers; never imports the package that carries a model, only locates it, and
+never downloads anything.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trireme.machine.places import cache_directories, expanded, usable
 
 
 class Packaged(NamedTuple):
-    """A model in a distribution: the packages and files inside them that make it up, one after the other. Models in several
-    parts are joined once, into the user's cache, and must then have `sha256`."""
+    """A model in a distribution: the packages and the files in them, in order. Models in several parts are joined once, into the
+    user's cache, and then need `sha256`."""
 
     distribution: str
     parts: tuple[tuple[str, str], ...]
@@ -49,19 +49,19 @@ PACKAGED: dict[str, Packaged] = {
 
 MAX_JSON_BYTES = 64 << 20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-MAX_SHOWN = 300  # characters of what was typed
+MAX_SHOWN = 300  # characters of the user's argument shown in errors
 
 
 class ModelFiles(NamedTuple):
-    """Where a model lives. `path` is the .gguf file, or the directory that holds config.json."""
+    """Location of a model. `path` is the .gguf file, or the directory that holds config.json."""
 
     kind: Literal["gguf", "safetensors", "stub"]
     path: Path
-    name: str  # default name for clients
+    name: str  # default served name
 
 
 def files_of(model: ModelConfig) -> ModelFiles:
-    """The files of a configured model. Raises ModelError; with dummy weights a directory need not hold any."""
+    """The files of a configured model. Raises ModelError; with dummy weights the directory need not hold any."""
     return find_model(model.model, weightless=model.load_format == "dummy")
 
 
@@ -117,11 +117,11 @@ def _find_part(package: str, file_name: str) -> Path | None:
 
 
 def _joined(packaged: Packaged, parts: list[Path]) -> Path:
-    """The whole file in ~/.cache/trireme (or beside temporary files); written once, under another name until it is complete and its
-    digest right."""
+    """The joined file in ~/.cache/trireme (or beside temporary files); written once, under a temporary name until it is complete
+    and its digest verified."""
     places, size = cache_directories(), sum(part.stat().st_size for part in parts)
     kept = places[0] / packaged.file_name
-    if len(places) > 1 and kept.is_file() and kept.stat().st_size == size:  # at home, even where nothing can be written
+    if len(places) > 1 and kept.is_file() and kept.stat().st_size == size:  # even in a read-only home
         return kept
     cache = next(filter(usable, places), None)
     if cache is None:
@@ -178,8 +178,8 @@ def _pickle_hint(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of at most 64 MiB; {} when the file is absent. Raises ModelError when it cannot be read or does not
-    parse, and for numbers that are not finite."""
+    """A JSON object from a file of at most 64 MiB; {} when the file is absent. Raises ModelError when it cannot be read or
+    parsed, and for non-finite numbers."""
     if not os.path.lexists(path):
         return {}
     try:
@@ -203,7 +203,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _parsed(path: Path, text: str) -> Any:
     odd = False
 
-    def number(word: str) -> float:  # also called for NaN and Infinity, which JSON does not have
+    def number(word: str) -> float:  # also called for NaN and Infinity, which are not JSON
         nonlocal odd
         value = float(word)
         odd = odd or not math.isfinite(value)
@@ -213,7 +213,7 @@ def _parsed(path: Path, text: str) -> Any:
         value = json.loads(text, parse_float=number, parse_constant=number)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if _SURROGATE.search(text):  # half of a pair, which is no text
+    if _SURROGATE.search(text):  # a lone surrogate is not valid text
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -224,7 +224,7 @@ def _parsed(path: Path, text: str) -> Any:
 
 
 def _not_finite(value: Any, at: str = "") -> str:
-    """`rope_scaling.factor is inf`: the first such number inside a JSON value, "" when there is none."""
+    """`rope_scaling.factor is inf`: the first non-finite number in a JSON value, "" when there is none."""
     if isinstance(value, float):
         return "" if math.isfinite(value) else f"{at} is {value}"
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""Reads the metadata of a GGUF file of the decoder families. Called by trireme.model.reader and by other readers for its parts."""
+"""Reads the metadata of a GGUF file of the decoder families. Called by trireme.model.reader; other readers use parts of it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def arch_from_gguf(file: GgufFile) -> ArchSpec:
     return checked(arch, file.path)
 
 
-# Keys <family>.* that change what a model computes: values with which they change nothing, and the families that read them.
+# Keys <family>.* that change what a model computes: their neutral values, and the families that read them.
 _ALTERING: dict[str, tuple[tuple[Scalar, ...], tuple[str, ...]]] = {
     "attention.clamp_kqv": ((0,), ()),
     "attention.max_alibi_bias": ((0,), ()),
@@ -82,7 +82,7 @@ _ALTERING: dict[str, tuple[tuple[Scalar, ...], tuple[str, ...]]] = {
 
 
 def _check_unread(file: GgufFile, family: str, arch: ArchSpec) -> None:
-    """Raises ModelError that names a key which would change the answer and which nothing reads for this family."""
+    """Raises ModelError for a key that would change the result and that nothing reads for this family."""
     for key, (neutral, readers) in _ALTERING.items():
         value = file.metadata.get(f"{family}.{key}")
         derived = (
@@ -97,7 +97,8 @@ def _scale_of(arch: ArchSpec) -> float:
 
 
 def rope_from_gguf(file: GgufFile, family: str, head_dim: int) -> RopeSpec:
-    """Keys <family>.rope.*; the Llama 3 rule is not here but in the tensor rope_freqs.weight, which the loader applies."""
+    """RopeSpec from the keys <family>.rope.*; the Llama 3 rule is not among them but in the tensor rope_freqs.weight, which the
+    loader applies."""
     at = f"{family}.rope."
     kind = rope_kind(file.text(at + "scaling.type", "none"), file.path)
     factor = file.real(at + "scaling.factor", file.real(at + "scale_linear", 1.0)) or 1.0
@@ -139,7 +140,7 @@ def read_token(file: GgufFile, name: str) -> int | None:
     return file.whole(key) if key in file.metadata else None
 
 
-# ---------------------------------------------------------------- what differs between families
+# ---------------------------------------------------------------- differences between families
 
 
 def _plain(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def _every(step: int, layers: int) -> tuple[int, ...]:
 
 
 def _gemma2(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
-    largest = arch.num_layers == 46  # 27B alone scales scores by the width of its model
+    largest = arch.num_layers == 46  # only the 27B model scales scores by its hidden size
     return {
         **_scaled_by_width(file, arch),
         "norm_placement": "both",
@@ -223,14 +224,14 @@ def _baichuan(file: GgufFile, arch: ArchSpec) -> dict[str, Any]:
 
 
 class GgufFamily(NamedTuple):
-    """`family` is the row of the family table when its name differs; `traits` gives the fields that no key names."""
+    """`family` is the entry of the family table when its name differs; `traits` gives the fields that no key names."""
 
     traits: Callable[[GgufFile, ArchSpec], dict[str, Any]] = _plain
     family: str = ""
     layer_norm: bool = False
 
 
-# Types by general.architecture.
+# Family entries by general.architecture.
 GGUF_FAMILIES: dict[str, GgufFamily] = {
     "llama": GgufFamily(),
     "qwen2": GgufFamily(),

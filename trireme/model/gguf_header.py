@@ -1,8 +1,8 @@
-"""Reads the header of a GGUF file: metadata and the place of each tensor. Torch- and numpy-free.
+"""Reads the header of a GGUF file: metadata and the location of each tensor. Torch- and numpy-free.
 
-Used by the arch reader, the tokenizer and the weight loader. A file is untrusted input: every count, length and offset
-is checked against the file's size before it is used, nothing is allocated from a number in the file alone, and every
-defect is a ModelError. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
+Used by the arch reader, the tokenizer and the weight loader. A file is untrusted input: every count, length and offset is checked
+against the file's size before use, no allocation is sized by a number in the file alone, and every defect is a ModelError.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_DIMS = 4
 MAX_DIM = 1 << 40
 MAX_ALIGNMENT = 1 << 20
 
-# ggml type id -> (name, elements per block, bytes per block)
+# ggml type id -> (name, elements per quant block, bytes per quant block)
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -63,7 +63,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     39: ("MXFP4", 32, 17),
 }
 
-# Types that no kernel computes with, and what their matrices become at load: of a few levels, in 8-bit blocks.
+# Types without a kernel, and the type their matrices are expanded to at load: those with few levels, to 8-bit quant blocks.
 LOADED_AS = {
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"), "Q8_0"),
     **dict.fromkeys(("Q8_K", "F64"), "F16"),
@@ -78,7 +78,7 @@ T = TypeVar("T", str, int, float, bool)
 
 
 class GgufTensor(NamedTuple):
-    """Place of one tensor. `shape` has the row length first, as ggml counts; `offset` is from the start of the file."""
+    """Location of one tensor. `shape` has the row length first, as in ggml; `offset` is from the start of the file."""
 
     name: str
     kind: str
@@ -96,14 +96,14 @@ class GgufTensor(NamedTuple):
 
     @property
     def loaded_bytes(self) -> int:
-        """What it takes in memory: more than in the file if no kernel computes with its type."""
+        """Bytes in memory: more than in the file if no kernel computes with its type."""
         size, nbytes = _SIZES[LOADED_AS.get(self.kind, self.kind)]
         return math.prod(self.shape) // size * nbytes
 
 
 class GgufFile(NamedTuple):
-    """A parsed header. Array values are lists; `metadata` also answers typed questions through the functions below. `strings` has
-    the length and the last item of each list of strings, kept or not."""
+    """A parsed header. Array values are lists; the methods below read `metadata` by type. `strings` has the length and the last
+    item of each list of strings, kept or not."""
 
     path: Path
     version: int
@@ -113,7 +113,7 @@ class GgufFile(NamedTuple):
     strings: dict[str, tuple[int, str]]
 
     def text(self, key: str, default: str | None = None) -> str:
-        """String value of `key`; ModelError when it is absent (and there is no default) or of another type."""
+        """String value of `key`. Raises ModelError when it is absent (and there is no default) or of another type."""
         return self._typed(key, default, str, "a string")
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -121,7 +121,7 @@ class GgufFile(NamedTuple):
         return self._typed(key, default, int, "an integer")
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Float (or integer) value of `key`, likewise; NaN and infinity are refused."""
+        """Float (or integer) value of `key`, likewise; NaN and infinity are rejected."""
         value = self.metadata.get(key)
         if isinstance(value, int) and not isinstance(value, bool):
             return float(value)
@@ -134,14 +134,14 @@ class GgufFile(NamedTuple):
         return self._typed(key, default, bool, "true or false")
 
     def texts(self, key: str) -> list[str]:
-        """List of strings under `key`; ModelError when absent or of another type."""
+        """List of strings under `key`. Raises ModelError when absent or of another type."""
         value = self.metadata.get(key)
         if not isinstance(value, list) or set(map(type, value)) - {str}:
             raise ModelError(f"{self.path}: {key} must be a list of strings")
         return cast(list[str], value)
 
     def numbers(self, key: str) -> list[float]:
-        """List of numbers under `key`, likewise; whole ones may be of type int."""
+        """List of numbers under `key`, likewise; integral ones may be of type int."""
         value = self.metadata.get(key)
         if not isinstance(value, list) or str in set(map(type, value)):
             raise ModelError(f"{self.path}: {key} must be a list of numbers")
@@ -157,8 +157,8 @@ class GgufFile(NamedTuple):
 
 
 def read_gguf(path: str | Path, *, arrays: bool = True) -> GgufFile:
-    """Parses the header. With `arrays=False` the items of array values are checked but not kept ([] stands for them),
-    which is all that the shape of a model needs. Raises ModelError for any defect."""
+    """Parses the header. With `arrays=False` the items of array values are checked but not kept ([] replaces them), which is all
+    that an ArchSpec needs. Raises ModelError for any defect."""
     path = Path(path)
     try:
         found = path.stat()
@@ -171,7 +171,7 @@ def read_gguf(path: str | Path, *, arrays: bool = True) -> GgufFile:
 
 @functools.lru_cache(maxsize=1)
 def _read_shape(path: Path, size: int, mtime_ns: int) -> GgufFile:
-    """A header without its arrays, which several parts of one process ask for in turn; parsed again when the file changes."""
+    """A header without its arrays, cached since several parts of one process need it; parsed again when the file changes."""
     return _read(path, arrays=False)
 
 
@@ -185,7 +185,7 @@ def _read(path: Path, *, arrays: bool) -> GgufFile:
 
 
 class _Reader:
-    """A cursor over the header. Every read goes through `take`, which checks the file's end."""
+    """A cursor over the header. Every read goes through `take`, which checks for the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int, arrays: bool) -> None:
         self.path = path
@@ -196,6 +196,7 @@ class _Reader:
         self.lists: dict[str, tuple[int, str]] = {}
 
     def read(self) -> GgufFile:
+        """The whole header: magic, version, metadata and tensor table. Raises ModelError for any defect."""
         if self.data[:4] != MAGIC:
             raise ModelError(f"{self.path} does not begin with GGUF")
         self.at = 4
@@ -226,7 +227,7 @@ class _Reader:
         return GgufFile(self.path, version, alignment, metadata, tensors, self.lists)
 
     def place(self, relative: list[GgufTensor], start: int, alignment: int) -> dict[str, GgufTensor]:
-        """Absolute offsets; refuses tensors that are misaligned, outside the file, doubly named or overlapping."""
+        """Absolute offsets. Raises ModelError for tensors that are misaligned, outside the file, duplicated or overlapping."""
         tensors: dict[str, GgufTensor] = {}
         for tensor in relative:
             if tensor.name in tensors:
@@ -246,6 +247,8 @@ class _Reader:
         return tensors
 
     def tensor(self) -> GgufTensor:
+        """One entry of the tensor table, its offset relative to the data section. Raises ModelError for a bad shape, type or
+        size."""
         name = self.string(MAX_KEY_BYTES)
         num_dims = self.u32()
         if not 1 <= num_dims <= MAX_DIMS:
@@ -273,6 +276,7 @@ class _Reader:
         return next(self.scalars(kind, 1, key))
 
     def array(self, key: str) -> list[Scalar]:
+        """An array value; [] in place of its items when arrays are not kept. Raises ModelError for nested arrays."""
         kind = self.u32()
         num_items = self.count(f"length of {key}", MAX_ARRAY_ITEMS)
         if kind == _STRING:
@@ -305,6 +309,7 @@ class _Reader:
         return items
 
     def scalars(self, kind: int, num_items: int, key: str) -> Iterator[Scalar]:
+        """`num_items` numbers or booleans of the value type `kind`. Raises ModelError for an unknown type."""
         code = _SCALARS.get(kind)
         if code is None:
             raise self.bad(f"{key} has unknown value type {kind}")
@@ -314,6 +319,7 @@ class _Reader:
         return iter(struct.unpack(f"<{num_items}{code}", raw))
 
     def string(self, most: int) -> str:
+        """A length-prefixed UTF-8 string of at most `most` bytes. Raises ModelError."""
         length = int(struct.unpack("<Q", self.take(8))[0])
         if length > most:
             raise self.bad(f"a string of {length} bytes at byte {self.at}; at most {most} are possible")

@@ -1,6 +1,5 @@
-"""Reads config.json of a Hugging Face checkpoint of the decoder families. Called by trireme.model.reader and by other readers of
-config.json for its parts. Code that comes with a model (auto_map) is never looked at.
-"""
+"""Reads config.json of Hugging Face checkpoints of the decoder families. Called by trireme.model.reader; other readers of
+config.json use parts of it. Code that ships with a model (auto_map) is never executed."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _Part = Annotated[float, Meta(gt=0, le=1)]
 _Width = Annotated[float, Meta(gt=0, le=1e6)]
 
 
-# Keys of rope scaling that change nothing here.
+# RoPE scaling keys that have no effect here.
 _ROPE_NOTES = ("finetuned", "max_position_embeddings")
 _SAME_ROPE = {"su": "longrope"}
 _NEWER = "rope_parameters"
@@ -29,7 +28,7 @@ _NEWER = "rope_parameters"
 
 class HfRope(msgspec.Struct, frozen=True):
     rope_type: str | None = None
-    type: str | None = None  # the older name of rope_type
+    type: str | None = None  # legacy name of rope_type
     rope_theta: Positive | None = None
     factor: Positive | None = None
     low_freq_factor: Positive = 1.0
@@ -65,7 +64,7 @@ class HfConfig(msgspec.Struct, frozen=True):
     mlp_bias: bool = False
     rope_theta: Positive | None = None
     rope_scaling: dict[str, Any] | None = None  # an HfRope
-    rope_parameters: dict[str, Any] | None = None  # an HfRope, or one per type of layer
+    rope_parameters: dict[str, Any] | None = None  # an HfRope, or one per layer type
     partial_rotary_factor: _Part | None = None
     original_max_position_embeddings: Dim | None = None
     sliding_window: int | None | msgspec.UnsetType = msgspec.UNSET  # absent means 4096, null means none
@@ -145,7 +144,7 @@ def arch_from_config(config: dict[str, Any], generation: dict[str, Any], where: 
 def rope_from_config(have: HfConfig, head_dim: int, where: Path) -> RopeSpec:
     """rope_parameters (transformers 5) or rope_theta with rope_scaling (before)."""
     given, older = have.rope_parameters or {}, have.rope_scaling or {}
-    if "full_attention" in given:  # one for each type of layer
+    if "full_attention" in given:  # one per layer type
         return _rope_from(have, _rope_converted(given["full_attention"], _NEWER, where), head_dim, where)
     _check_both(given, {**older, "rope_theta": have.rope_theta}, where)
     return _rope_from(
@@ -154,7 +153,7 @@ def rope_from_config(have: HfConfig, head_dim: int, where: Path) -> RopeSpec:
 
 
 def _check_both(newer: Mapping[str, Any], older: Mapping[str, Any], where: Path) -> None:
-    """What a config says twice, as transformers 5 and as transformers before it wrote it, must be the same."""
+    """Values that a config gives twice, in the transformers 5 form and in the older one, must agree."""
     for key, value in newer.items():
         told = older.get(key)
         if told is not None and value is not None and told != value:
@@ -162,7 +161,7 @@ def _check_both(newer: Mapping[str, Any], older: Mapping[str, Any], where: Path)
 
 
 def local_rope_from_config(have: HfConfig, head_dim: int, where: Path) -> RopeSpec | None:
-    """Of the layers with a window, where the config gives them their own."""
+    """RoPE of the sliding-window layers, where the config gives them their own."""
     given = (have.rope_parameters or {}).get("sliding_attention")
     if given is not None:
         return _rope_from(have, _rope_converted(given, _NEWER, where), head_dim, where)
@@ -230,7 +229,7 @@ def rope_kind(name: str, where: Path) -> RopeKind:
 
 
 def _windows(have: HfConfig, where: Path) -> tuple[int | None, tuple[int, ...]]:
-    """Sliding window, and the layers that ignore it. Qwen has a switch and applies it from max_window_layers on."""
+    """Sliding window, and the layers without it. Qwen has a switch and applies the window from max_window_layers on."""
     window = 4096 if have.sliding_window is msgspec.UNSET else have.sliding_window
     if window is not None and window < 1:
         raise ModelError(f"{where}: sliding_window is {window}")
@@ -259,7 +258,7 @@ def _windows(have: HfConfig, where: Path) -> tuple[int | None, tuple[int, ...]]:
 
 def _activation(have: HfConfig, where: Path) -> Literal["silu", "gelu_tanh"]:
     if have.model_type.startswith("gemma"):
-        act = have.hidden_activation or "gelu_pytorch_tanh"  # (hidden_act of the first Gemma says gelu, and means this)
+        act = have.hidden_activation or "gelu_pytorch_tanh"  # (the first Gemma's hidden_act says gelu but means this)
     else:
         act = have.hidden_act or "silu"
     if act == "silu":
@@ -269,11 +268,11 @@ def _activation(have: HfConfig, where: Path) -> Literal["silu", "gelu_tanh"]:
     raise ModelError(f"{where} has hidden_act {act!r}; silu and gelu_pytorch_tanh are supported")
 
 
-# ---------------------------------------------------------------- what differs between families
+# ---------------------------------------------------------------- differences between families
 
 _O_BIASED = ("llama", "qwen3", "cohere", "granite", "smollm3")
 _WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "cohere2")
-_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}  # every so many layers one sees everything
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}  # one layer in so many has full attention
 
 
 def _plain(have: HfConfig, where: Path) -> dict[str, Any]:
@@ -389,10 +388,10 @@ def _baichuan(have: HfConfig, where: Path) -> dict[str, Any]:
         raise ModelError(
             f"{where}: Baichuan of this size has ALiBi positions, which are not supported; the 7B ones are"
         )
-    return {"unit_head": have.vocab_size == 125696}  # the second generation
+    return {"unit_head": have.vocab_size == 125696}  # the second generation only
 
 
-# Types by the name in the file: what each sets beside the fields that all share.
+# Types by their name in the file: each one's settings beyond the shared fields.
 HF_FAMILIES: dict[str, Callable[[HfConfig, Path], dict[str, Any]]] = {
     "llama": _plain,
     "mistral": _plain,

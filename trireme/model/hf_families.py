@@ -1,7 +1,5 @@
-"""Reads config.json of the families whose bodies are not the Llama-like decoder: GPT-2, GPT-NeoX, Falcon, Llama 4 (text),
-GPT-OSS, Mixtral, Qwen3-MoE. Called by trireme.model.reader through its table of readers.
-Variants that no body computes are refused by name.
-"""
+"""Reads config.json of the families that are not Llama-like decoders: GPT-2, GPT-NeoX, Falcon, Llama 4 (text), GPT-OSS, Mixtral,
+Qwen3-MoE. Called by trireme.model.reader through its table of readers. Unsupported variants are rejected by name."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class _Basics(msgspec.Struct, frozen=True):
-    """What every config.json may say."""
+    """Fields common to every config.json."""
 
     torch_dtype: str | None = None
     dtype: str | None = None
@@ -105,7 +103,7 @@ class _Llama4(msgspec.Struct, frozen=True):
     moe_layers: list[int] | None = None
     interleave_moe_layer_step: Dim = 1
     use_qk_norm: bool = True
-    no_rope_layers: list[int] | None = None  # 1 rotates, 0 does not
+    no_rope_layers: list[int] | None = None  # 1: with RoPE, 0: without
     no_rope_layer_interval: Dim = 4
     attention_chunk_size: Dim | None = 8192
     layer_types: list[str] | None = None
@@ -181,7 +179,7 @@ def _convert(config: dict[str, Any], kind: type[_S], where: Path) -> _S:
 
 
 def _shared(config: dict[str, Any], generation: dict[str, Any], where: Path, *, tied: bool) -> dict[str, Any]:
-    """Fields of ArchSpec that all families spell alike; `tied` is the family's default."""
+    """ArchSpec fields that all families spell alike; `tied` is the family's default."""
     have = _convert(config, _Basics, where)
     if have.quantization_config is not None and have.quantization_config.get("quant_method") != "mxfp4":
         raise ModelError(
@@ -200,14 +198,14 @@ def _shared(config: dict[str, Any], generation: dict[str, Any], where: Path, *, 
 
 
 def _rope(config: dict[str, Any], head_dim: int, where: Path, **defaults: Any) -> RopeSpec:
-    """The rope keys of a config, over a family's defaults."""
+    """RopeSpec from a config's rope keys, over a family's defaults."""
     shape = dict.fromkeys(
         ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"), 1
     )
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
     given = {name: config[name] for name in (*names, "partial_rotary_factor") if config.get(name) is not None}
     newer = given.get("rope_parameters")
-    if isinstance(newer, dict):  # has all that a family's defaults would say
+    if isinstance(newer, dict):  # overrides all of a family's defaults
         defaults = {name: value for name, value in defaults.items() if name not in (*newer, "rope_scaling")}
     return rope_from_config(
         _convert({"model_type": "", **shape, **defaults, **given}, HfConfig, where), head_dim, where
@@ -227,7 +225,7 @@ def _head_dim(hidden: int, heads: int, where: Path) -> int:
 
 
 def gpt2_from_config(config: dict[str, Any], generation: dict[str, Any], where: Path) -> ArchSpec:
-    """GPT-2. Raises ModelError for one with cross-attention."""
+    """GPT-2. Raises ModelError for variants with cross-attention."""
     have = _convert(config, _Gpt2, where)
     if have.add_cross_attention:
         raise ModelError(f"{where} has add_cross_attention; decoder-only GPT-2 is supported")
@@ -317,7 +315,7 @@ def falcon_from_config(config: dict[str, Any], generation: dict[str, Any], where
 
 
 def llama4_from_config(config: dict[str, Any], generation: dict[str, Any], where: Path) -> ArchSpec:
-    """The text model of Llama 4, alone (llama4_text) or in a checkpoint that also sees images (llama4)."""
+    """The text model of Llama 4, alone (llama4_text) or in a multimodal checkpoint (llama4)."""
     outer = config
     if isinstance(config.get("text_config"), dict):
         config = {name: outer[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in outer}
@@ -362,7 +360,8 @@ def llama4_from_config(config: dict[str, Any], generation: dict[str, Any], where
 
 
 def _attention_chunk(have: _Llama4, unrotated: tuple[int, ...], where: Path) -> int:
-    """Tokens that rotary layers attend over; the config must not pair layers and kinds in another way."""
+    """Attention chunk of rotary layers, in tokens. Raises ModelError where the config pairs layers and attention types
+    differently."""
     if have.layer_types is not None:
         full = tuple(layer for layer, kind in enumerate(have.layer_types) if kind == "full_attention")
         if len(full) == have.num_hidden_layers:
@@ -373,7 +372,7 @@ def _attention_chunk(have: _Llama4, unrotated: tuple[int, ...], where: Path) -> 
 
 
 def _sizes(have: _Llama4 | _GptOss | _Mixtral | _Qwen3Moe, head_dim: int) -> dict[str, Any]:
-    """What every mixture of experts says in the same words."""
+    """Fields that every mixture of experts spells alike."""
     return {
         "num_layers": have.num_hidden_layers,
         "hidden": have.hidden_size,
@@ -447,7 +446,7 @@ def mixtral_from_config(config: dict[str, Any], generation: dict[str, Any], wher
 
 
 def qwen3_moe_from_config(config: dict[str, Any], generation: dict[str, Any], where: Path) -> ArchSpec:
-    """Qwen3-MoE. Raises ModelError for windows, and for scores that are not normed over the chosen experts."""
+    """Qwen3-MoE. Raises ModelError for sliding windows, and for router scores that are not normalized over the chosen experts."""
     have = _convert(config, _Qwen3Moe, where)
     _only_silu(have.hidden_act, where)
     if have.use_sliding_window:

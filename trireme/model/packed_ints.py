@@ -1,7 +1,7 @@
-"""Which checkpoints with packed integers of 4 and 8 bits can be loaded: GPTQ, AWQ and compressed-tensors' `pack-quantized`.
+"""Checkpoints of packed 4- and 8-bit integers: which GPTQ, AWQ and compressed-tensors `pack-quantized` formats can be loaded.
 
-Called by trireme.model.hf_config. A weight is scale * (code - zero), where scale and zero belong to a group of neighbouring
-inputs, or with GPTQ's desc_act to inputs anywhere in the row. models/weights/grouped reads the tensors.
+Called by trireme.model.hf_config. A weight is scale * (code - zero); scale and zero belong to a quant group of neighbouring
+inputs or, with GPTQ's desc_act, of inputs anywhere in the row. models/weights/grouped reads the tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from trireme.errors import ModelError
 
 GROUP_SIZES = (-1, 32, 64, 128)  # -1: all inputs of an output
-BLOCK_SIZES = (128, 64, 32)  # inputs of a block in memory
+BLOCK_SIZES = (128, 64, 32)  # inputs of a quant block in memory
 _HINT = "use a GGUF file of this model, or its unquantized checkpoint"
 
 
@@ -26,27 +26,28 @@ class Packing(msgspec.Struct, frozen=True):
     bits: Literal[4, 8]
     group_size: int
     is_symmetric: bool
-    zero_offset: int = 0  # what is to be added to stored zeros
-    is_scattered: bool = False  # a group's inputs may lie anywhere
+    zero_offset: int = 0  # offset to add to stored zeros
+    is_scattered: bool = False  # a quant group's inputs may be anywhere in the row
 
     @property
     def kind(self) -> str:
-        """The kind of matrices that its layers have once read, unless their numbers do not allow it."""
+        """The matrix kind of its layers once read, unless their values do not allow it."""
         if self.is_scattered:
             return "F32"
         return "Q8_0" if self.bits == 8 else f"W4_{BLOCK_SIZES[0] if self.group_size < 0 else self.group_size}"
 
     @property
     def cpu_bytes(self) -> float:
-        """Bytes for each weight on a CPU, whose kernels know blocks of 32 with a zero that is the same for all, and with 5 bits."""
+        """Bytes per weight on a CPU, whose kernels take quant blocks of 32 with one fixed zero: other zeros
+        need 5-bit codes."""
         if self.is_scattered:
             return 4.0
         return 34 / 32 if self.bits == 8 else (18 if self.is_symmetric else 22) / 32
 
 
 def packing_of(config: Mapping[str, object], where: Path) -> Packing | None:
-    """What a `quantization_config` says of packed integers, None if it is of another kind. Raises ModelError for what is not
-    supported; `where` is the config.json."""
+    """Packing described by a `quantization_config`, None if it is of another kind. Raises ModelError for an unsupported one;
+    `where` is the path of config.json."""
     method = config.get("quant_method")
     if method == "gptq":
         return _gptq(config, where)
@@ -68,7 +69,7 @@ def _gptq(config: Mapping[str, object], where: Path) -> Packing:
         "gptq",
         _one_of(config, "bits", (4, 8), where),
         group,
-        bool(_one_of(config, "sym", (True, False), where, default=False)),  # nothing said: as the zeros are
+        bool(_one_of(config, "sym", (True, False), where, default=False)),  # default: as the zeros are
         zero_offset=int(form == "gptq"),
         is_scattered=scattered and group > 0,
     )
@@ -114,7 +115,7 @@ def _compressed(config: Mapping[str, object], where: Path) -> Packing:
 
 
 def _one_of(config: Mapping[str, object], key: str, known: tuple[Any, ...], where: Path, default: object = None) -> Any:
-    """A value of the config, which must be one of `known`."""
+    """A value of the config. Raises ModelError unless it is one of `known`."""
     value = config.get(key)
     value = default if value is None else value
     for each in known:

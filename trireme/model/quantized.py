@@ -1,8 +1,8 @@
 """Which quantized safetensors checkpoints can be loaded: int8 and float8 weights of compressed-tensors (its `int-quantized` and
 `float-quantized` formats), and float8 ones of Hugging Face's `fp8` and `fbgemm_fp8`. Called by trireme.model.hf_config.
 
-int8 comes with a scale for the tensor or each channel, and activations rounded to int8 for each token; float8 with a scale for the
-tensor, each channel or each block of 128 x 128, its activations rounded as the device does it.
+int8 has a scale per tensor or per channel, and activations quantized to int8 per token; float8 has a scale per tensor, per
+channel or per block of 128 x 128, and activations quantized as the device does it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trireme.errors import ModelError
 FP8_BLOCK = 128  # inputs and outputs that share a scale
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
-# What a config_group must say, by the kind of matrix it makes; activations may be left dense where a part is not named.
+# Required values of a config_group, by the matrix kind it gives; activations may stay dense where a part is not named.
 _WANTED: dict[str, dict[str, dict[str, Any]]] = {
     "INT8": {
         "weights": {**_INT8, "strategy": ("channel", "tensor")},
@@ -28,8 +28,8 @@ _WANTED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def check_quantized(config: Mapping[str, object], where: Path) -> str:
-    """The kind of matrices that a `quantization_config` describes: INT8, FP8 or FP8_BLOCKS (of 128 x 128). Raises ModelError
-    for what no kernel computes; `where` is the config.json."""
+    """The matrix kind that a `quantization_config` describes: INT8, FP8 or FP8_BLOCKS (of 128 x 128). Raises ModelError for what
+    no kernel supports; `where` is the path of config.json."""
     method = config.get("quant_method", "unknown")
     if method in ("fp8", "fbgemm_fp8"):
         return _kind_of_fp8(config, where)
@@ -63,7 +63,7 @@ def _kind_of_fp8(config: Mapping[str, object], where: Path) -> str:
 
 
 def _likely_kind(config: Mapping[str, object]) -> str:
-    """Which of the kinds a config that fits none is nearest to."""
+    """The kind that an unsupported config is closest to."""
     text = str(config.get("config_groups"))
     if "'float'" not in text:
         return "INT8"
@@ -71,7 +71,7 @@ def _likely_kind(config: Mapping[str, object]) -> str:
 
 
 def _misfit(config: Mapping[str, object], parts: Mapping[str, Mapping[str, Any]]) -> str:
-    """The first thing of a compressed-tensors config that the kernels do not compute, "" when there is none."""
+    """The first unsupported setting of a compressed-tensors config, "" when there is none."""
     if config.get("kv_cache_scheme") is not None:
         return "a scheme for the KV cache"
     if config.get("transform_config"):

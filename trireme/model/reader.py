@@ -1,7 +1,7 @@
-"""Reads the shape of a model from its files: the table of readers, by the type that the files name.
+"""Reads the shape of a model from its files: the table of readers, by the model type in the files.
 
-Torch-free: the resolver and the budget use it before any weight is touched. Each reader turns one kind of file into an
-ArchSpec; a family with a body of its own adds a line to the tables.
+Torch-free: the resolver and the budget use it before any weight is touched. Each reader turns one kind of file into an ArchSpec;
+a family with a body of its own adds a line to the tables.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ GGUF_READERS: dict[str, GgufReader] = {
 
 
 def read_arch(model: str | Path | ModelFiles) -> ArchSpec:
-    """The shape of a model, from config.json and the headers of its files or from a GGUF header; of weights only a head that may
-    be tied is read. Raises ModelError that names the file, the field and what is supported."""
+    """The shape of a model, from config.json and the headers of its files or from a GGUF header; of the weights only a possibly
+    tied head is read. Raises ModelError that names the file, the field and what is supported."""
     files = model if isinstance(model, ModelFiles) else find_model(model)
     if files.kind == "gguf":
         return arch_from_gguf(read_gguf(files.path, arrays=False))

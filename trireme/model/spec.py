@@ -1,6 +1,6 @@
 """ArchSpec: everything that shapes a decoder-only model, and the checks that its readers share.
 
-Pure data and torch-free. Filled by the readers (arch_hf, arch_gguf, arch_more), used by the resolver, the budget and the
+Pure data and torch-free. Filled by the readers (gguf_config, hf_config, hf_families), used by the resolver, the budget and the
 bodies in models/arch; imports no reader.
 """
 
@@ -18,7 +18,7 @@ from trireme.model.bodies import GptBody, MoeBody
 from trireme.model.packed_ints import Packing
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"]
-# Where norms stand: before each branch, after it, both; or one before attention and feed-forward side by side.
+# Position of norms: before each branch, after it, both; or one before parallel attention and FFN.
 NormPlacement = Literal["pre", "post", "both", "parallel"]
 
 MAX_DIM = 1 << 24
@@ -40,16 +40,16 @@ class RopeSpec(msgspec.Struct, frozen=True):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None  # None: derived from the kind
-    short_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to original_max_position
+    short_factors: tuple[float, ...] = ()  # longrope: frequency divisors up to original_max_position
     long_factors: tuple[float, ...] = ()  # and beyond it
-    pairs: bool = False  # the file's q and k rows are in the order (0, 1), (2, 3), ... of rotated pairs, not in halves
+    pairs: bool = False  # the file's q and k outputs are ordered by rotated pairs (0, 1), (2, 3), ..., not by halves
     truncate: bool = True  # YaRN: the bounds of its ramp are rounded to whole pairs
 
 
 class ArchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a decoder-only model; defaults are the Llama case. Sizes in elements."""
 
-    family: str  # row of the family table in models/registry, or stub
+    family: str  # entry of the family table in models/registry, or stub
     num_layers: int
     hidden: int
     num_heads: int
@@ -65,12 +65,12 @@ class ArchSpec(msgspec.Struct, frozen=True, kw_only=True):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    # one vector for every head; one over all heads together; or a vector for each head
+    # one vector shared by all heads; one over all heads concatenated; or one per head
     qk_norm_kind: Literal["head", "wide", "heads"] = "head"
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the FFN gate
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
-    norm_offset: float = 0.0  # what the file leaves out of norm weights
+    norm_offset: float = 0.0  # added to stored norm weights
     norm_placement: NormPlacement = "pre"
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # of each branch before it is added
@@ -78,21 +78,19 @@ class ArchSpec(msgspec.Struct, frozen=True, kw_only=True):
     attn_softcap: float = 0.0  # cap * tanh(score / cap); 0: none
     logit_softcap: float = 0.0
     logit_scale: float = 1.0
-    unit_head: bool = False  # rows of the output matrix are brought to length 1
-    rope_local: RopeSpec | None = None  # of layers with a window, where it differs
+    unit_head: bool = False  # rows of the output matrix are normalized to length 1
+    rope_local: RopeSpec | None = None  # of sliding-window layers, where it differs
     no_rope_layers: tuple[int, ...] = ()
     sliding_window: int | None = None
-    full_attention_layers: tuple[int, ...] = ()  # layers that ignore sliding_window
+    full_attention_layers: tuple[int, ...] = ()  # layers without sliding_window
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     weights_dtype: str = "float32"  # as stored: a float dtype name, or "gguf"
-    weights_kind: str = (
-        ""  # of quantized checkpoints: the kind (models.weights.sources.RawMatrix) of their layers' matrices
-    )
-    packing: Packing | None = None  # of checkpoints of packed integers
+    weights_kind: str = ""  # of quantized checkpoints: matrix kind (models.weights.sources.RawMatrix) of the layers
+    packing: Packing | None = None  # of packed-integer checkpoints
     source: Literal["gguf", "safetensors", "stub"] = "safetensors"
-    body: GptBody | MoeBody | None = None  # of the families whose body is not the Llama-like decoder
+    body: GptBody | MoeBody | None = None  # of families that are not Llama-like decoders
     stub: dict[str, object] = {}  # settings of the test models (family "stub")
 
 
@@ -107,7 +105,7 @@ def token_list(value: Any) -> list[int]:
 
 
 def checked(arch: ArchSpec, where: Path) -> ArchSpec:
-    """Relations between fields that the kernels rely on."""
+    """Validates relations between fields that the kernels rely on. Raises ModelError."""
     if arch.num_layers > 4096:
         raise ModelError(f"{where}: {arch.num_layers} layers; at most 4096 are possible")
     if arch.num_heads % arch.num_kv_heads:
@@ -130,7 +128,7 @@ def checked(arch: ArchSpec, where: Path) -> ArchSpec:
 
 
 def _check_rope(rope: RopeSpec, head_dim: int, where: Path) -> None:
-    """Every number of a rotary rule within what a model can have been trained with. Raises ModelError that names it."""
+    """Validates every number of a RopeSpec against plausible bounds. Raises ModelError that names it."""
     if not 2 <= rope.dim <= head_dim or rope.dim % 2:
         raise ModelError(f"{where}: {rope.dim} rotated dimensions in heads of {head_dim}")
     attention = 1.0 if rope.attention_factor is None else rope.attention_factor
@@ -145,7 +143,7 @@ def _check_rope(rope: RopeSpec, head_dim: int, where: Path) -> None:
         *(("short_factor", factor, 1e-3, 1e6) for factor in rope.short_factors),
         *(("long_factor", factor, 1e-3, 1e6) for factor in rope.long_factors),
     ):
-        if not low <= value <= high:  # (also where it is not a number)
+        if not low <= value <= high:  # (also rejects NaN)
             raise ModelError(f"{where}: {name} is {value}; it must be {low:g} to {high:g}")
     if rope.theta == 1.0 and rope.kind in ("yarn", "dynamic"):
         raise ModelError(f"{where}: rope theta is 1, with which {rope.kind} cannot be")

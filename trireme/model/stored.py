@@ -1,8 +1,8 @@
-"""Headers of safetensors files: which tensors a checkpoint holds, of which type and shape, and where. Torch- and numpy-free.
+"""Headers of safetensors files: the tensors of a checkpoint, their types, shapes and locations. Torch- and numpy-free.
 
 Used by the arch reader, the budget and models/weights/safetensors_file. A file is untrusted input: the header's length, every
-shape, type and offset are checked before anything is made of them, and every defect is a ModelError.
-Format: https://github.com/huggingface/safetensors.
+shape, type and offset are checked before use, and every defect is a ModelError. Format:
+https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trireme.model.files import read_json
 
 MAX_HEADER = 100 << 20
 MAX_DIMS = 16
-# dtype of the format -> (bytes of an element, its usual name)
+# safetensors dtype -> (bytes per element, common name)
 DTYPES = {
     **{"F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16")},
     **{"I64": (8, "int64"), "I32": (4, "int32"), "I16": (2, "int16"), "I8": (1, "int8"), "BOOL": (1, "bool")},
@@ -33,7 +33,7 @@ DTYPES = {
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A tensor of a file. `data_offsets` are counted from the header's end."""
+    """One tensor of a file. `data_offsets` are relative to the end of the header."""
 
     dtype: str
     shape: list[int]
@@ -41,7 +41,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Header(NamedTuple):
-    """What a file holds; `start` is the byte after its header, `size` that of the whole file."""
+    """A parsed header; `start` is the byte after it, `size` the size of the whole file."""
 
     start: int
     size: int
@@ -49,7 +49,7 @@ class Header(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A tensor of a checkpoint of several files: bytes `begin` to `end` of `path`."""
+    """One tensor of a checkpoint: bytes `begin` to `end` of `path`."""
 
     path: Path
     dtype: str
@@ -59,7 +59,7 @@ class Placed(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """The checked header of one file. Raises ModelError for any defect, and for what is no regular file."""
+    """The validated header of one file. Raises ModelError for any defect, and for anything but a regular file."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -83,7 +83,7 @@ def read_header(path: Path) -> Header:
 
 
 def _check(path: Path, header: Header) -> None:
-    """The entries must fill the rest of the file one after the other."""
+    """Raises ModelError unless the entries fill the rest of the file without gaps."""
     at = 0
     for name, entry in sorted(header.entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in DTYPES:
@@ -104,7 +104,7 @@ def _bad(path: Path, what: str) -> ModelError:
 
 
 def _hint_of(path: Path) -> str:
-    """Caches of downloads are links, whose targets may have been cleaned away."""
+    """A hint for dangling links: download caches consist of links whose targets may have been cleaned up."""
     return f"{path.name} is a link to {os.readlink(path)}: download it again" if path.is_symlink() else ""
 
 
@@ -133,14 +133,14 @@ def safetensors_files(directory: Path) -> list[Path]:
 
 
 def stored_tensors(directory: Path) -> dict[str, Placed]:
-    """All tensors of a checkpoint. Raises ModelError for a broken file, and for a tensor that two files hold."""
+    """All tensors of a checkpoint. Raises ModelError for a broken file, and for a tensor stored in two files."""
     files = safetensors_files(directory)
     return _stored_tensors(tuple((path, *_version(path)) for path in files))
 
 
 @functools.lru_cache(maxsize=1)
 def _stored_tensors(files: tuple[tuple[Path, int, int], ...]) -> dict[str, Placed]:
-    """Several parts of one process ask in turn; read again when a file changes."""
+    """Cached, since several parts of one process need it; read again when a file changes."""
     found: dict[str, Placed] = {}
     for path, _, _ in files:
         header = read_header(path)
@@ -166,7 +166,7 @@ def _version(path: Path) -> tuple[int, int]:
 
 
 def have_same_bytes(one: Placed, other: Placed) -> bool:
-    """Whether two tensors are alike in type, shape and every byte. Raises ModelError where a file cannot be read."""
+    """Whether two tensors have the same type, shape and bytes. Raises ModelError where a file cannot be read."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return all(a == b for a, b in zip(_pieces(one), _pieces(other), strict=True))

@@ -1,6 +1,6 @@
-"""What a checkpoint's files say against its config.json: the files are followed, or the model is refused by name.
+"""Reconciles config.json with a checkpoint's files: the files win, or the model is rejected by name.
 
-Called by trireme.model.reader once config.json is read. Reads headers, and the bytes of a head that may be tied; imports no numpy.
+Called by trireme.model.reader once config.json is read. Reads headers, and the bytes of a possibly tied head; imports no numpy.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _FLOATS = ("F32", "F16", "BF16")
 _PREFIXES = ("", "model.", "transformer.", "gpt_neox.", "language_model.", "language_model.model.")
 _HEADS = ("lm_head", "embed_out", "output")
 _EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
-_MATRIX = (".weight", ".qweight", ".weight_packed")  # dense, and packed
+_MATRIX = (".weight", ".qweight", ".weight_packed")  # dense and packed names
 _SCALE = ("scale", "scales", "scale_inv")
 
 
 def followed(arch: ArchSpec, directory: Path) -> ArchSpec:
-    """`arch` as the files have it: their type of numbers, and a head of its own where one is stored that is not the embedding.
-    Without files (dummy weights) as it was. Raises ModelError for broken files, and for quantized weights that the config does not
-    tell of."""
+    """`arch` corrected by the files: their dtype, and an untied head where one is stored that differs from the embedding.
+    Unchanged without files (dummy weights). Raises ModelError for broken files, and for quantized weights that the config does
+    not declare."""
     if not any(directory.glob("*.safetensors")):
         return arch
     stored = stored_tensors(directory)
@@ -39,7 +39,7 @@ def followed(arch: ArchSpec, directory: Path) -> ArchSpec:
 
 
 def _dtype_of(stored: Mapping[str, Placed]) -> str:
-    """The type that most numbers of dense matrices have; "" where none is dense."""
+    """The most common dtype among dense matrices; "" where none is dense."""
     sizes = Counter[str]()
     for name, tensor in stored.items():
         if tensor.dtype in _FLOATS and len(tensor.shape) > 1 and not name.endswith(_SCALE):
@@ -48,7 +48,7 @@ def _dtype_of(stored: Mapping[str, Placed]) -> str:
 
 
 def _has_own_head(stored: Mapping[str, Placed]) -> bool:
-    """Whether a head lies in the files that is not the embedding once more."""
+    """Whether the files hold a head that is not a copy of the embedding."""
     head, embedding = _find(stored, _HEADS), _find(stored, _EMBEDDINGS)
     return head is not None and (embedding is None or not have_same_bytes(head, embedding))
 
@@ -59,7 +59,7 @@ def _find(stored: Mapping[str, Placed], names: tuple[str, ...]) -> Placed | None
 
 
 def _check_kind(arch: ArchSpec, stored: Mapping[str, Placed], directory: Path) -> None:
-    """Matrices of int8 and float8 come with a quantization_config and the other way round."""
+    """Raises ModelError for int8 or float8 matrices without a quantization_config, and for the reverse."""
     kinds = {"I8": "INT8", "F8_E4M3": "FP8"}
     scaled = {
         name: each for name, each in stored.items() if any(name + end in stored for end in ("_scale", "_scale_inv"))

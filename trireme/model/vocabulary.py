@@ -1,7 +1,7 @@
-"""How many token ids a model's tokenizer knows. A model's matrices may have more rows, to make their size a round number: those
-stand for nothing and are never sampled.
+"""Number of token ids that a model's tokenizer knows. Its matrices may have more rows, padded to a round number: those ids mean
+nothing and are never sampled.
 
-Called by workers. Reads the tokenizer's files as data; nothing of them is run.
+Called by workers. Reads the tokenizer's files as data; none of their code is run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _decoder = msgspec.json.Decoder(_Tokenizer)
 
 
 def num_known_tokens(config: ModelConfig) -> int | None:
-    """One more than the largest id that the tokenizer knows; None where its files do not tell. The front ends refuse a model whose
+    """One more than the largest id that the tokenizer knows; None where its files do not tell. Frontends reject a model whose
     tokenizer they cannot read, with the reason."""
     source = files_of(config).path if config.tokenizer is None else Path(config.tokenizer).expanduser()
     try:
@@ -47,7 +47,7 @@ def num_known_tokens(config: ModelConfig) -> int | None:
 
 
 def begin_to_count(config: ModelConfig) -> Future[int | None]:
-    """num_known_tokens in a thread: a large tokenizer.json takes as long as some weights."""
+    """num_known_tokens in a thread: a large tokenizer.json takes as long to read as some weights."""
     pool = ThreadPoolExecutor(1, "vocabulary")
     counted = pool.submit(num_known_tokens, config)
     pool.shutdown(wait=False)
@@ -62,7 +62,8 @@ def _of_json(path: Path) -> int:
 
 
 def _of_gguf(path: Path) -> int:
-    """Converters fill the list of tokens up to the matrices' size with unused ones named by their id."""
+    """num_known_tokens of a GGUF file: converters pad the token list to the matrices' size with unused tokens named by their
+    id."""
     key = "tokenizer.ggml.tokens"
     count, last = read_gguf(path, arrays=False).strings.get(key, (0, ""))
     if not count or last != f"[PAD{count - 1}]":

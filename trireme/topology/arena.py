@@ -1,4 +1,4 @@
-"""The shared-memory arena through which the CPU ranks of one engine run their collectives: its layout, size and life.
+"""The shared-memory arena through which the CPU ranks of one engine run their collectives: its layout, size and lifetime.
 
 The engine core creates it (`create_arena`) and hands its path to the workers, which map it
 (csrc/cpu/collectives/collectives.cpp reads the same header). Torch-free. The arena carries numbers only: flags, tensor bytes,
@@ -21,18 +21,18 @@ from trireme.topology.mesh import Mesh
 MAGIC = 0x414D5254  # "TRMA"
 VERSION = 1
 PAGE = 4096
-FLAG_BYTES = 128  # one flag per pair of cache lines, so that neighbours do not share one
-MAX_WORKERS = (PAGE - 256) // 4  # their pids are in the header page
+FLAG_BYTES = 128  # one flag per pair of cache lines, to avoid false sharing
+MAX_WORKERS = (PAGE - 256) // 4  # their pids are stored in the header page
 ABORTED_BY_OWNER = 1
 _HEADER = struct.Struct("<6I5Q")  # csrc/cpu/collectives/collectives.h: ArenaHeader
 _ABORT_OFFSET = 8
 
-_LARGEST_SLOT = 1 << 20  # longer messages pass in pieces of this size, which stay in cache
+_LARGEST_SLOT = 1 << 20  # longer messages are sent in pieces of this size, which stay in cache
 _LARGEST_RING = 64 << 20
 
 
 class ArenaLayout(NamedTuple):
-    """Sizes and offsets in bytes. A slot holds one piece of one rank's contribution; a ring, hidden states under way."""
+    """Sizes and offsets in bytes. A slot holds one piece of one rank's contribution; a ring holds hidden states in transit."""
 
     slot_bytes: int
     ring_bytes: int
@@ -46,7 +46,7 @@ def _pages(size: int) -> int:
 
 
 def arena_layout(mesh: Mesh, max_tokens: int, hidden: int, vocab: int) -> ArenaLayout:
-    """Layout for steps of at most `max_tokens` tokens; larger messages still pass, in more pieces."""
+    """Layout for steps of at most `max_tokens` tokens; larger messages also work, in more pieces."""
     if mesh.num_workers > MAX_WORKERS:
         raise ConfigError(f"{mesh.num_workers} workers share one arena; at most {MAX_WORKERS} can")
     step_bytes = max_tokens * hidden * 4
@@ -59,12 +59,12 @@ def arena_layout(mesh: Mesh, max_tokens: int, hidden: int, vocab: int) -> ArenaL
 
 
 def arena_bytes(mesh: Mesh, max_tokens: int, hidden: int, vocab: int) -> int:
-    """Size of the arena of one engine. Pages are taken from memory only once they are used."""
+    """Size of the arena of one engine. Pages are allocated on first use."""
     return arena_layout(mesh, max_tokens, hidden, vocab).total
 
 
 class Arena:
-    """The owner's end. Workers open `path` while this process lives and keep their mapping afterwards."""
+    """The owner's side. Workers open `path` while this process lives and keep their mapping afterwards."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._fd = fd
@@ -73,7 +73,7 @@ class Arena:
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
 
     def abort(self) -> None:
-        """Every collective under way or to come fails with CollectiveError. Call it when a worker died; cannot be undone."""
+        """Makes every running and future collective fail with CollectiveError. Called when a worker died; cannot be undone."""
         self._header[_ABORT_OFFSET : _ABORT_OFFSET + 4] = struct.pack("<I", ABORTED_BY_OWNER)
 
     def close(self) -> None:
@@ -91,12 +91,12 @@ class Arena:
 
 
 def create_peers_arena(num_engines: int, max_tokens: int, hidden: int) -> Arena:
-    """The same for the engines of a deployment that step together: each is one rank."""
+    """An arena for the engines of a deployment that run in lockstep: each is one rank."""
     return create_arena(Mesh(1, 1, num_engines), max_tokens, hidden, 0)
 
 
 def create_arena(mesh: Mesh, max_tokens: int, hidden: int, vocab: int) -> Arena:
-    """Creates the arena of one engine in memory. Raises ConfigError when the system gives none."""
+    """Creates the arena of one engine in memory. Raises ConfigError when the system provides none."""
     layout = arena_layout(mesh, max_tokens, hidden, vocab)
     try:
         fd = os.memfd_create("trireme-arena", os.MFD_CLOEXEC)

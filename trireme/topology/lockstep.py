@@ -1,8 +1,7 @@
-"""What ranks that share a collective agree on in every step: each gathers one small row of numbers of every other. Pure.
+"""Per-step agreement of lockstep ranks: each gathers one small row of numbers from every other. Pure.
 
 Used by workers (which gather), engine_core/lifecycle/wave.py (which votes and obeys) and the explorer of tests/sim. One gather
-per step says whether the ranks are in the same step at all, which shape the step has, in which graph mode it runs, and how
-long to go on.
+per step decides whether the ranks are in the same step, the shape of the step, its graph mode, and how long to go on.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from trireme.errors import CollectiveError, EngineError
 
 Mode: TypeAlias = Literal["", "abort", "wait", "keep"]
-"""What a pause does with rows that have begun: end them, let them end, keep them as they are. "": nobody pauses."""
+"""What a pause does with requests that have begun: abort them, wait for them, keep them as they are. "": no pause."""
 
 PAUSES: tuple[Mode, ...] = ("abort", "wait", "keep")
 
@@ -22,7 +21,7 @@ _PAUSED = "it is paused ("
 
 
 def pause_mode(asked: object) -> Mode:
-    """Raises EngineError for a pause that does not exist."""
+    """Raises EngineError for an unknown pause mode."""
     for mode in PAUSES:
         if mode == asked:
             return mode
@@ -30,7 +29,7 @@ def pause_mode(asked: object) -> Mode:
 
 
 def paused(mode: Mode) -> str:
-    """Why an engine makes no progress; "" without a pause."""
+    """Why a paused engine makes no progress; "" without a pause."""
     return f"{_PAUSED}{mode})" if mode else ""
 
 
@@ -39,29 +38,29 @@ def is_pause(stalled: str) -> bool:
 
 
 class Ballot(NamedTuple):
-    """What one rank says of one step."""
+    """One rank's vote on one step."""
 
     wave: int
     step: int  # of that wave, from 1
-    has_work: bool  # it has rows that may go on
+    has_work: bool  # it has requests that may go on
     is_ready: bool  # to pause after this step
     num_tokens: int = 0
-    graph: int = 0  # mode in which it could run; larger ones ask for more
-    num_pieces: int = 0  # forwards in which it would run its rows
+    graph: int = 0  # graph mode in which it could run; larger values need more
+    num_pieces: int = 0  # forwards in which it would run its batch
 
 
 class Agreed(NamedTuple):
-    """What all ranks know after the gather, alike."""
+    """The result of the gather, identical on all ranks."""
 
-    has_work: bool  # anyone
-    is_ready: bool  # everyone
-    num_tokens: int = 0  # the most of any: the shape of everyone's batch
-    graph: int = 0  # the least
-    num_pieces: int = 0  # the most of any: so many forwards are run by everyone
+    has_work: bool  # of any rank
+    is_ready: bool  # of all ranks
+    num_tokens: int = 0  # the maximum: the shape of every rank's batch
+    graph: int = 0  # the minimum
+    num_pieces: int = 0  # the maximum: every rank runs so many forwards
 
 
 def agree(ballots: Sequence[Ballot]) -> Agreed:
-    """Raises CollectiveError when the ranks are not in the same step: going on would mix up their tensors."""
+    """Combines the votes. Raises CollectiveError when the ranks are not in the same step: going on would mix up their tensors."""
     if any(ballot[:2] != ballots[0][:2] for ballot in ballots):
         places = ", ".join(f"rank {rank} wave {b.wave} step {b.step}" for rank, b in enumerate(ballots))
         raise CollectiveError(f"ranks are out of step: {places}")

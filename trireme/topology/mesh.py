@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 def split_evenly(total: int, parts: int, part: int, *, unit: int = 1) -> Span:
-    """Part `part` of `total` cut into `parts` contiguous spans of whole `unit`s; earlier parts get the remainder.
+    """Part `part` of `total` split into `parts` contiguous spans of whole `unit`s; earlier parts get the remainder.
 
     Raises ConfigError when there are fewer units than parts, or `total` is not a multiple of `unit`.
     """
@@ -49,7 +49,8 @@ class HeadSpans(NamedTuple):
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: int, tp_rank: int) -> HeadSpans:
-    """Whole GQA groups go to one rank; with fewer KV heads than ranks each KV head is replicated over tp / num_kv_heads ranks."""
+    """Query and KV heads of one TP rank. Whole GQA groups go to one rank; with fewer KV heads than ranks each KV head is
+    replicated over tp / num_kv_heads ranks."""
     group = num_heads // num_kv_heads
     if num_kv_heads >= tp:
         kv = split_evenly(num_kv_heads, tp, tp_rank)
@@ -64,7 +65,7 @@ def split_heads(num_heads: int, num_kv_heads: int, tp: int, tp_rank: int) -> Hea
 
 
 class Mesh(NamedTuple):
-    """Place of one worker: its engine (dp rank) and its stage and shard inside the engine."""
+    """Position of one worker: its engine (dp rank), and its stage and shard in the engine."""
 
     dp: int
     pp: int
@@ -97,13 +98,13 @@ class Mesh(NamedTuple):
         return self.is_last_stage and self.tp_rank == 0
 
     def at_worker(self, worker: int) -> Mesh:
-        """The same mesh seen from worker `worker` of this engine."""
+        """The same mesh with the coordinates of worker `worker` of this engine."""
         if not 0 <= worker < self.num_workers:
             raise ConfigError(f"worker {worker} is outside 0..{self.num_workers - 1}")
         return self._replace(pp_rank=worker // self.tp, tp_rank=worker % self.tp)
 
     def card(self, count: int) -> int:
-        """Index of this worker's GPU among the `count` that its host shows; workers share them where there are too few."""
+        """Index of this worker's GPU among the `count` visible on its host; workers share GPUs where there are too few."""
         return (self.dp_rank * self.num_workers + self.worker) % count
 
     def tp_group(self) -> list[int]:

@@ -1,6 +1,6 @@
-"""How the engines and front ends of a deployment lie to one another: sizes and labels of places, from the settings.
+"""Deployment topology: engine weights and zones, and which frontends use which engines.
 
-Pure. Checked by trireme/resolve.py before anything starts; used by the coordinator and by front ends.
+Pure. Checked by trireme/resolve.py before anything starts; used by the coordinator and by frontends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MAX_WEIGHT = 1000.0
 
 
 class Topology(NamedTuple):
-    """`weights` and `labels` by engine; an engine that is in neither has weight 1 and no label. Each front end uses `share`
-    engines of its own, front end 0 the first ones; 0: each uses all."""
+    """`weights` and `labels` (zones) by engine; an engine in neither has weight 1 and no zone. Each frontend uses `share` engines
+    of its own, frontend 0 the first ones; 0: each uses all."""
 
     weights: Mapping[int, float] = {}
     labels: Sequence[str] = ()
@@ -31,25 +31,26 @@ class Topology(NamedTuple):
         return self.labels[engine] if engine < len(self.labels) else ""
 
     def labelled(self, label: str, engines: Sequence[int]) -> list[int]:
-        """Those of `engines` that have this label; none for no label."""
+        """Those of `engines` in the zone `label`; none for an empty label."""
         return [engine for engine in engines if self.label(engine) == label] if label else []
 
     def group(self, engine: int) -> int:
-        """Engines of one group are used by the same front ends."""
+        """The engine's share: engines of one share are used by the same frontends."""
         return engine // self.share if self.share else 0
 
     def group_of_front(self, front: str) -> int:
-        """The group of engines that this front end uses, or -1: all."""
+        """The share of engines that this frontend uses, or -1: all."""
         prefix, _, number = front.rpartition("-")
         return int(number) if self.share and prefix == "front" and number.isdecimal() else -1
 
     def far(self, num_engines: int) -> list[int]:
-        """Engines elsewhere than engine 0, beside which the coordinator is taken to run."""
+        """Engines in another zone than engine 0, where the coordinator is assumed to run."""
         return [engine for engine in range(num_engines) if self.label(engine) != self.label(0)]
 
 
 def fleet_of(config: EngineConfig) -> Topology:
-    """Raises ConfigError for lists of the wrong length, weights that are no positive numbers, and endless labels."""
+    """The topology from the settings. Raises ConfigError for lists of the wrong length, weights that are not positive numbers,
+    and labels that are too long."""
     given = config.coordinator
     num_engines = config.parallel.dp
     _check_length("engine-weights", given.engine_weights, num_engines, "engines", "dp")
@@ -66,7 +67,7 @@ def fleet_of(config: EngineConfig) -> Topology:
 
 
 def engines_of_front(config: EngineConfig, front: int) -> range:
-    """The engines that a front end uses."""
+    """The engines that a frontend uses."""
     if config.coordinator.load_balancing == "internal":
         return range(config.parallel.dp)
     share = config.parallel.dp // config.serving.api_servers
@@ -91,7 +92,7 @@ def _check_sharing(config: EngineConfig) -> None:
 
 
 def front_label(config: EngineConfig, front: int) -> str:
-    """The place of a front end, or nothing."""
+    """The zone of a frontend, or ""."""
     labels = config.coordinator.front_labels
     return labels[front] if front < len(labels) else ""
 
