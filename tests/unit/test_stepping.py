@@ -116,7 +116,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("submit"), ENGINE, st.integers(1, 20), st.integers(1, 12)),
     st.tuples(st.just("abort"), st.integers(0, 20)),
     st.tuples(st.just("direct"), st.sampled_from(["", "keep", "wait", "abort"])),
-    *(st.tuples(st.just(name), ENGINE) for name in ("hear", "obey", "step", "answer") for _ in range(2)),
+    *(st.tuples(st.just(name), ENGINE) for name in ("hear", "on_order", "step", "answer") for _ in range(2)),
     st.tuples(st.just("run")),
 )
 
