@@ -172,7 +172,7 @@ def a_gauge_that_is_not_taken_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_prefix_trusted_although_its_step_failed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVCache, "distrust", lambda self, contents: None)
+    patch.setattr(KVCache, "invalidate", lambda self, contents: None)
 
 
 def an_engine_that_never_gives_up_a_stuck_step(patch: pytest.MonkeyPatch) -> None:
