@@ -20,9 +20,9 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from trireme.errors import OverloadedError, RequestError
-from trireme.serving.api.openai.wire import error_body
 from trireme.serving.http.accept import Acceptor
 from trireme.serving.http.connections import ConnectionCounts
+from trireme.serving.http.errors import error_body
 
 log = logging.getLogger(__name__)
 

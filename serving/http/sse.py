@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from trireme.errors import SlowReaderError, TriremeError
 from trireme.log import facts
-from trireme.serving.api.openai.wire import error_body
+from trireme.serving.http.errors import envelope_of
 from trireme.serving.http.middleware import PIECE_BYTES, send_body
 from trireme.serving.text.generation import Generation, TextDelta, Usage
 
@@ -145,12 +145,12 @@ class EventStream:
             self.failure = error
         except Exception as error:
             with contextlib.suppress(Exception):
-                await self._finish(_error_event(error))
+                await self._finish(self._error_event(error))
             raise
         if self.has_left():
             return "cancelled" if self.failure is None else "error"
         if self.failure is not None:
-            await self._finish(_error_event(self.failure))
+            await self._finish(self._error_event(self.failure))
             return "error"
         end = form.usage_event(self.generation.usage()) if include_usage else b""
         await self._finish(end + b"data: [DONE]\n\n")
@@ -209,6 +209,9 @@ class EventStream:
         self.sending_since = time.monotonic()
         await self._send(message)
         self.sending_since = None
+
+    def _error_event(self, error: BaseException) -> bytes:
+        return b"data: " + envelope_of(self._scope).body(error) + b"\n\n"
 
     def close(self) -> None:
         self._watch.cancel()
@@ -278,10 +281,6 @@ def _usages(usage: Usage, deltas: list[TextDelta]) -> Iterator[Usage]:
     for delta in deltas:
         num_tokens += len(delta.tokens)
         yield usage._replace(completion_tokens=num_tokens)
-
-
-def _error_event(error: BaseException) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
 
 
 def _end_of_piece(chunk: bytes, start: int) -> int:

@@ -1,4 +1,4 @@
-"""The OpenAI wire: request Structs, their total validation, and the one formatter of errors.
+"""The OpenAI wire: request Structs and their complete validation.
 
 Called by the routes. Every refusal is a RequestError whose `param` is the path of the field. Nothing here knows the model
 (vocabulary, context length): serving/text/processor.py checks that. Never raises anything but RequestError.
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from trireme.errors import EngineDeadError, OverloadedError, RequestError, TriremeError
+from trireme.errors import RequestError
 from trireme.params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOPS, SamplingParams
 from trireme.serving.api.json_bounds import MAX_DEPTH, SMALL_BYTES, FieldBounds, check_depth, check_entries
 from trireme.serving.api.json_faults import lone_surrogate, with_whole_numbers
@@ -385,35 +385,3 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[
                 param=f"prompt[{i}]",
             )
     return prompt  # type: ignore[return-value]
-
-
-# ---------------------------------------------------------------- errors
-
-
-def error_object(error: BaseException, request_id: str = "") -> dict[str, Any]:
-    """The inside of OpenAI's error envelope. Errors that are not ours get a fixed text: details go to the log only."""
-    if isinstance(error, TriremeError):
-        message = error.message + (f" ({error.hint})" if error.hint else "")
-        return {
-            "message": message,
-            "type": error.kind,
-            "param": getattr(error, "param", None),
-            "code": error.code,
-        }
-    where = f"; the log has details under {request_id}" if request_id else ""
-    return {"message": f"internal error{where}", "type": "server_error", "param": None, "code": "internal_error"}
-
-
-def error_body(error: BaseException, request_id: str = "") -> bytes:
-    return msgspec.json.encode({"error": error_object(error, request_id)})
-
-
-def error_status(error: BaseException) -> int:
-    return error.status if isinstance(error, TriremeError) else 500
-
-
-def retry_after(error: BaseException) -> float | None:
-    """Seconds for Retry-After, or None."""
-    if isinstance(error, OverloadedError | EngineDeadError):
-        return error.retry_after_s
-    return None
