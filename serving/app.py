@@ -22,8 +22,7 @@ from trireme.errors import NotFoundError, RequestError, TooLargeError, TriremeEr
 from trireme.params import SamplingParams
 from trireme.serving.admission.admission import Caller
 from trireme.serving.api import control
-from trireme.serving.api.json_bounds import SMALL_BYTES
-from trireme.serving.api.openai.chat import ChatFormat, content_chars
+from trireme.serving.api.openai.chat import ChatFormat
 from trireme.serving.api.openai.completions import CompletionFormat
 from trireme.serving.api.openai.echo import Echo, echo_of_ids, echo_of_text
 from trireme.serving.api.openai.wire import (
@@ -45,7 +44,9 @@ from trireme.serving.http.cors import AllowedOrigins
 from trireme.serving.http.middleware import Admin, ApiKeys, Middleware, send_body, send_options
 from trireme.serving.http.sse import FIRST_EVENT_S, EventStream, Format, Outcome
 from trireme.serving.metrics.telemetry import CONTENT_TYPE, merged, page
+from trireme.serving.text.chat_prompt import content_chars
 from trireme.serving.text.generation import Generation
+from trireme.serving.text.json_bounds import SMALL_BYTES
 from trireme.serving.text.processor import Processor
 from trireme.topology.zones import MAX_LABEL
 

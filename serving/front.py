@@ -15,14 +15,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, ModelNotFoundError, OverloadedError, RequestError
 from trireme.serving.admission.admission import Admission, Caller
-from trireme.serving.admission.shared_state import SharedState, alone
-from trireme.serving.api.openai.chat import ChatRenderer, Segments
-from trireme.serving.api.openai.wire import ChatRequest, TokenizeRequest
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.engine import EngineState
 from trireme.serving.http.bodies import Bodies, IncomingBody
 from trireme.serving.http.sse import Look, Ticker
 from trireme.serving.metrics.telemetry import Snapshot, Telemetry
+from trireme.serving.shared_state import SharedState, alone
+from trireme.serving.text.chat_prompt import ChatPromptFields, ChatRenderer, Segments
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.template_meter import TemplateSlow
@@ -165,7 +164,7 @@ class Front:
         threads = self._threads if num_bytes <= LONG_BYTES else self._long_texts
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    async def chat_segments(self, request: ChatRequest | TokenizeRequest, num_bytes: int) -> Segments:
+    async def chat_segments(self, request: ChatPromptFields, num_bytes: int) -> Segments:
         """The parts of a chat's prompt, rendered here if the request is of few bytes and the template quick, else in a thread.
         Raises RequestError."""
         if num_bytes <= OFF_LOOP_BYTES and not self._is_template_slow:

@@ -21,10 +21,10 @@ from trireme.model.files import files_of
 from trireme.model.reader import read_arch
 from trireme.outputs import CompletionOutput, OutputDelta, RequestOutput, TokenLogprob
 from trireme.params import SamplingParams
-from trireme.serving.api.openai.chat import ChatRenderer
 from trireme.serving.api.openai.wire import ChatRequest
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.replay import Replay
+from trireme.serving.text.chat_prompt import ChatRenderer
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.generation import Generation, TextDelta
 from trireme.serving.text.generation import TextLogprob as Scored

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from trireme.errors import ContextLengthError, RequestError
-from trireme.serving.api.openai.chat import Segments, content_chars
 from trireme.serving.api.openai.wire import DetokenizeRequest, TokenizeRequest
 from trireme.serving.front import Front
+from trireme.serving.text.chat_prompt import Segments, content_chars
 from trireme.serving.text.processor import check_size, check_text
 from trireme.serving.text.text_bounds import context_limit
 

@@ -15,17 +15,15 @@ import msgspec
 
 from trireme.errors import RequestError
 from trireme.params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOPS, SamplingParams
-from trireme.serving.api.json_bounds import MAX_DEPTH, SMALL_BYTES, FieldBounds, check_depth, check_entries
 from trireme.serving.api.json_faults import lone_surrogate, with_whole_numbers
 from trireme.serving.api.openai import unsupported
+from trireme.serving.text.chat_prompt import Message
+from trireme.serving.text.json_bounds import MAX_DEPTH, SMALL_BYTES, FieldBounds, check_depth, check_entries
 
 MAX_PROMPTS = 256
 COMPLETION_TOKENS = 16  # length of a text completion whose request names none
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority")
 MAX_NAME_BYTES = 128  # user, salt, request id
-MAX_MESSAGES = 4096
-MAX_TOOLS = 128
-MAX_TOOLS_BYTES = 256 << 10  # all together
 
 # Accepted from every client and without effect here: not worth a warning.
 SILENT_FIELDS = frozenset(
@@ -96,27 +94,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
-
-
-class ToolCallFunction(msgspec.Struct, frozen=True):
-    name: str = ""
-    arguments: str = ""
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    id: str | None = None
-    type: str | None = None
-    function: ToolCallFunction | None = None
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    function_call: ToolCallFunction | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
