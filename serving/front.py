@@ -8,21 +8,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar
+
+from starlette.types import Receive, Scope
 
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, ModelNotFoundError, OverloadedError, RequestError
-from trireme.serving.admission.admission import Admission, Caller
+from trireme.serving.admission.admission import Admission, AdmissionFields, Caller
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.engine import EngineState
-from trireme.serving.http.bodies import Bodies, IncomingBody
+from trireme.serving.engines.replay import RequestLimits
+from trireme.serving.http.bodies import Bodies, IncomingBody, read_body
 from trireme.serving.http.sse import Look, Ticker
 from trireme.serving.metrics.telemetry import Snapshot, Telemetry
 from trireme.serving.shared_state import SharedState, alone
 from trireme.serving.text.chat_prompt import ChatPromptFields, ChatRenderer, Segments
 from trireme.serving.text.detokenizer import TokenText
+from trireme.serving.text.json_bounds import SMALL_BYTES
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.template_meter import TemplateSlow
 from trireme.serving.text.templates import find_template
@@ -37,6 +41,27 @@ ON_LOOP_RENDER_S = 0.01  # what takes a chat template longer is rendered in a th
 
 Phase = Literal["loading", "ready", "degraded", "paused", "stuck", "down", "draining"]
 Result = TypeVar("Result")
+
+
+class RequestBody(Protocol):
+    """The body of a request of some API. Those that set `generates` have the fields of AdmissionFields too."""
+
+    generates: ClassVar[bool]
+
+    @property
+    def model(self) -> str | None: ...
+
+    @classmethod
+    def parse(cls, body: bytes, *, max_len: int | None = None) -> tuple[Self, list[str]]:
+        """The request and the names of fields that were ignored. Raises RequestError naming the field."""
+        ...
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+def _generates(request: RequestBody) -> TypeGuard[AdmissionFields]:
+    return request.generates
 
 
 class Readiness(NamedTuple):
@@ -73,6 +98,37 @@ class Visit:
         if self._has_place:
             self._has_place = False
             self._front.num_inside -= 1
+
+
+class Admitted(Generic[Body]):
+    """A request whose body is read, parsed and checked, until the last byte of its answer. `limits` has its priority and timeouts
+    if it generates; `headers` are those of its answer."""
+
+    def __init__(
+        self,
+        front: Front,
+        scope: Scope,
+        receive: Receive,
+        visit: Visit,
+        *,
+        request: Body,
+        caller: Caller,
+        limits: RequestLimits,
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
+        self.front, self.scope, self.receive = front, scope, receive
+        self.request = request
+        self.caller = caller
+        self.limits = limits
+        self.headers = headers
+        self.num_bytes = visit.body.num_bytes
+        self._visit = visit
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        """Turns the body into what is needed of it (tokens, text), in a thread if it is long, and gives its bytes back."""
+        result = await self.front.off_loop(self.num_bytes, work)
+        self._visit.drop_body()
+        return result
 
 
 class Front:
@@ -176,6 +232,27 @@ class Front:
         return await asyncio.get_running_loop().run_in_executor(threads, self.renderer.segments, request)
 
     # ------------------------------------------------------------ admission
+
+    @contextlib.asynccontextmanager
+    async def admit(self, scope: Scope, receive: Receive, kind: type[Body]) -> AsyncIterator[Admitted[Body]]:
+        """One request from its head to the last byte of its answer: quota, room, body, JSON, model, and for a `kind` that generates
+        its priority and timeouts. Raises OverloadedError, EngineDeadError, ModelNotFoundError, RequestError naming the field."""
+        caller = self.admission.caller(scope)
+        with self.inside(caller, generates=kind.generates) as visit:
+            body = await read_body(scope, receive, self.bodies, visit.body, self.config.serving.body_limit)
+            visit.enter()
+            facts = self.client.facts
+            max_len = facts.max_len if facts is not None else None
+            request, ignored = await self.off_loop(
+                len(body), lambda: kind.parse(body, max_len=max_len), most=SMALL_BYTES
+            )
+            self.check_model(request.model)
+            limits = RequestLimits()
+            if _generates(request):
+                limits = self.admission.terms(request, caller, scope)
+                self.check_room(limits.priority)
+            headers = _ignored_header(ignored)
+            yield Admitted(self, scope, receive, visit, request=request, caller=caller, limits=limits, headers=headers)
 
     @contextlib.contextmanager
     def inside(self, caller: Caller, *, generates: bool) -> Iterator[Visit]:
@@ -312,3 +389,9 @@ class Front:
 
 def _shutting_down() -> OverloadedError:
     return OverloadedError("this server is shutting down", retry_after_s=5.0)
+
+
+def _ignored_header(names: list[str]) -> list[tuple[bytes, bytes]]:
+    """X-Ignored-Fields with the printable ones of `names`."""
+    shown = ", ".join(name[:40] for name in names[:20] if name.isascii() and name.isprintable())
+    return [(b"x-ignored-fields", shown.encode())] if names else []

@@ -21,10 +21,9 @@ from trireme.model.files import files_of
 from trireme.model.reader import read_arch
 from trireme.outputs import CompletionOutput, OutputDelta, RequestOutput, TokenLogprob
 from trireme.params import SamplingParams
-from trireme.serving.api.openai.wire import ChatRequest
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.replay import Replay
-from trireme.serving.text.chat_prompt import ChatRenderer
+from trireme.serving.text.chat_prompt import ChatPrompt, ChatRenderer
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.generation import Generation, TextDelta
 from trireme.serving.text.generation import TextLogprob as Scored
@@ -127,11 +126,11 @@ class TextSide:
         return BatchRequest(source.text, params, processor.rows([ids], params, salt=salt))
 
     @staticmethod
-    def _chat_request(messages: Any) -> ChatRequest:
+    def _chat_request(messages: Any) -> ChatPrompt:
         if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise RequestError(f"the conversation is {plain.shown(messages)}, not a list of messages", param="messages")
         try:
-            return msgspec.convert({"model": "", "messages": list(messages)}, ChatRequest)
+            return msgspec.convert({"messages": list(messages)}, ChatPrompt)
         except msgspec.ValidationError as error:
             raise RequestError(f"the conversation is not a list of messages: {error}", param="messages") from error
 

@@ -1,20 +1,35 @@
-"""Bodies of requests while they arrive: how many there are, how much they hold, and which makes room when there is too much.
+"""Bodies of requests while they arrive: reading them, their number and bytes, and which one is dropped when the budget is full.
 
-Used by serving/front.py. Pure but for the clock. A body holds no place among the requests before it is whole, so clients that
-send half of one keep nobody out; and the memory of one that has stopped goes to those that come.
+Used by serving/front.py. A body counts as an open request only when it is complete, so clients that send half of one keep nobody
+out; the memory of a stalled one is given to new ones.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
 
-from trireme.errors import OverloadedError, TriremeError
+from starlette.types import Receive, Scope
+
+from trireme.errors import OverloadedError, RequestError, TooLargeError, TriremeError
 
 MAX_BODIES = 2048  # being read at one time
 SMALL_BYTES = 64 << 10  # a body with no more needs no room in the budget, so that a few large ones keep nobody else out
 STALLED_S = 1.0  # without a byte, after which a body may have to make room for others
+BODY_TIMEOUT_S = 30.0
+
+
+class MediaTypeError(RequestError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class TimeoutRequestError(RequestError):
+    status = 408
+    code = "timeout"
 
 
 class IncomingBody:
@@ -109,3 +124,56 @@ class Bodies:
     def _drop(self, body: IncomingBody, error: TriremeError) -> None:
         self.end(body)
         body.refuse(error)
+
+
+async def read_body(scope: Scope, receive: Receive, bodies: Bodies, body: IncomingBody, limit: int) -> bytes:
+    """The whole body. Counts while reading and never holds more than `limit` bytes. Raises TooLargeError, MediaTypeError,
+    TimeoutRequestError, RequestError when the client leaves, and what `body` was refused with."""
+    check_head(scope, limit)
+    parts: list[bytes] = []
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S) as timer:
+
+            def stop() -> None:
+                with contextlib.suppress(RuntimeError):  # its time is up already
+                    timer.reschedule(loop.time())
+
+            body.stop = stop
+            while True:
+                message = await receive()
+                if body.refusal is not None:
+                    raise body.refusal
+                if message["type"] == "http.disconnect":
+                    raise RequestError("the client left before its request was complete")
+                part = message.get("body", b"")
+                bodies.take(body, len(part))
+                if body.num_bytes > limit:
+                    raise TooLargeError(f"the body has more than {limit} bytes, the limit")
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        if body.refusal is not None:
+            raise body.refusal from None
+        raise TimeoutRequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+    finally:
+        body.stop = None
+
+
+def check_head(scope: Scope, limit: int) -> None:
+    """Refuses a body by its headers: its length in bytes, its coding, its media type. Raises TooLargeError, MediaTypeError."""
+    length = encoding = media = b""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            length = value
+        elif name == b"content-encoding":
+            encoding = value
+        elif name == b"content-type":
+            media = value
+    if length.isdigit() and int(length[:20]) > limit:
+        raise TooLargeError(f"the body has {int(length[:20])} bytes; the limit is {limit}")
+    if encoding not in (b"", b"identity"):
+        raise MediaTypeError("compressed bodies are not accepted")
+    if media and not media.split(b";")[0].strip().lower().endswith((b"/json", b"+json")):
+        raise MediaTypeError("send the body as JSON, with content-type: application/json")

@@ -65,6 +65,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_content: str | None = None
 
 
+class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages alone, as the Python API takes them. Satisfies ChatPromptFields."""
+
+    messages: list[Message]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class ChatPromptFields(Protocol):
     """The fields of a request from which its chat prompt is made; null means "not given"."""
 

@@ -1,18 +1,78 @@
-"""The shape of chat completion answers: streamed chunks and whole bodies. Pure."""
+"""/v1/chat/completions: the route, and its answers as streamed chunks or whole bodies."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
-from trireme.serving.api.openai.wire import ChatRequest
+from trireme.errors import RequestError
+from trireme.params import SamplingParams
+from trireme.serving.api.answer import answer
+from trireme.serving.api.openai.wire import ChatRequest, delivery_of, length_of, names_as_written, sampling_params
+from trireme.serving.api.routes import ApiRoute
+from trireme.serving.engines.replay import Replay
+from trireme.serving.front import Front
 from trireme.serving.http.sse import usage_object
+from trireme.serving.text.chat_prompt import content_chars
 from trireme.serving.text.detokenizer import TokenText
 from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
 
 _encode = msgspec.json.encode
+
+
+async def chat(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    """Raises RequestError naming the field, OverloadedError, EngineDeadError."""
+    async with front.admit(scope, receive, ChatRequest) as admitted:
+        request = admitted.request
+        params = _chat_params(request)
+        processor = front.processor
+        processor.check_size(sum(map(content_chars, request.messages)), "messages")
+        segments = await front.chat_segments(request, admitted.num_bytes)
+
+        def work() -> list[Replay]:
+            return processor.rows(
+                [processor.prompt_from_segments(segments)],
+                params,
+                salt=request.cache_salt,
+                terms=admitted.limits,
+                param="messages",
+                end_token_ids=front.chat_ends,
+            )
+
+        with names_as_written(length_of(request)[1]):
+            rows = await admitted.compute(work)
+        delivery = delivery_of(request)
+
+        def format_of(_: Generation) -> ChatFormat:
+            return ChatFormat(
+                request,
+                answer_id="chatcmpl-" + (request.request_id or scope["state"]["request_id"]),
+                created=int(time.time()),
+                model=front.model_name,
+                table=front.table,
+                num_choices=len(rows),
+                prompt=rows[0].prompt.tolist() if request.return_token_ids else (),
+                request_usage=delivery.include_usage,
+            )
+
+        await answer(admitted, send, rows, params, format_of, delivery, route="chat")
+
+
+def _chat_params(request: ChatRequest) -> SamplingParams:
+    top = request.top_logprobs
+    if top is not None and not request.logprobs and top > 0:
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    if request.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs is not supported for chat by this server", param="prompt_logprobs")
+    max_tokens, names = length_of(request)
+    with names_as_written({**names, "logprobs": "top_logprobs"}):
+        return sampling_params(
+            request, max_tokens=max_tokens, logprobs=(top or 0) if request.logprobs else None, prompt_logprobs=None
+        )
 
 
 class _ChatChoice:
@@ -141,3 +201,6 @@ class ChatFormat:
         raw = self._table.raw(token)
         name = name_by_id(token) if self._names_by_id else self._table.shown(token)
         return {"token": name, "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+
+
+ROUTES = (ApiRoute("POST", "/v1/chat/completions", chat),)

@@ -1,24 +1,109 @@
-"""The shape of text completion answers: chunks, bodies, echo, and the columnar log-probabilities of the older API.
-
-Called by serving/app.py. Pure.
-"""
+"""/v1/completions: the route, and its answers: chunks, bodies, echo, and log-probabilities as columns."""
 
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+from starlette.types import Receive, Scope, Send
 
-from trireme.serving.api.openai.echo import Echo
-from trireme.serving.api.openai.wire import CompletionRequest
+from trireme.errors import RequestError
+from trireme.params import SamplingParams
+from trireme.serving.api.answer import answer
+from trireme.serving.api.openai.echo import Echo, echo_of_ids, echo_of_text
+from trireme.serving.api.openai.wire import (
+    COMPLETION_TOKENS,
+    CompletionRequest,
+    delivery_of,
+    length_of,
+    names_as_written,
+    sampling_params,
+    split_prompts,
+)
+from trireme.serving.api.routes import ApiRoute
+from trireme.serving.engines.replay import Replay
+from trireme.serving.front import Front
 from trireme.serving.http.sse import usage_object
 from trireme.serving.text.detokenizer import LOOK_BACK, TokenText
 from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
+from trireme.serving.text.processor import Processor
 
 _encode = msgspec.json.encode
 _new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+async def completions(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    """Raises RequestError naming the field, OverloadedError, EngineDeadError."""
+    async with front.admit(scope, receive, CompletionRequest) as admitted:
+        request = admitted.request
+        params = _completion_params(request)
+        prompts = split_prompts(request.prompt)
+        processor = front.processor
+
+        def work() -> tuple[list[Replay], list[Echo] | None]:
+            tokens = _prompt_tokens(processor, request, prompts)
+            rows = processor.rows(
+                tokens, params, salt=request.cache_salt, terms=admitted.limits, usual_tokens=COMPLETION_TOKENS
+            )
+            if not request.echo:
+                return rows, None
+            return rows, [_echo(front, request, prompt, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
+
+        with names_as_written(length_of(request)[1]):
+            rows, echoes = await admitted.compute(work)
+        delivery = delivery_of(request)
+
+        def format_of(generation: Generation) -> CompletionFormat:
+            return CompletionFormat(
+                request,
+                generation,
+                answer_id="cmpl-" + (request.request_id or scope["state"]["request_id"]),
+                created=int(time.time()),
+                model=front.model_name,
+                table=front.table,
+                echoes=echoes,
+                request_usage=delivery.include_usage,
+            )
+
+        await answer(admitted, send, rows, params, format_of, delivery, route="completions")
+
+
+def _completion_params(request: CompletionRequest) -> SamplingParams:
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("prompt_logprobs is not supported with stream=true", param="prompt_logprobs")
+    echo_logprobs = request.logprobs if request.echo else None
+    max_tokens, names = length_of(request)
+    with names_as_written(names):
+        return sampling_params(
+            request,
+            max_tokens=max_tokens,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs if request.prompt_logprobs is not None else echo_logprobs,
+        )
+
+
+def _prompt_tokens(
+    processor: Processor, request: CompletionRequest, prompts: list[str | list[int]]
+) -> list[np.ndarray]:
+    found = []
+    for i, prompt in enumerate(prompts):
+        param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+        if isinstance(prompt, str):
+            add_special = request.add_special_tokens is not False
+            found.append(processor.prompt_from_text(prompt, param=param, add_special=add_special))
+        else:
+            found.append(processor.prompt_from_ids(prompt, param=param))
+    return found
+
+
+def _echo(front: Front, request: CompletionRequest, prompt: str | list[int], ids: np.ndarray) -> Echo:
+    if isinstance(prompt, str):
+        return echo_of_text(front.tokenizer, prompt, ids, add_special=request.add_special_tokens is not False)
+    return echo_of_ids(front.tokenizer, ids)
 
 
 class _Columns:
@@ -237,3 +322,6 @@ class CompletionFormat:
         if choice.columns is not None:
             for token, entry in zip(delta.tokens, delta.logprobs or [], strict=False):
                 choice.columns.add(token, entry)
+
+
+ROUTES = (ApiRoute("POST", "/v1/completions", completions),)

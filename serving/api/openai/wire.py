@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
 from trireme.errors import RequestError
 from trireme.params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOPS, SamplingParams
+from trireme.serving.api.answer import Delivery
 from trireme.serving.api.json_faults import lone_surrogate, with_whole_numbers
 from trireme.serving.api.openai import unsupported
 from trireme.serving.text.chat_prompt import Message
@@ -38,14 +39,27 @@ SILENT_FIELDS = frozenset(
 )
 
 
+class WireRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request body. `generates`: it asks for tokens, and passes the checks for those that do."""
+
+    generates: ClassVar[bool] = False
+
+    @classmethod
+    def parse(cls, body: bytes, *, max_len: int | None = None) -> tuple[Self, list[str]]:
+        """See `parse`."""
+        return parse(body, cls, max_len=max_len)
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingFields(WireRequest, frozen=True, kw_only=True):
     """Fields that completions and chat share; null always means "not given". Those refused by name:
     serving/api/openai/unsupported.py."""
+
+    generates: ClassVar[bool] = True
 
     model: str | None = None
     max_tokens: int | None = None
@@ -110,7 +124,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     modalities: list[str] | None = None
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
     """POST /tokenize: a prompt, or messages as the chat template would render them."""
 
     model: str | None = None
@@ -124,13 +138,13 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DetokenizeRequest(WireRequest, frozen=True, kw_only=True):
     tokens: list[int]
     model: str | None = None
     skip_special_tokens: bool | None = None
 
 
-Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+Body = TypeVar("Body", bound=WireRequest)
 
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
@@ -177,7 +191,7 @@ def parse(body: bytes, kind: type[Body], *, max_len: int | None = None) -> tuple
             check_entries(body, FieldBounds(_LIMITS, ids, max_lists, max_len))
         raws = _keys.decode(body)
         unsupported.refuse(raws, _refused[kind])
-        if kind in (CompletionRequest, ChatRequest):  # (those that answer)
+        if kind.generates:
             unsupported.refuse_calls(raws)
         request = _decode(body, kind)
     except msgspec.ValidationError as error:
@@ -265,6 +279,13 @@ def names_as_written(names: Mapping[str, str]) -> Iterator[None]:
             error.param = theirs if error.param == ours else error.param
         error.args = (error.message,)
         raise
+
+
+def delivery_of(request: CompletionRequest | ChatRequest) -> Delivery:
+    """How the answer is to be sent."""
+    options = request.stream_options or StreamOptions()
+    echoed = isinstance(request, CompletionRequest) and bool(request.echo)
+    return Delivery(bool(request.stream), bool(options.include_usage), bool(options.continuous_usage_stats), echoed)
 
 
 def length_of(request: CompletionRequest | ChatRequest) -> tuple[int | None, dict[str, str]]:
