@@ -24,9 +24,10 @@ from trireme.params import SamplingParams
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.replay import Replay
 from trireme.serving.text.chat_prompt import ChatPrompt, ChatRenderer
+from trireme.serving.text.deltas import Finish, TextDelta
+from trireme.serving.text.deltas import TextLogprob as Scored
 from trireme.serving.text.detokenizer import TokenText
-from trireme.serving.text.generation import Generation, TextDelta
-from trireme.serving.text.generation import TextLogprob as Scored
+from trireme.serving.text.generation import Generation
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.templates import find_template
 from trireme.serving.text.tokens import Tokenizer, load_tokenizer
@@ -245,8 +246,8 @@ class _BatchChoice:
         self.tokens += delta.tokens
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + [_logprob(scored) for scored in delta.logprobs]
-        if delta.finish is not None:
-            self.finish, self.stop = delta.finish, delta.stop
+        if isinstance(delta, Finish):
+            self.finish, self.stop = delta.reason, delta.stop
 
     def output(self, index: int) -> CompletionOutput:
         return CompletionOutput(
@@ -260,12 +261,13 @@ class _BatchChoice:
 
 
 def _output_delta(delta: TextDelta) -> OutputDelta:
+    reason, stop = (delta.reason, delta.stop) if isinstance(delta, Finish) else (None, None)
     return OutputDelta(
         index=delta.choice,
         text=delta.text,
         token_ids=tuple(delta.tokens),
-        finish_reason=delta.finish,
-        stop_reason=delta.stop,
+        finish_reason=reason,
+        stop_reason=stop,
         logprobs=None if delta.logprobs is None else tuple(map(_logprob, delta.logprobs)),
     )
 

@@ -1,6 +1,6 @@
 """Server-sent events: writes a generation to one HTTP client, with pings, and notices clients that left or do not read.
 
-Called by serving/app.py. One task per stream; one write per wake-up, however many tokens it brings. A reader
+Called by serving/api/answer.py. One task per stream; one write per wake-up, however many tokens it brings. A reader
 that is too slow hears so in a last event, as long as its connection takes anything; one that takes nothing is reset.
 """
 
@@ -11,16 +11,18 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
+import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from trireme.errors import SlowReaderError, TriremeError
 from trireme.log import facts
 from trireme.serving.http.errors import envelope_of
 from trireme.serving.http.middleware import PIECE_BYTES, send_body
-from trireme.serving.text.generation import Generation, TextDelta, Usage
+from trireme.serving.text.deltas import Delta, TextDelta, Usage
+from trireme.serving.text.generation import Generation
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +54,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class Format(Protocol):
     """How deltas look on the wire."""
 
-    def event(self, delta: TextDelta, usage: Usage | None) -> bytes: ...
+    def event(self, delta: Delta, usage: Usage | None) -> bytes: ...
 
     def usage_event(self, usage: Usage) -> bytes: ...
 
-    def add(self, delta: TextDelta) -> None: ...
+    def add(self, delta: Delta) -> None: ...
 
     def whole(self, generation: Generation) -> bytes: ...
 
@@ -130,7 +132,7 @@ class EventStream:
     async def run(
         self,
         form: Format,
-        first: list[TextDelta] | None,
+        first: Sequence[Delta] | None,
         headers: Iterable[tuple[bytes, bytes]],
         *,
         include_usage: bool,
@@ -156,11 +158,11 @@ class EventStream:
         await self._finish(end + b"data: [DONE]\n\n")
         return "complete"
 
-    async def _write_events(self, form: Format, first: list[TextDelta] | None, *, continuous_usage: bool) -> None:
+    async def _write_events(self, form: Format, first: Sequence[Delta] | None, *, continuous_usage: bool) -> None:
         """All deltas, or those until the stream is ended for its reader."""
         if not first:
             await self._write(b": waiting\n\n")
-        deltas = first if first is not None else []
+        deltas: Sequence[Delta] = first if first is not None else []
         generation = self.generation
         while self.failure is None:
             if deltas:
@@ -275,12 +277,12 @@ class EventStream:
         return extension["transport"] if extension is not None else None
 
 
-def _usages(usage: Usage, deltas: list[TextDelta]) -> Iterator[Usage]:
+def _usages(usage: Usage, deltas: Sequence[Delta]) -> Iterator[Usage]:
     """What had been used after each of `deltas`, if `usage` was after all of them."""
     num_tokens = usage.completion_tokens - sum(len(delta.tokens) for delta in deltas)
     for delta in deltas:
         num_tokens += len(delta.tokens)
-        yield usage._replace(completion_tokens=num_tokens)
+        yield msgspec.structs.replace(usage, completion_tokens=num_tokens)
 
 
 def _end_of_piece(chunk: bytes, start: int) -> int:

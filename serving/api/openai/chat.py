@@ -18,8 +18,18 @@ from trireme.serving.engines.replay import Replay
 from trireme.serving.front import Front
 from trireme.serving.http.sse import usage_object
 from trireme.serving.text.chat_prompt import content_chars
+from trireme.serving.text.deltas import (
+    Content,
+    Delta,
+    Finish,
+    Reasoning,
+    TextLogprob,
+    ToolCallArguments,
+    ToolCallBegin,
+    Usage,
+)
 from trireme.serving.text.detokenizer import TokenText
-from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
+from trireme.serving.text.generation import Generation, name_by_id
 
 _encode = msgspec.json.encode
 
@@ -75,16 +85,38 @@ def _chat_params(request: ChatRequest) -> SamplingParams:
         )
 
 
+class _ShownCall:
+    """One call of an answer that is put together."""
+
+    __slots__ = ("arguments", "call_id", "name")
+
+    def __init__(self, begin: ToolCallBegin) -> None:
+        self.call_id = begin.call_id
+        self.name = begin.name
+        self.arguments: list[str] = []
+
+    def as_object(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
 class _ChatChoice:
-    __slots__ = ("finish", "logprobs", "started", "stop", "text", "tokens")
+    __slots__ = ("calls", "finish", "has_calls", "logprobs", "reasoning", "started", "stop", "text", "tokens")
 
     def __init__(self) -> None:
         self.started = False
+        self.has_calls = False
         self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[_ShownCall] = []
         self.tokens: list[int] = []
         self.logprobs: list[TextLogprob] = []
         self.finish: str | None = None
         self.stop: str | int | None = None
+
+    def reason(self, finish: Finish) -> str:
+        """OpenAI's name for why it ended."""
+        return "tool_calls" if self.has_calls and finish.reason == "stop" else finish.reason
 
 
 class ChatFormat:
@@ -117,40 +149,67 @@ class ChatFormat:
         self._lead = b"data: " + _encode(lead)[:-1] + b',"choices":['
         self._open = [self._lead + b'{"index":%d,"delta":{"content":' % i for i in range(num_choices)]
         self._close = b'}],"usage":null}\n\n' if request_usage else b"}]}\n\n"
+        self._is_plain = not self._wants_logprobs and not self._with_ids
         self._plain_end = b'},"logprobs":null,"finish_reason":null' + self._close
 
-    def event(self, delta: TextDelta, usage: Usage | None) -> bytes:
+    def event(self, delta: Delta, usage: Usage | None) -> bytes:
         """The chunk(s) of one delta; b"" when it shows nothing. `usage` is put into each chunk when given."""
         choice = self._choices[delta.choice]
-        out = b""
-        if not choice.started:
-            choice.started = True
-            out = self._lead + (
-                b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-                % delta.choice
-            )
-            if usage is not None:  # it comes before the tokens of this delta
-                before = usage._replace(completion_tokens=usage.completion_tokens - len(delta.tokens))
-                out += self._end(before)
-            else:
-                out += self._close
-            if self._with_ids and not self._is_begun:
-                out = out[: -len(b"}\n\n")] + b',"prompt_token_ids":' + _encode(self._prompt) + b"}\n\n"
-            self._is_begun = True
-        shows_logprobs = self._wants_logprobs and bool(delta.logprobs)
-        if delta.text or shows_logprobs or (self._with_ids and delta.tokens):
-            text = _encode(delta.text)
-            if not shows_logprobs and not self._with_ids and usage is None:
-                out += self._open[delta.choice] + text + self._plain_end
-            else:
-                logprobs = self._logprobs(delta.logprobs or []) if shows_logprobs else b"null"
-                ids = b',"token_ids":' + _encode(delta.tokens) if self._with_ids else b""
-                out += self._open[delta.choice] + text + b'},"logprobs":' + logprobs + b',"finish_reason":null' + ids
-                out += self._end(usage)
-        if delta.finish is not None:
+        out = b"" if choice.started else self._start(choice, delta, usage)
+        if type(delta) is Content:
+            if self._is_plain and usage is None:
+                return out + self._open[delta.choice] + _encode(delta.text) + self._plain_end if delta.text else out
+            return out + self._content(delta, delta.text, usage)
+        if type(delta) is Finish:
+            out += self._content(delta, delta.text, usage)
             out += self._lead + b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":' % delta.choice
-            out += _encode(delta.finish) + b',"stop_reason":' + _encode(delta.stop) + self._end(usage)
+            return out + _encode(choice.reason(delta)) + b',"stop_reason":' + _encode(delta.stop) + self._end(usage)
+        return out + self._parsed(choice, delta, usage)
+
+    def _start(self, choice: _ChatChoice, delta: Delta, usage: Usage | None) -> bytes:
+        """The chunk with the role, and in the first one of a stream the ids of the prompt."""
+        choice.started = True
+        out = self._lead + (
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null' % delta.choice
+        )
+        if usage is not None:  # it comes before the tokens of this delta
+            before = usage.completion_tokens - len(delta.tokens)
+            out += self._end(msgspec.structs.replace(usage, completion_tokens=before))
+        else:
+            out += self._close
+        if self._with_ids and not self._is_begun:
+            out = out[: -len(b"}\n\n")] + b',"prompt_token_ids":' + _encode(self._prompt) + b"}\n\n"
+        self._is_begun = True
         return out
+
+    def _content(self, delta: Delta, text: str, usage: Usage | None) -> bytes:
+        """The chunk of `text`; b"" when there is none and nothing else to show."""
+        if text or (self._wants_logprobs and delta.logprobs) or (self._with_ids and delta.tokens):
+            return self._chunk(delta, b'"content":' + _encode(text), usage)
+        return b""
+
+    def _parsed(self, choice: _ChatChoice, delta: Delta, usage: Usage | None) -> bytes:
+        """The chunk of reasoning or of a tool call."""
+        if isinstance(delta, Reasoning):
+            if not delta.text:
+                return self._content(delta, "", usage)
+            return self._chunk(delta, b'"reasoning_content":' + _encode(delta.text), usage)
+        call: dict[str, Any]
+        if isinstance(delta, ToolCallBegin):
+            choice.has_calls = True
+            function = {"name": delta.name, "arguments": ""}
+            call = {"index": delta.index, "id": delta.call_id, "type": "function", "function": function}
+        else:
+            assert isinstance(delta, ToolCallArguments)
+            call = {"index": delta.index, "function": {"arguments": delta.text}}
+        return self._chunk(delta, b'"tool_calls":' + _encode([call]), usage)
+
+    def _chunk(self, delta: Delta, shown: bytes, usage: Usage | None) -> bytes:
+        """One chunk with `shown` as the fields of its delta."""
+        logprobs = self._logprobs(delta.logprobs) if self._wants_logprobs and delta.logprobs else b"null"
+        ids = b',"token_ids":' + _encode(delta.tokens) if self._with_ids else b""
+        out = self._lead + b'{"index":%d,"delta":{' % delta.choice + shown
+        return out + b'},"logprobs":' + logprobs + b',"finish_reason":null' + ids + self._end(usage)
 
     def _end(self, usage: Usage | None) -> bytes:
         return self._close if usage is None else b'}],"usage":' + _encode(usage_object(usage)) + b"}\n\n"
@@ -158,22 +217,38 @@ class ChatFormat:
     def usage_event(self, usage: Usage) -> bytes:
         return self._lead + b'],"usage":' + _encode(usage_object(usage)) + b"}\n\n"
 
-    def add(self, delta: TextDelta) -> None:
+    def add(self, delta: Delta) -> None:
         """Collects a delta for `whole`."""
         choice = self._choices[delta.choice]
-        choice.text.append(delta.text)
         choice.tokens += delta.tokens
         if delta.logprobs:
             choice.logprobs += delta.logprobs
-        if delta.finish is not None:
-            choice.finish, choice.stop = delta.finish, delta.stop
+        if isinstance(delta, Content | Finish):
+            choice.text.append(delta.text)
+            if isinstance(delta, Finish):
+                choice.finish, choice.stop = choice.reason(delta), delta.stop
+        elif isinstance(delta, Reasoning):
+            choice.reasoning.append(delta.text)
+        elif isinstance(delta, ToolCallBegin):
+            choice.has_calls = True
+            choice.calls.append(_ShownCall(delta))
+        else:
+            choice.calls[delta.index].arguments.append(delta.text)
 
     def whole(self, generation: Generation) -> bytes:
+        """The body of the collected answer."""
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(self._choices):
+            text = "".join(choice.text)
+            content = None if choice.calls and not text else text
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if choice.reasoning:
+                message["reasoning_content"] = "".join(choice.reasoning)
+            if choice.calls:
+                message["tool_calls"] = [call.as_object() for call in choice.calls]
             shown: dict[str, Any] = {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                "message": message,
                 "logprobs": msgspec.Raw(self._logprobs(choice.logprobs)) if self._wants_logprobs else None,
                 "finish_reason": choice.finish,
                 "stop_reason": choice.stop,

@@ -28,8 +28,9 @@ from trireme.serving.api.routes import ApiRoute
 from trireme.serving.engines.replay import Replay
 from trireme.serving.front import Front
 from trireme.serving.http.sse import usage_object
+from trireme.serving.text.deltas import Content, Delta, Finish, TextLogprob, Usage
 from trireme.serving.text.detokenizer import LOOK_BACK, TokenText
-from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
+from trireme.serving.text.generation import Generation, name_by_id
 from trireme.serving.text.processor import Processor
 
 _encode = msgspec.json.encode
@@ -225,26 +226,28 @@ class CompletionFormat:
         self._plain_end = b',"logprobs":null,"finish_reason":null' + self._close
         self._is_plain = not wants and not self._with_ids and echoes is None
 
-    def event(self, delta: TextDelta, usage: Usage | None) -> bytes:
+    def event(self, delta: Delta, usage: Usage | None) -> bytes:
         """The chunk of one delta; b"" when it shows nothing. `usage` is put into the chunk when given."""
         index = delta.choice
-        if self._is_plain and usage is None and delta.finish is None:
+        if self._is_plain and usage is None and type(delta) is Content:
             return self._open[index] + _encode(delta.text) + self._plain_end if delta.text else b""
+        assert isinstance(delta, Content | Finish), "text completions have no parser"
+        finish, stop = (delta.reason, delta.stop) if isinstance(delta, Finish) else (None, None)
         choice = self._choices[index]
         text = self._start(index, choice) + delta.text
         self._count(choice, delta)
         columns = choice.columns
         shows_logprobs = columns is not None and bool(columns.tokens)
-        if not (text or shows_logprobs or delta.finish or (self._with_ids and delta.tokens)):
+        if not (text or shows_logprobs or finish or (self._with_ids and delta.tokens)):
             return b""
         logprobs = b"null"
         if columns is not None and shows_logprobs:
             logprobs = _encode(columns.as_object())
             columns.clear()
         out = self._open[index] + _encode(text) + b',"logprobs":' + logprobs
-        out += b',"finish_reason":' + _encode(delta.finish)
-        if delta.finish is not None:
-            out += b',"stop_reason":' + _encode(delta.stop)
+        out += b',"finish_reason":' + _encode(finish)
+        if finish is not None:
+            out += b',"stop_reason":' + _encode(stop)
         if self._with_ids:
             out += b',"token_ids":' + _encode(delta.tokens)
             if not choice.has_prompt_ids:
@@ -255,16 +258,18 @@ class CompletionFormat:
     def usage_event(self, usage: Usage) -> bytes:
         return self._lead + b'],"usage":' + _encode(usage_object(usage)) + b"}\n\n"
 
-    def add(self, delta: TextDelta) -> None:
+    def add(self, delta: Delta) -> None:
         """Collects a delta for `whole`."""
+        assert isinstance(delta, Content | Finish), "text completions have no parser"
         choice = self._choices[delta.choice]
         choice.text.append(self._start(delta.choice, choice) + delta.text)
         choice.tokens += delta.tokens
         self._count(choice, delta)
-        if delta.finish is not None:
-            choice.finish, choice.stop = delta.finish, delta.stop
+        if isinstance(delta, Finish):
+            choice.finish, choice.stop = delta.reason, delta.stop
 
     def whole(self, generation: Generation) -> bytes:
+        """The body of the collected answer."""
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(self._choices):
             shown: dict[str, Any] = {
@@ -318,7 +323,7 @@ class CompletionFormat:
                 choice.columns.add_prompt(token, piece, entry)
         return echo.text
 
-    def _count(self, choice: _CompletionChoice, delta: TextDelta) -> None:
+    def _count(self, choice: _CompletionChoice, delta: Delta) -> None:
         if choice.columns is not None:
             for token, entry in zip(delta.tokens, delta.logprobs or [], strict=False):
                 choice.columns.add(token, entry)
