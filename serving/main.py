@@ -120,7 +120,7 @@ async def _serve(channel: BootChannel, front: Front, siblings: Aggregation, coun
     if boot.epoch == 0:
         await _linked_or(front, leaving)
     channel.ready(decisions=[("chat template", front.renderer.template.name, "see --chat-template")])
-    log.info("listening. %s", facts(fd=boot.listen_fd, model=front.model_name, template=front.renderer.template.name))
+    log.info("listening. %s", facts(fd=boot.listen_fd, model=front.model.name, template=front.renderer.template.name))
     order = await leaving
     await drain(front, listener, notice_s=order.notice_s, deadline_s=order.deadline_s, hurry=late)
     siblings.close()

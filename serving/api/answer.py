@@ -54,7 +54,7 @@ async def answer(
     outcome: Outcome = "error"
     stream = EventStream(scope, admitted.receive, send, generation)
     try:
-        with front.coming(len(rows)):
+        with front.choices.coming(len(rows)):
             await stream.submit(pin=pin, label=label)
         outcome = await _deliver(front, stream, form, delivery, headers)
     except asyncio.CancelledError:
@@ -63,7 +63,7 @@ async def answer(
     finally:
         front.ticker.streams.discard(stream)
         stream.close()
-        front.tell_rows()
+        front.choices.tell()
         front.telemetry.ended(outcome, generation)
         front.admission.charge(caller, generation.usage().completion_tokens)
 
@@ -75,7 +75,7 @@ async def _deliver(front: Front, stream: EventStream, form: Format, delivery: De
     generation = stream.generation
     deltas = await stream.first()
     if wait_s := generation.queued_s or (FIRST_EVENT_S if deltas == [] else 0.0):
-        front.admission.waited(wait_s, front.num_under_way())
+        front.admission.waited(wait_s, front.choices.in_flight())
     if delivery.stream:
         front.ticker.streams.add(stream)
         return await stream.run(

@@ -23,18 +23,18 @@ async def model(front: Front, scope: Scope, receive: Receive, send: Send) -> Non
     if not scope["path_params"]["model"]:  # /v1/models/
         await models(front, scope, receive, send)
         return
-    front.check_model(scope["path_params"]["model"])
+    front.model.check(scope["path_params"]["model"])
     await send_body(send, 200, _encode(_model_object(front)))
 
 
 def _model_object(front: Front) -> dict[str, Any]:
     facts = front.client.facts
     return {
-        "id": front.model_name,
+        "id": front.model.name,
         "object": "model",
-        "created": front.created,
+        "created": front.model.created,
         "owned_by": "trireme",
-        "root": front.model_name,
+        "root": front.model.name,
         "parent": None,
         "max_model_len": facts.max_len if facts else None,
         "modalities": ["text"],

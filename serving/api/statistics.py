@@ -49,7 +49,7 @@ async def metrics(front: Front, scope: Scope, receive: Receive, send: Send) -> N
     known = dict(zip((state.engine for state in engines if state.is_up), answers, strict=True))
     totals = front.shared.totals
     statistics = {state.engine: totals.over_lives(state.engine, known.get(state.engine, {})) for state in engines}
-    build = {"version": __version__, "model": front.model_name}
+    build = {"version": __version__, "model": front.model.name}
     text = page(merged(snapshots), engines, statistics, build)
     await send_body(send, 200, text, kind=CONTENT_TYPE)
 

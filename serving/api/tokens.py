@@ -48,8 +48,8 @@ def check_messages_size(front: Front, request: TokenizeRequest) -> None:
 
 
 def tokenized(front: Front, request: TokenizeRequest, segments: Segments | None) -> bytes:
-    """The answer's body; `segments` are the rendered messages, if there are any. Texts that cannot fit the context are refused:
-    their tokens would be of no use."""
+    """The answer's body; `segments` are the rendered messages, if there are any. Raises ContextLengthError for a text
+    that cannot fit the context."""
     tokenizer, facts = front.tokenizer, front.client.facts
     max_len = facts.max_len if facts is not None else None
     if segments is not None:
@@ -69,7 +69,7 @@ def tokenized(front: Front, request: TokenizeRequest, segments: Segments | None)
 
 
 def detokenized(front: Front, request: DetokenizeRequest) -> bytes:
-    """The text of ids. Raises RequestError for an id that the vocabulary has not, ContextLengthError for more ids than the
+    """The text of ids. Raises RequestError for an id outside the vocabulary, ContextLengthError for more ids than the
     context holds."""
     facts = front.client.facts
     if facts is not None and len(request.tokens) > facts.max_len:

@@ -62,7 +62,7 @@ async def chat(front: Front, scope: Scope, receive: Receive, send: Send) -> None
                 request,
                 answer_id="chatcmpl-" + (request.request_id or scope["state"]["request_id"]),
                 created=int(time.time()),
-                model=front.model_name,
+                model=front.model.name,
                 table=front.table,
                 num_choices=len(rows),
                 prompt=rows[0].prompt.tolist() if request.return_token_ids else (),

@@ -64,7 +64,7 @@ async def completions(front: Front, scope: Scope, receive: Receive, send: Send) 
                 generation,
                 answer_id="cmpl-" + (request.request_id or scope["state"]["request_id"]),
                 created=int(time.time()),
-                model=front.model_name,
+                model=front.model.name,
                 table=front.table,
                 echoes=echoes,
                 request_usage=delivery.include_usage,
@@ -158,6 +158,7 @@ class _Columns:
         return text if isinstance(text, str) else _shown(text)
 
     def as_object(self) -> dict[str, Any]:
+        """The `logprobs` object of the completions API."""
         return {
             "tokens": self.tokens,
             "token_logprobs": self.logprobs,
