@@ -33,7 +33,7 @@ class TimeoutRequestError(RequestError):
 
 
 class IncomingBody:
-    """One body: `stop` is told once why it ends early, while it arrives."""
+    """One body while it arrives. `stop` is called once if it is refused before its end; `refusal` says why."""
 
     __slots__ = ("caller", "is_whole", "moved_at", "num_bytes", "refusal", "stop")
 
@@ -53,8 +53,8 @@ class IncomingBody:
 
 
 class Bodies:
-    """All bodies of a process that arrive or wait to become tokens: at most `most`, and those of more than `small` bytes in at most
-    `budget` bytes together with the others."""
+    """All bodies of a process that arrive or are not tokenized yet: at most `most` of them, in at most `budget` bytes. A body of at
+    most `small` bytes is accepted over the budget."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Bodies:
         return len(self._bodies)
 
     def begin(self, caller: bytes) -> IncomingBody:
-        """Raises OverloadedError when there are too many, and all of them go on arriving."""
+        """Registers a body. Raises OverloadedError when there are too many and none is stalled."""
         now = self._clock()
         if len(self._bodies) >= self._most and not self._make_room(now, by_bytes=False):
             raise OverloadedError(f"{len(self._bodies)} bodies of requests are being read, the limit")
@@ -84,7 +84,7 @@ class Bodies:
         return body
 
     def take(self, body: IncomingBody, num_bytes: int) -> None:
-        """Counts bytes that came. Raises OverloadedError when they are over the budget, and all others go on arriving."""
+        """Counts received bytes. Raises OverloadedError when they exceed the budget and no other body is stalled."""
         now = body.moved_at = self._clock()
         while self.num_bytes + num_bytes > self._budget and body.num_bytes + num_bytes > self._small:
             if not self._make_room(now, by_bytes=True):
@@ -93,17 +93,17 @@ class Bodies:
         self.num_bytes += num_bytes
 
     def end(self, body: IncomingBody) -> None:
-        """It is tokens by now, or given up. Twice is fine."""
+        """Returns its bytes: it was tokenized or dropped. Idempotent."""
         if self._bodies.pop(body, body) is None:
             self.num_bytes -= body.num_bytes
 
     def refuse_all(self, error: TriremeError) -> None:
-        """Ends those that still arrive."""
+        """Refuses all bodies that still arrive, with `error`."""
         for body in [body for body in self._bodies if not body.is_whole]:
             self._drop(body, error)
 
     def _make_room(self, now: float, *, by_bytes: bool) -> bool:
-        """Ends the body that has stood still longest, of the caller that has most. False when none stands still."""
+        """Drops the body that has been stalled longest, of the caller that holds most. False when none is stalled."""
         stalled = [body for body in self._bodies if not body.is_whole and now - body.moved_at >= STALLED_S]
         stalled = [body for body in stalled if body.num_bytes or not by_bytes]
         if not stalled:

@@ -1,4 +1,4 @@
-"""The layers around the routes: who may come in, under which name a request is known, and how every failure is answered.
+"""The layers around the routes: authentication, request ids, and the answer to every error.
 
 Outermost is the key: deny by default, public routes are listed one by one and compared with the path as it is routed. The
 application inside may raise; whatever it raises becomes one error envelope here (or closes an answer that has begun).
@@ -38,7 +38,7 @@ class ForbiddenError(RequestError):
 
 
 class ApiKeys:
-    """API keys, kept as digests. Comparison takes the same time whatever is presented."""
+    """API keys, kept as digests and compared in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys if key]  # (everybody has the empty one)
@@ -178,7 +178,7 @@ async def send_options(send: Send, allow: bytes, headers: Iterable[tuple[bytes, 
 async def send_body(
     send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
 ) -> None:
-    """A whole answer, in pieces: what the client does not read is not handed to its connection."""
+    """A whole answer, in pieces of PIECE_BYTES, so that the buffer of a slow connection stays small."""
     fixed = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
     for start in range(0, max(1, len(body)), PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""Server-sent events: writes a generation to one HTTP client, with pings, and notices clients that left or do not read.
+"""Server-sent events: writes a generation to one HTTP client, with pings, and detects clients that left or do not read.
 
 Called by serving/api/answer.py. One task per stream; one write per wake-up, however many tokens it brings. A reader
 that is too slow hears so in a last event, as long as its connection takes anything; one that takes nothing is reset.
@@ -43,6 +43,7 @@ Look = Literal["fine", "ended", "reset"]
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage` object, in tokens."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -52,7 +53,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class Format(Protocol):
-    """How deltas look on the wire."""
+    """Renders deltas as one API writes them: `event` for streams, `add` and `whole` for whole answers."""
 
     def event(self, delta: Delta, usage: Usage | None) -> bytes: ...
 
@@ -159,7 +160,7 @@ class EventStream:
         return "complete"
 
     async def _write_events(self, form: Format, first: Sequence[Delta] | None, *, continuous_usage: bool) -> None:
-        """All deltas, or those until the stream is ended for its reader."""
+        """Writes all deltas, or those until the stream is ended because its reader is slow."""
         if not first:
             await self._write(b": waiting\n\n")
         deltas: Sequence[Delta] = first if first is not None else []
@@ -183,7 +184,7 @@ class EventStream:
             deltas = batch[0]
 
     async def _write_pieces(self, chunk: bytes) -> None:
-        """Whole events at a time, so that little is before the last one should the stream be ended."""
+        """Writes whole events in pieces, so that little precedes the last event if the stream is ended."""
         start = 0
         while start < len(chunk) and self.failure is None:
             end = _end_of_piece(chunk, start)
@@ -193,7 +194,7 @@ class EventStream:
         self._num_held = 0
 
     async def write_whole(self, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Outcome:
-        """A whole answer, under the same eyes."""
+        """Writes a whole answer, with the same limits for slow readers."""
         await send_body(self._send_watched, 200, body, headers)
         if self.failure is not None:
             return "error"
@@ -257,7 +258,8 @@ class EventStream:
         return "ended"
 
     def _see_taken(self, now: float) -> None:
-        """While a write waits nothing is added to what is unsent, so that less of it means that some was taken."""
+        """Notes when the connection last took bytes. Nothing is added to its buffer while a write waits, so a shorter buffer means
+        progress."""
         assert self.sending_since is not None
         transport = self._transport()
         unsent = transport.get_write_buffer_size() if transport is not None else 0
@@ -278,7 +280,7 @@ class EventStream:
 
 
 def _usages(usage: Usage, deltas: Sequence[Delta]) -> Iterator[Usage]:
-    """What had been used after each of `deltas`, if `usage` was after all of them."""
+    """The usage after each of `deltas`; `usage` is that after all of them."""
     num_tokens = usage.completion_tokens - sum(len(delta.tokens) for delta in deltas)
     for delta in deltas:
         num_tokens += len(delta.tokens)
@@ -286,7 +288,7 @@ def _usages(usage: Usage, deltas: Sequence[Delta]) -> Iterator[Usage]:
 
 
 def _end_of_piece(chunk: bytes, start: int) -> int:
-    """Of as many whole events as fit PIECE_BYTES, and at least one."""
+    """End of the piece from `start`: as many whole events as fit PIECE_BYTES, at least one."""
     end = start + PIECE_BYTES
     if end >= len(chunk):
         return len(chunk)
@@ -304,8 +306,8 @@ _HEADERS = (
 
 
 class Ticker:
-    """Looks after all streams of a process, so that streams need no timers of their own. `on_look` is told what was
-    done about a slow reader."""
+    """Checks all streams of a process periodically, so that streams need no timers of their own. `on_look` is called for each slow
+    reader with what was done."""
 
     def __init__(self, *, buffer_bytes: int, on_look: Callable[[Look], None]) -> None:
         self._on_look = on_look

@@ -197,6 +197,7 @@ class _Hidden:
         return f"{self._key}{len(self._texts) - 1:0{_INDEX_DIGITS}d}"
 
     def split(self, text: str) -> Segments:
+        """(text, trusted) segments of a rendered prompt: markers become the untrusted texts that they stand for."""
         if not self._texts:
             return [(text, True)]
         parts = re.split(f"{self._key}([0-9]{{{_INDEX_DIGITS}}})", text)

@@ -147,7 +147,7 @@ class Generation:
 
     @property
     def may_be_refused(self) -> bool:
-        """A choice still waits for its first place in a batch, and not for ever."""
+        """A choice is still queued, with a deadline."""
         return self._stream is not None and bool(self._stream.unplaced) and self.replays[0].deadline_s > 0
 
     @property
