@@ -1,43 +1,75 @@
-"""Front: everything one front end shares between its requests, and whether it can take one now.
+"""Front: everything that the requests of one front end share, how a request is admitted, and whether one would be answered now.
 
-Made by serving/main.py (or a test), used by the routes of serving/app.py. Holds no request.
+Made by serving/main.py (or a test), used by the API modules in serving/api. Keeps no request.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar
+
+from starlette.types import Receive, Scope
 
 from trireme.config import EngineConfig
 from trireme.errors import EngineDeadError, ModelNotFoundError, OverloadedError, RequestError
-from trireme.serving.admission.admission import Admission, Caller
-from trireme.serving.admission.shared_state import SharedState, alone
-from trireme.serving.api.openai.chat import ChatRenderer, Segments
-from trireme.serving.api.openai.wire import ChatRequest, TokenizeRequest
+from trireme.serving.admission.admission import Admission, AdmissionFields, Caller
+from trireme.serving.admission.occupancy import ChoiceCount
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.engine import EngineState
-from trireme.serving.http.bodies import Bodies, IncomingBody
+from trireme.serving.engines.replay import RequestLimits
+from trireme.serving.http.bodies import Bodies, IncomingBody, read_body
 from trireme.serving.http.sse import Look, Ticker
 from trireme.serving.metrics.telemetry import Snapshot, Telemetry
+from trireme.serving.shared_state import SharedState, alone
+from trireme.serving.text.chat_prompt import ChatPromptFields, ChatRenderer, Segments
 from trireme.serving.text.detokenizer import TokenText
-from trireme.serving.text.processor import Processor
-from trireme.serving.text.template_meter import TemplateSlow
+from trireme.serving.text.json_bounds import SMALL_BYTES
+from trireme.serving.text.processor import Processor, ProcessorCache
 from trireme.serving.text.templates import find_template
+from trireme.serving.text.threads import TextThreads
 from trireme.serving.text.tokens import Tokenizer
 from trireme.topology.lockstep import is_pause
 
 SPARE_REQUESTS = 64  # requests that may be read and tokenized beyond what the engines can queue
 MIN_BODY_BUDGET = 64 << 20  # bytes of bodies that are being read or tokenized, all requests together
-OFF_LOOP_BYTES = 8192  # the text of larger requests is tokenized in a thread
-LONG_BYTES = 256 << 10  # and that of those in one of their own, so that it delays no shorter one
-ON_LOOP_RENDER_S = 0.01  # what takes a chat template longer is rendered in a thread
 
 Phase = Literal["loading", "ready", "degraded", "paused", "stuck", "down", "draining"]
 Result = TypeVar("Result")
+
+
+class RequestBody(Protocol):
+    """The body of a request of some API. Those that set `generates` have the fields of AdmissionFields too."""
+
+    generates: ClassVar[bool]
+
+    @property
+    def model(self) -> str | None: ...
+
+    @classmethod
+    def parse(cls, body: bytes, *, max_len: int | None = None) -> tuple[Self, list[str]]:
+        """The request and the names of fields that were ignored. Raises RequestError naming the field."""
+        ...
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+def _generates(request: RequestBody) -> TypeGuard[AdmissionFields]:
+    return request.generates
+
+
+class ServedModel(NamedTuple):
+    """The one model of this server. `created` is when this front end began, in seconds since the epoch."""
+
+    name: str
+    created: int
+
+    def check(self, asked: str | None) -> None:
+        """Raises ModelNotFoundError for any other name; None and "" mean this model."""
+        if asked and asked != self.name:
+            raise ModelNotFoundError(f"there is no model {asked[:100]!r}; this server has {self.name!r}", param="model")
 
 
 class Readiness(NamedTuple):
@@ -50,7 +82,7 @@ class Readiness(NamedTuple):
 
 
 class Visit:
-    """One request from its head to the last byte of its answer. Its place among the requests is taken when its body is whole."""
+    """One request from its head to the last byte of its answer. Counted in `num_inside` from the end of its body on."""
 
     def __init__(self, front: Front, body: IncomingBody, *, generates: bool) -> None:
         self._front = front
@@ -59,14 +91,14 @@ class Visit:
         self._has_place = False
 
     def enter(self) -> None:
-        """Takes a place. Raises OverloadedError, EngineDeadError."""
-        self._front.check_door(generates=self._generates)
+        """Counts the request as open. Raises OverloadedError, EngineDeadError."""
+        self._front.check_capacity(generates=self._generates)
         self.body.is_whole = True
         self._front.num_inside += 1
         self._has_place = True
 
     def drop_body(self) -> None:
-        """The body has become tokens: its bytes are there for others."""
+        """Returns the bytes of the body to the budget: it has become tokens."""
         self._front.bodies.end(self.body)
 
     def leave(self) -> None:
@@ -76,9 +108,40 @@ class Visit:
             self._front.num_inside -= 1
 
 
+class Admitted(Generic[Body]):
+    """A request whose body is read, parsed and checked, until the last byte of its answer. `limits` has its priority and timeouts
+    if it generates; `headers` are those of its answer."""
+
+    def __init__(
+        self,
+        front: Front,
+        scope: Scope,
+        receive: Receive,
+        visit: Visit,
+        *,
+        request: Body,
+        caller: Caller,
+        limits: RequestLimits,
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
+        self.front, self.scope, self.receive = front, scope, receive
+        self.request = request
+        self.caller = caller
+        self.limits = limits
+        self.headers = headers
+        self.num_bytes = visit.body.num_bytes
+        self._visit = visit
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        """Turns the body into what is needed of it (tokens, text), in a thread if it is long, and gives its bytes back."""
+        result = await self.front.texts.run(self.num_bytes, work)
+        self._visit.drop_body()
+        return result
+
+
 class Front:
-    """`snapshots` gives the numbers of all front ends of the deployment (default: only this one's); `shared` is what they have in
-    common. `has_been_up`: the deployment was ready before this front end began, so whatever is down now is not loading for the
+    """`snapshots` gives the metrics of all front ends of the deployment (default: only this one's); `shared` is the state that they
+    share. `has_been_up`: the deployment was ready before this front end started, so an engine that is down is not loading for the
     first time."""
 
     def __init__(
@@ -96,8 +159,7 @@ class Front:
         self.config = config
         self.client = client
         self.tokenizer = tokenizer
-        self.model_name = model_name
-        self.created = int(time.time())
+        self.model = ServedModel(model_name, int(time.time()))
         self.table = TokenText(tokenizer)
         special = tokenizer.special_names
         template = find_template(
@@ -108,7 +170,6 @@ class Front:
             added_bos=tokenizer.added_bos,
         )
         self.renderer = ChatRenderer(template, special)
-        self.chat_ends = tokenizer.ids_of(self.renderer.end_of_turn)
         self.telemetry = Telemetry()
         self.shared = shared or alone()
         self.admission = Admission(
@@ -122,18 +183,24 @@ class Front:
         self.is_draining = False  # told to leave: not ready any more
         self.is_refusing = False  # and the notice period is over
         self.num_inside = 0  # requests between the last byte of their body and their last byte out
-        self.num_coming = 0  # choices that are admitted and on their way to an engine
+        self.choices = ChoiceCount(lambda: client.num_rows, self.shared.occupancy, self.shared.num_fronts)
         self.bodies = Bodies(max(MIN_BODY_BUDGET, 4 * config.serving.body_limit))
         self.progress: dict[str, dict[str, Any]] = {}  # start-up phases of engines, by source
         self._snapshots = snapshots
-        self._eos_token_ids = frozenset(eos_token_ids) | {
-            token for token in (tokenizer.eos_token_id,) if token is not None
-        }
         self._was_up = has_been_up
-        self._processor: Processor | None = None
-        self._is_template_slow = False  # it has once taken longer than other streams should wait
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
-        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long-text")
+        self.texts = TextThreads()
+        own_eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        eos = frozenset((*eos_token_ids, *own_eos))
+        self._processors = ProcessorCache(
+            lambda max_len, vocab_size: Processor(
+                tokenizer,
+                max_len=max_len,
+                vocab_size=vocab_size,
+                eos_token_ids=eos,
+                default_max_tokens=config.serving.default_max_tokens,
+                queue_timeout_s=config.scheduler.queue_timeout,
+            )
+        )
 
     @property
     def processor(self) -> Processor:
@@ -141,100 +208,80 @@ class Front:
         facts = self.client.facts
         if facts is None:
             raise EngineDeadError(self._why_no_facts())
-        known = self._processor
-        if known is None or (known.max_len, known.vocab_size) != (facts.max_len, facts.vocab_size):
-            known = self._processor = Processor(
-                self.tokenizer,
-                max_len=facts.max_len,
-                vocab_size=facts.vocab_size,
-                eos_token_ids=self._eos_token_ids,
-                default_max_tokens=self.config.serving.default_max_tokens,
-                queue_timeout_s=self.config.scheduler.queue_timeout,
-            )
-        return known
+        return self._processors.get(facts.max_len, facts.vocab_size)
+
+    @property
+    def chat_ends(self) -> tuple[int, ...]:
+        """The token that ends a turn in the chat template, if it is one."""
+        return self.tokenizer.ids_of(self.renderer.end_of_turn)
 
     def _why_no_facts(self) -> str:
         """Why it is not known what the engines can do."""
         return "no engine is up" if self._was_up else "the model is still loading"
 
-    async def off_loop(self, num_bytes: int, work: Callable[[], Result], *, most: int = OFF_LOOP_BYTES) -> Result:
-        """Runs the work of a request of `num_bytes` here if these are few, else in a thread, so that a long prompt does not delay
-        other streams."""
-        if num_bytes <= most:
-            return work()
-        threads = self._threads if num_bytes <= LONG_BYTES else self._long_texts
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
-
-    async def chat_segments(self, request: ChatRequest | TokenizeRequest, num_bytes: int) -> Segments:
-        """The parts of a chat's prompt, rendered here if the request is of few bytes and the template quick, else in a thread.
-        Raises RequestError."""
-        if num_bytes <= OFF_LOOP_BYTES and not self._is_template_slow:
-            try:
-                return self.renderer.segments(request, limit_s=ON_LOOP_RENDER_S)
-            except TemplateSlow:
-                self._is_template_slow = True
-        threads = self._threads if num_bytes <= LONG_BYTES else self._long_texts
-        return await asyncio.get_running_loop().run_in_executor(threads, self.renderer.segments, request)
+    async def chat_segments(self, request: ChatPromptFields, num_bytes: int) -> Segments:
+        """The parts of the chat prompt of a request of `num_bytes`. Raises RequestError."""
+        return await self.texts.segments(self.renderer, request, num_bytes)
 
     # ------------------------------------------------------------ admission
 
+    @contextlib.asynccontextmanager
+    async def admit(self, scope: Scope, receive: Receive, kind: type[Body]) -> AsyncIterator[Admitted[Body]]:
+        """One request from its head to the last byte of its answer: quota, room, body, JSON, model, and for a `kind` that generates
+        its priority and timeouts. Raises OverloadedError, EngineDeadError, ModelNotFoundError, RequestError naming the field."""
+        caller = self.admission.caller(scope)
+        with self.inside(caller, generates=kind.generates) as visit:
+            body = await read_body(scope, receive, self.bodies, visit.body, self.config.serving.body_limit)
+            visit.enter()
+            facts = self.client.facts
+            max_len = facts.max_len if facts is not None else None
+            request, ignored = await self.texts.run(
+                len(body), lambda: kind.parse(body, max_len=max_len), most=SMALL_BYTES
+            )
+            self.model.check(request.model)
+            limits = RequestLimits()
+            if _generates(request):
+                limits = self.admission.terms(request, caller, scope)
+                self.check_room(limits.priority)
+            headers = _ignored_header(ignored)
+            yield Admitted(self, scope, receive, visit, request=request, caller=caller, limits=limits, headers=headers)
+
     @contextlib.contextmanager
     def inside(self, caller: Caller, *, generates: bool) -> Iterator[Visit]:
-        """One request, refused before anything of its body is read when it could not come in. Raises OverloadedError, and
-        EngineDeadError when it `generates` and no engine has been up yet."""
+        """One request, refused before its body is read if there is no room. Raises OverloadedError, and EngineDeadError when it
+        `generates` and no engine has been up yet."""
         if self.is_refusing:
             raise _shutting_down()
         self.admission.admit(caller)
-        self.check_door(generates=generates)
+        self.check_capacity(generates=generates)
         visit = Visit(self, self.bodies.begin(caller.key), generates=generates)
         try:
             yield visit
         finally:
             visit.leave()
 
-    def check_door(self, *, generates: bool) -> None:
-        """Raises OverloadedError or EngineDeadError when one more request could not come in."""
+    def check_capacity(self, *, generates: bool) -> None:
+        """Raises OverloadedError or EngineDeadError when there is no room for one more request."""
         if self.is_refusing:
             raise _shutting_down()
         capacity = self.client.capacity
         if generates and capacity == 0:
             raise EngineDeadError(self._why_no_facts(), hint="see /ready")
-        if generates and (under_way := self.num_under_way()) >= capacity:
+        if generates and (under_way := self.choices.in_flight()) >= capacity:
             raise OverloadedError(f"{under_way} choices are running or queued; the limit is {capacity}")
         if self.num_inside >= capacity + SPARE_REQUESTS:
             raise OverloadedError(f"{self.num_inside} requests are open; the limit is {capacity + SPARE_REQUESTS}")
 
-    def num_under_way(self) -> int:
-        """Choices on engines, or on their way there, of all front ends that share these engines."""
-        return self.tell_rows() + self.shared.occupancy.others(self.shared.num_fronts)
-
-    def tell_rows(self) -> int:
-        """Tells the other front ends how many choices are under way here, and returns it."""
-        own = self.client.num_rows + self.num_coming
-        self.shared.occupancy.tell(own)
-        return own
-
-    @contextlib.contextmanager
-    def coming(self, num_rows: int) -> Iterator[None]:
-        """Around the submit of choices that were admitted, so that they are counted until they are on an engine."""
-        self.num_coming += num_rows
-        self.tell_rows()
-        try:
-            yield
-        finally:
-            self.num_coming -= num_rows
-            self.tell_rows()
-
     def refuse(self) -> None:
-        """From now on nothing comes in, and bodies that still arrive are not waited for."""
+        """Refuses every request from now on, and those whose body still arrives."""
         self.is_refusing = True
         self.bodies.refuse_all(_shutting_down())
 
     def check_room(self, priority: int, num_rows: int = 1) -> None:
-        """Refuses what its priority gives no room to just now. Raises OverloadedError."""
+        """Raises OverloadedError when there is no room for `num_rows` choices of this priority now."""
         facts = [state.facts for state in self.client.states() if state.is_up and state.facts]
         room = self.admission.room(priority, sum(known.max_num_seqs for known in facts), self.client.capacity)
-        under_way = self.num_under_way()
+        under_way = self.choices.in_flight()
         if under_way and under_way + num_rows > room:
             urgency = " for requests of this priority" if room < self.client.capacity else ""
             raise OverloadedError(
@@ -242,7 +289,7 @@ class Front:
             )
 
     def admit_rows(self, num_rows: int, num_tokens: int, priority: int) -> None:
-        """Refuses what could never be queued at once, and what does not fit just now."""
+        """Raises RequestError for more choices or prompt tokens than engines ever queue, OverloadedError for more than fit now."""
         facts = self.client.facts
         assert facts is not None
         num_up = max(1, sum(state.is_up for state in self.client.states()))
@@ -258,12 +305,6 @@ class Front:
                 hint="send fewer prompts at once",
             )
         self.check_room(priority, num_rows)
-
-    def check_model(self, name: str | None) -> None:
-        if name and name != self.model_name:
-            raise ModelNotFoundError(
-                f"there is no model {name[:100]!r}; this server has {self.model_name!r}", param="model"
-            )
 
     # ------------------------------------------------------------ state
 
@@ -285,8 +326,8 @@ class Front:
         return Readiness("ready" if len(working) == len(engines) else "degraded", engines)
 
     def own_snapshot(self) -> Snapshot:
-        """Numbers of this life of this front end alone. Asked for often, also when nothing happens."""
-        self.tell_rows()
+        """Metrics of this front end alone, since it started. Called regularly."""
+        self.choices.tell()
         counts = self.client.counts()
         return self.telemetry.snapshot(
             {
@@ -307,9 +348,14 @@ class Front:
     def close(self) -> None:
         self.ticker.stop()
         self.client.close()
-        for threads in (self._threads, self._long_texts):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self.texts.close()
 
 
 def _shutting_down() -> OverloadedError:
     return OverloadedError("this server is shutting down", retry_after_s=5.0)
+
+
+def _ignored_header(names: list[str]) -> list[tuple[bytes, bytes]]:
+    """X-Ignored-Fields with the printable ones of `names`."""
+    shown = ", ".join(name[:40] for name in names[:20] if name.isascii() and name.isprintable())
+    return [(b"x-ignored-fields", shown.encode())] if names else []

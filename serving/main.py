@@ -21,13 +21,13 @@ from trireme.config import EngineConfig
 from trireme.log import configure, facts
 from trireme.model.files import files_of
 from trireme.model.reader import read_arch
-from trireme.serving.admission.shared_state import open_shared_state
 from trireme.serving.app import make_app
 from trireme.serving.engines.connect import client_over_sockets
 from trireme.serving.front import Front
 from trireme.serving.http.connections import ConnectionCounts
 from trireme.serving.http.listener import Listener, allow_connections
 from trireme.serving.metrics.aggregation import Aggregation
+from trireme.serving.shared_state import open_shared_state
 from trireme.serving.text.tokens import load_tokenizer
 from trireme.transport.process.boot import BootChannel
 from trireme.transport.wire.messages import Drain
@@ -120,7 +120,7 @@ async def _serve(channel: BootChannel, front: Front, siblings: Aggregation, coun
     if boot.epoch == 0:
         await _linked_or(front, leaving)
     channel.ready(decisions=[("chat template", front.renderer.template.name, "see --chat-template")])
-    log.info("listening. %s", facts(fd=boot.listen_fd, model=front.model_name, template=front.renderer.template.name))
+    log.info("listening. %s", facts(fd=boot.listen_fd, model=front.model.name, template=front.renderer.template.name))
     order = await leaving
     await drain(front, listener, notice_s=order.notice_s, deadline_s=order.deadline_s, hurry=late)
     siblings.close()

@@ -21,13 +21,13 @@ from trireme.model.files import files_of
 from trireme.model.reader import read_arch
 from trireme.outputs import CompletionOutput, OutputDelta, RequestOutput, TokenLogprob
 from trireme.params import SamplingParams
-from trireme.serving.api.openai.chat import ChatRenderer
-from trireme.serving.api.openai.wire import ChatRequest
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.replay import Replay
+from trireme.serving.text.chat_prompt import ChatPrompt, ChatRenderer
+from trireme.serving.text.deltas import Finish, TextDelta
+from trireme.serving.text.deltas import TextLogprob as Scored
 from trireme.serving.text.detokenizer import TokenText
-from trireme.serving.text.generation import Generation, TextDelta
-from trireme.serving.text.generation import TextLogprob as Scored
+from trireme.serving.text.generation import Generation
 from trireme.serving.text.processor import Processor
 from trireme.serving.text.templates import find_template
 from trireme.serving.text.tokens import Tokenizer, load_tokenizer
@@ -127,11 +127,11 @@ class TextSide:
         return BatchRequest(source.text, params, processor.rows([ids], params, salt=salt))
 
     @staticmethod
-    def _chat_request(messages: Any) -> ChatRequest:
+    def _chat_request(messages: Any) -> ChatPrompt:
         if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise RequestError(f"the conversation is {plain.shown(messages)}, not a list of messages", param="messages")
         try:
-            return msgspec.convert({"model": "", "messages": list(messages)}, ChatRequest)
+            return msgspec.convert({"messages": list(messages)}, ChatPrompt)
         except msgspec.ValidationError as error:
             raise RequestError(f"the conversation is not a list of messages: {error}", param="messages") from error
 
@@ -247,8 +247,8 @@ class _BatchChoice:
         self.tokens += delta.tokens
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + [_logprob(scored) for scored in delta.logprobs]
-        if delta.finish is not None:
-            self.finish, self.stop = delta.finish, delta.stop
+        if isinstance(delta, Finish):
+            self.finish, self.stop = delta.reason, delta.stop
 
     def output(self, index: int) -> CompletionOutput:
         """The complete choice, as number `index`."""
@@ -263,12 +263,13 @@ class _BatchChoice:
 
 
 def _output_delta(delta: TextDelta) -> OutputDelta:
+    reason, stop = (delta.reason, delta.stop) if isinstance(delta, Finish) else (None, None)
     return OutputDelta(
         index=delta.choice,
         text=delta.text,
         token_ids=tuple(delta.tokens),
-        finish_reason=delta.finish,
-        stop_reason=delta.stop,
+        finish_reason=reason,
+        stop_reason=stop,
         logprobs=None if delta.logprobs is None else tuple(map(_logprob, delta.logprobs)),
     )
 

@@ -1,7 +1,7 @@
-"""The door: who a request is from, what that caller may use, how urgent it is, and whether there is room for it.
+"""Admission: who sent a request, the quota and priority of that caller, and whether there is room for the request.
 
-Used by serving/app.py before, while and after a request is served; made by serving/front.py. What it refuses for the caller's own
-sake is a 429, for the server's a 503, both with Retry-After.
+Made and used by serving/front.py; serving/api/answer.py charges tokens. A caller over its quota gets a 429, an overloaded server
+answers 503, both with Retry-After.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class AdaptiveLimit:
         self._cell = cell or OwnCell()
 
     def limit(self, least: int, most: int) -> int:
+        """The number of choices that may be in flight, between `least` and `most`; `most` without a target."""
         if not self.target_s:
             return most
         known, lowered_at = self._cell.load()

@@ -1,15 +1,15 @@
-"""How many choices all front ends of a deployment have under way together, and the adaptive limit that they share.
+"""How many choices all front ends of a deployment have in flight together, and the adaptive limit that they share.
 
-Used by serving/front.py. Each front end writes its own number whenever it changes, and reads those of the others when somebody asks
-to come in: there is no message that could be late. Two that let somebody in at the same moment do not see each other; the engines'
-own bounds are exact.
+Used by serving/front.py. Each front end writes its own number whenever it changes, and reads those of the others when it admits a
+request: no message can be late. Two that admit at the same moment do not see each other; the engines' own bounds are exact.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trireme.serving.admission.shared_file import SharedFile
@@ -65,3 +65,35 @@ class Occupancy:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+class ChoiceCount:
+    """Choices on engines, or on their way there: of this front end, and of all that share these engines."""
+
+    def __init__(self, on_engines: Callable[[], int], occupancy: Occupancy, num_fronts: int) -> None:
+        """`on_engines` gives the number of this front end's choices that engines have."""
+        self._on_engines = on_engines
+        self._occupancy = occupancy
+        self._num_fronts = num_fronts
+        self._num_coming = 0  # admitted and on their way to an engine
+
+    def in_flight(self) -> int:
+        """Choices of all front ends that share these engines."""
+        return self.tell() + self._occupancy.others(self._num_fronts)
+
+    def tell(self) -> int:
+        """Tells the other front ends how many choices are in flight here, and returns it."""
+        own = self._on_engines() + self._num_coming
+        self._occupancy.tell(own)
+        return own
+
+    @contextlib.contextmanager
+    def coming(self, num_rows: int) -> Iterator[None]:
+        """Around the submit of admitted choices, so that they are counted until they are on an engine."""
+        self._num_coming += num_rows
+        self.tell()
+        try:
+            yield
+        finally:
+            self._num_coming -= num_rows
+            self.tell()

@@ -1,7 +1,6 @@
-"""Routes that change what the engines of a running server do: sleep and wake, pause and resume. Each answers when that is so.
+"""Routes that change what the engines of a running server do: sleep and wake, pause and resume. Each answers once that is done.
 
-Called by serving/app.py; serving/http/middleware.py lets only admin keys come to those of ADMIN. Arguments are in the query,
-as vLLM has them.
+serving/http/middleware.py admits only admin keys to the paths in ADMIN. Arguments are in the query, as in vLLM.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from trireme.errors import DeadlineError, EngineDeadError, EngineError, RequestError
+from trireme.serving.api.routes import ApiRoute
 from trireme.serving.front import Front
 from trireme.serving.http.middleware import send_body
 from trireme.sleep import LEVELS, NO_SLEEP, RESTING
 from trireme.topology.lockstep import PAUSES, Mode
 
 ADMIN = frozenset(("/sleep", "/wake_up", "/pause", "/resume"))
-REST_S = 300.0  # that falling asleep, waking or a pause may take
+REST_S = 300.0  # limit for entering sleep, waking or a pause
 STATE_S = 5.0
 MAX_QUERY = 1024
-WHOLE = frozenset(("weights", "kv_cache"))  # what wakes; one of them alone does not
+WHOLE = frozenset(("weights", "kv_cache"))  # wake together only
 
 
 class NotNowError(EngineError):
@@ -42,6 +42,7 @@ class NotHereError(RequestError):
 
 
 async def sleep(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    """Puts every engine to sleep at `level` 1 or 2. Raises RequestError, NotHereError (501), NotNowError (409), DeadlineError."""
     asked = _query(scope, ("level",))
     level = asked.get("level", "1")
     if level not in map(str, LEVELS):
@@ -59,6 +60,7 @@ async def sleep(front: Front, scope: Scope, receive: Receive, send: Send) -> Non
 
 
 async def wake_up(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    """Wakes every engine. Raises RequestError for `tags` that would wake a part only, and DeadlineError."""
     tags = _query(scope, ("tags",), may_repeat=True).get("tags")
     if tags is not None and set(tags.split(",")) != WHOLE:
         raise RequestError(f"tags are {tags[:40]!r}; weights and kv_cache wake together: leave them out", param="tags")
@@ -73,6 +75,7 @@ async def is_sleeping(front: Front, scope: Scope, receive: Receive, send: Send) 
 
 
 async def pause(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    """Pauses every engine; `mode` is one of PAUSES. Raises RequestError, NotNowError (409), DeadlineError."""
     asked = _query(scope, ("mode",)).get("mode", "wait")
     mode: Mode | None = next((mode for mode in PAUSES if mode == asked), None)
     if mode is None:
@@ -94,7 +97,7 @@ async def is_paused(front: Front, scope: Scope, receive: Receive, send: Send) ->
 
 
 def _query(scope: Scope, known: Iterable[str], *, may_repeat: bool = False) -> dict[str, str]:
-    """The arguments by name; those that come several times are joined by commas. Raises RequestError for others."""
+    """The arguments by name; repeated ones are joined by commas where `may_repeat`. Raises RequestError for unknown ones."""
     text = scope["query_string"]
     found: dict[str, str] = {}
     if len(text) > MAX_QUERY:
@@ -110,7 +113,7 @@ def _query(scope: Scope, known: Iterable[str], *, may_repeat: bool = False) -> d
 
 
 async def _states(front: Front) -> list[dict[str, Any]]:
-    """How each engine rests. Raises EngineDeadError while one is away."""
+    """Sleep and pause state of each engine. Raises EngineDeadError while one is down."""
     engines = [state.engine for state in front.client.states()]
     stats = await _bounded(asyncio.gather(*(front.client.call(engine, "stats") for engine in engines)), STATE_S)
     pairs = zip(engines, stats, strict=True)
@@ -118,7 +121,7 @@ async def _states(front: Front) -> list[dict[str, Any]]:
 
 
 async def _all(front: Front, method: str, **args: Any) -> None:
-    """Of every engine; those that can do it do so even where another one cannot."""
+    """Calls `method` on every engine; an engine that fails does not stop the others. Raises the first failure."""
     engines = [state.engine for state in front.client.states()]
     calls = (front.client.call(engine, method, timeout_s=REST_S, **args) for engine in engines)
     answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -144,3 +147,13 @@ async def _bounded(doing: Awaitable[Any], limit_s: float) -> Any:
             return await doing
     except TimeoutError:
         raise DeadlineError(f"not done after {limit_s:g} s") from None
+
+
+ROUTES = (
+    ApiRoute("POST", "/sleep", sleep),
+    ApiRoute("POST", "/wake_up", wake_up),
+    ApiRoute("GET", "/is_sleeping", is_sleeping),
+    ApiRoute("POST", "/pause", pause),
+    ApiRoute("POST", "/resume", resume),
+    ApiRoute("GET", "/is_paused", is_paused),
+)

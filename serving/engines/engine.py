@@ -95,6 +95,7 @@ class EngineLink:
 
     @property
     def state(self) -> EngineState:
+        """A snapshot of this engine for readiness and metrics."""
         return EngineState(
             engine=self.index,
             is_up=self.is_up,

@@ -99,6 +99,7 @@ class Placement:
                     await self.wait_change()
 
     async def place_once(self, route: Route) -> tuple[EngineLink, int]:
+        """An engine for `route` and the ticket of its submit: 0 where the coordinator did not choose the engine."""
         pin = route.pin
         if not self._is_coordinated:
             return self._place_alone(pin), 0

@@ -54,6 +54,7 @@ class Acceptor:
         self._renew()
 
     def close(self) -> None:
+        """Stops accepting at once; does not wait for connections that are being handed over."""
         if self._renewal is not None:
             self._renewal.cancel()
         if self._counts is not None:

@@ -20,9 +20,9 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from trireme.errors import OverloadedError, RequestError
-from trireme.serving.api.openai.wire import error_body
 from trireme.serving.http.accept import Acceptor
 from trireme.serving.http.connections import ConnectionCounts
+from trireme.serving.http.errors import error_body
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._dropped_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Answers 503 to a connection over the limit, or aborts it when there are too many of these."""
         super().connection_made(transport)
         self._arm()
         over = len(self.connections) - self._max_connections
@@ -80,6 +81,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect_reading()
 
     def on_response_complete(self) -> None:
+        """Sends a refusal that waited for this response, or drains what the client still sends."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._expect_reading()
@@ -92,6 +94,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect_reading()
 
     def data_received(self, data: bytes) -> None:
+        """Feeds the parser; aborts a refused connection that keeps sending, and refuses headers over the limit (431)."""
         if self._is_refused:
             if self._refusal is None:
                 self._drop(len(data))
@@ -108,6 +111,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse(431, "the request line and headers are too large")
 
     def on_message_begin(self) -> None:
+        """Resets the counters of a request head and starts its timer."""
         super().on_message_begin()
         if self._linger_timer is not None:  # the refused body ended, and the connection goes on
             self._linger_timer.cancel()
@@ -133,6 +137,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(431, f"more than {NUM_HEADERS} headers")
 
     def on_headers_complete(self) -> None:
+        """Refuses a request without exactly one Host header (400), else starts the request."""
         self._in_head = False
         self._disarm()
         if self._is_refused:
@@ -278,6 +283,7 @@ class _Server(uvicorn.Server):
         self._counts = counts
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts uvicorn's lifespan, with an Acceptor for each socket in place of its own servers."""
         await super().startup(sockets=[])
         for listening in sockets or []:
             acceptor = Acceptor(

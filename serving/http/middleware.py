@@ -1,4 +1,4 @@
-"""The layers around the routes: who may come in, under which name a request is known, and how every failure is answered.
+"""The layers around the routes: authentication, request ids, and the answer to every error.
 
 Outermost is the key: deny by default, public routes are listed one by one and compared with the path as it is routed. The
 application inside may raise; whatever it raises becomes one error envelope here (or closes an answer that has begun).
@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trireme.errors import AuthError, DeadlineError, RequestError, TriremeError
 from trireme.netloc import is_address, is_loopback, without_port
-from trireme.serving.api.openai.wire import error_body, error_status, retry_after
 from trireme.serving.http.cors import METHODS, AllowedOrigins
+from trireme.serving.http.errors import OPENAI_ERRORS, ErrorEnvelope, envelope_of, error_status, retry_after
 from trireme.serving.http.origin import is_foreign
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class ForbiddenError(RequestError):
 
 
 class ApiKeys:
-    """API keys, kept as digests. Comparison takes the same time whatever is presented."""
+    """API keys, kept as digests and compared in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys if key]  # (everybody has the empty one)
@@ -117,7 +117,7 @@ class Middleware:
                 log.exception("a request failed. request_id=%s path=%s", request_id, scope["path"])
             if has_started:
                 raise
-            await send_error(send_marked, error, request_id)
+            await send_error(send_marked, error, request_id, envelope_of(scope))
 
     def _check(self, scope: Scope) -> None:
         if scope["path"] in self._admin.paths:
@@ -153,7 +153,9 @@ class Middleware:
             raise AuthError("no valid admin key: send it as 'Authorization: Bearer KEY'")
 
 
-async def send_error(send: Send, error: BaseException, request_id: str) -> None:
+async def send_error(
+    send: Send, error: BaseException, request_id: str, envelope: ErrorEnvelope = OPENAI_ERRORS
+) -> None:
     """One error envelope with its status, Retry-After where it helps, and the `allow` that an error of the method has."""
     headers: Headers = []
     if (wait := retry_after(error)) is not None:
@@ -164,7 +166,7 @@ async def send_error(send: Send, error: BaseException, request_id: str) -> None:
         headers.append((b"x-should-retry", b"false"))
     if allow := getattr(error, "allow", b""):
         headers.append((b"allow", allow))
-    await send_body(send, error_status(error), error_body(error, request_id), headers)
+    await send_body(send, error_status(error), envelope.body(error, request_id), headers)
 
 
 async def send_options(send: Send, allow: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
@@ -176,7 +178,7 @@ async def send_options(send: Send, allow: bytes, headers: Iterable[tuple[bytes, 
 async def send_body(
     send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
 ) -> None:
-    """A whole answer, in pieces: what the client does not read is not handed to its connection."""
+    """A whole answer, in pieces of PIECE_BYTES, so that the buffer of a slow connection stays small."""
     fixed = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
     for start in range(0, max(1, len(body)), PIECE_BYTES):

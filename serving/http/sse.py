@@ -1,6 +1,6 @@
-"""Server-sent events: writes a generation to one HTTP client, with pings, and notices clients that left or do not read.
+"""Server-sent events: writes a generation to one HTTP client, with pings, and detects clients that left or do not read.
 
-Called by serving/app.py. One task per stream; one write per wake-up, however many tokens it brings. A reader
+Called by serving/api/answer.py. One task per stream; one write per wake-up, however many tokens it brings. A reader
 that is too slow hears so in a last event, as long as its connection takes anything; one that takes nothing is reset.
 """
 
@@ -11,16 +11,18 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
+import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from trireme.errors import SlowReaderError, TriremeError
 from trireme.log import facts
-from trireme.serving.api.openai.wire import error_body
+from trireme.serving.http.errors import envelope_of
 from trireme.serving.http.middleware import PIECE_BYTES, send_body
-from trireme.serving.text.generation import Generation, TextDelta, Usage
+from trireme.serving.text.deltas import Delta, TextDelta, Usage
+from trireme.serving.text.generation import Generation
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ Look = Literal["fine", "ended", "reset"]
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage` object, in tokens."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -50,13 +53,13 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class Format(Protocol):
-    """How deltas look on the wire."""
+    """Renders deltas as one API writes them: `event` for streams, `add` and `whole` for whole answers."""
 
-    def event(self, delta: TextDelta, usage: Usage | None) -> bytes: ...
+    def event(self, delta: Delta, usage: Usage | None) -> bytes: ...
 
     def usage_event(self, usage: Usage) -> bytes: ...
 
-    def add(self, delta: TextDelta) -> None: ...
+    def add(self, delta: Delta) -> None: ...
 
     def whole(self, generation: Generation) -> bytes: ...
 
@@ -130,7 +133,7 @@ class EventStream:
     async def run(
         self,
         form: Format,
-        first: list[TextDelta] | None,
+        first: Sequence[Delta] | None,
         headers: Iterable[tuple[bytes, bytes]],
         *,
         include_usage: bool,
@@ -145,22 +148,22 @@ class EventStream:
             self.failure = error
         except Exception as error:
             with contextlib.suppress(Exception):
-                await self._finish(_error_event(error))
+                await self._finish(self._error_event(error))
             raise
         if self.has_left():
             return "cancelled" if self.failure is None else "error"
         if self.failure is not None:
-            await self._finish(_error_event(self.failure))
+            await self._finish(self._error_event(self.failure))
             return "error"
         end = form.usage_event(self.generation.usage()) if include_usage else b""
         await self._finish(end + b"data: [DONE]\n\n")
         return "complete"
 
-    async def _write_events(self, form: Format, first: list[TextDelta] | None, *, continuous_usage: bool) -> None:
-        """All deltas, or those until the stream is ended for its reader."""
+    async def _write_events(self, form: Format, first: Sequence[Delta] | None, *, continuous_usage: bool) -> None:
+        """Writes all deltas, or those until the stream is ended because its reader is slow."""
         if not first:
             await self._write(b": waiting\n\n")
-        deltas = first if first is not None else []
+        deltas: Sequence[Delta] = first if first is not None else []
         generation = self.generation
         while self.failure is None:
             if deltas:
@@ -181,7 +184,7 @@ class EventStream:
             deltas = batch[0]
 
     async def _write_pieces(self, chunk: bytes) -> None:
-        """Whole events at a time, so that little is before the last one should the stream be ended."""
+        """Writes whole events in pieces, so that little precedes the last event if the stream is ended."""
         start = 0
         while start < len(chunk) and self.failure is None:
             end = _end_of_piece(chunk, start)
@@ -191,7 +194,7 @@ class EventStream:
         self._num_held = 0
 
     async def write_whole(self, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Outcome:
-        """A whole answer, under the same eyes."""
+        """Writes a whole answer, with the same limits for slow readers."""
         await send_body(self._send_watched, 200, body, headers)
         if self.failure is not None:
             return "error"
@@ -209,6 +212,9 @@ class EventStream:
         self.sending_since = time.monotonic()
         await self._send(message)
         self.sending_since = None
+
+    def _error_event(self, error: BaseException) -> bytes:
+        return b"data: " + envelope_of(self._scope).body(error) + b"\n\n"
 
     def close(self) -> None:
         self._watch.cancel()
@@ -252,7 +258,8 @@ class EventStream:
         return "ended"
 
     def _see_taken(self, now: float) -> None:
-        """While a write waits nothing is added to what is unsent, so that less of it means that some was taken."""
+        """Notes when the connection last took bytes. Nothing is added to its buffer while a write waits, so a shorter buffer means
+        progress."""
         assert self.sending_since is not None
         transport = self._transport()
         unsent = transport.get_write_buffer_size() if transport is not None else 0
@@ -272,20 +279,16 @@ class EventStream:
         return extension["transport"] if extension is not None else None
 
 
-def _usages(usage: Usage, deltas: list[TextDelta]) -> Iterator[Usage]:
-    """What had been used after each of `deltas`, if `usage` was after all of them."""
+def _usages(usage: Usage, deltas: Sequence[Delta]) -> Iterator[Usage]:
+    """The usage after each of `deltas`; `usage` is that after all of them."""
     num_tokens = usage.completion_tokens - sum(len(delta.tokens) for delta in deltas)
     for delta in deltas:
         num_tokens += len(delta.tokens)
-        yield usage._replace(completion_tokens=num_tokens)
-
-
-def _error_event(error: BaseException) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
+        yield msgspec.structs.replace(usage, completion_tokens=num_tokens)
 
 
 def _end_of_piece(chunk: bytes, start: int) -> int:
-    """Of as many whole events as fit PIECE_BYTES, and at least one."""
+    """End of the piece from `start`: as many whole events as fit PIECE_BYTES, at least one."""
     end = start + PIECE_BYTES
     if end >= len(chunk):
         return len(chunk)
@@ -303,8 +306,8 @@ _HEADERS = (
 
 
 class Ticker:
-    """Looks after all streams of a process, so that streams need no timers of their own. `on_look` is told what was
-    done about a slow reader."""
+    """Checks all streams of a process periodically, so that streams need no timers of their own. `on_look` is called for each slow
+    reader with what was done."""
 
     def __init__(self, *, buffer_bytes: int, on_look: Callable[[Look], None]) -> None:
         self._on_look = on_look

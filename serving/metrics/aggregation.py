@@ -2,7 +2,7 @@
 
 Each listens on a socket file in the private run directory and writes its snapshot to whoever connects. What it has told anybody,
 and what it had counted a moment ago, lies in a file beside: so a counter never falls, whether its front end is too busy to answer,
-dies, or starts again (it goes on from there). Called by serving/main.py and serving/app.py; nothing but numbers passes here.
+dies, or starts again (it goes on from there). Called by serving/main.py and serving/front.py; nothing but numbers passes here.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Aggregation:
         self._saved = b""
 
     async def start(self) -> None:
+        """Loads the saved counters of former lives and listens for the other front ends. Raises OSError."""
         last = self._kept(self._index)
         self._before = inherited(last) if last is not None else None
         self._saving = asyncio.ensure_future(self._save_often())
@@ -48,6 +49,7 @@ class Aggregation:
             self._server = await asyncio.start_unix_server(self._tell, path)
 
     def close(self) -> None:
+        """Saves the counters and removes the socket."""
         if self._saving is not None:
             self._saving.cancel()
             self.own()

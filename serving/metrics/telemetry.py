@@ -81,6 +81,7 @@ class Telemetry:
         self.observe("trireme_request_choices", num_choices)
 
     def ended(self, outcome: Outcome, generation: Generation) -> None:
+        """Counts a finished request: outcome, tokens, and latencies in seconds if it got a token."""
         self.open -= 1
         self.count(f"trireme_requests|{outcome}")
         usage = generation.usage()

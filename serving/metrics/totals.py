@@ -1,8 +1,8 @@
 """What engines have counted over all their lives. An engine counts from its start, so a restart would let its counters fall.
 
-Used by serving/app.py at a scrape. The last numbers of each engine lie in a file of the private run directory that all front ends
-share, so that any of them gives the same page, also after it was restarted itself. What an engine counted after the last scrape of
-a life is lost with it.
+Used by serving/api/statistics.py at a scrape. The last numbers of each engine lie in a file of the private run directory that
+all front ends share, so that any of them gives the same page, also after it was restarted itself. What an engine counted after
+the last scrape of a life is lost with it.
 """
 
 from __future__ import annotations

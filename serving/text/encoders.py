@@ -93,6 +93,7 @@ class LibraryEncoder:
         return self._fast.token_to_id(text)
 
     def piece_bytes(self, token: int) -> bytes:
+        """The bytes of one token inside running text; b"" for an unknown id."""
         text = self._fast.id_to_token(token)
         if text is None:
             return b""

@@ -8,42 +8,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal, NamedTuple
 
 from trireme.params import SamplingParams
 from trireme.serving.engines.client import EngineClient, error_from_end
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.stream import Stream
+from trireme.serving.text.deltas import Content, Finish, TextDelta, TextLogprob, Usage
 from trireme.serving.text.detokenizer import LOOK_BACK, Detokenizer, TokenText
 from trireme.transport.wire.messages import End, First, LogprobRow
-
-FinishReason = Literal["stop", "length", "abort"]
-
-
-class TextLogprob(NamedTuple):
-    """One token with its log-probability and rank, and the k likeliest tokens at its place, best first."""
-
-    token: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
-
-
-class TextDelta(NamedTuple):
-    """What one token (or the end) added to one choice. `choice` counts choices over all prompts of the request."""
-
-    choice: int
-    text: str
-    tokens: list[int]
-    logprobs: list[TextLogprob] | None = None
-    finish: FinishReason | None = None
-    stop: str | int | None = None  # the stop string or stop token that ended it
-
-
-class Usage(NamedTuple):
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
 
 
 class _ChoiceState:
@@ -175,7 +147,7 @@ class Generation:
 
     @property
     def may_be_refused(self) -> bool:
-        """A choice still waits for its first place in a batch, and not for ever."""
+        """A choice is still queued, with a deadline."""
         return self._stream is not None and bool(self._stream.unplaced) and self.replays[0].deadline_s > 0
 
     @property
@@ -202,10 +174,10 @@ class Generation:
         logprobs = None
         if choice.wants_logprobs:
             logprobs = [choice.logprobs.popleft()] if choice.logprobs else []
-        out.append(TextDelta(index, text, [token], logprobs))
+        out.append(Content(index, [token], logprobs, text))
         if detokenizer.stop is not None:
             choice.done = True
-            out.append(TextDelta(index, "", [], [] if choice.wants_logprobs else None, "stop", detokenizer.stop))
+            out.append(Finish(index, [], [] if choice.wants_logprobs else None, "stop", detokenizer.stop))
             assert self._stream is not None
             self._stream.abort(index)
 
@@ -221,7 +193,7 @@ class Generation:
             end.stop_token if end.reason == "stop" and end.stop_token in choice.replay.params.stop_token_ids else None
         )
         tail = choice.detokenizer.finish()
-        out.append(TextDelta(index, tail, [], [] if choice.wants_logprobs else None, end.reason, stop))
+        out.append(Finish(index, [], [] if choice.wants_logprobs else None, end.reason, stop, tail))
 
 
 def token_logprobs(rows: LogprobRow) -> list[TextLogprob]:

@@ -278,3 +278,18 @@ class Processor:
         if sum(map(len, found)) > MAX_BAD_WORD_TOKENS:
             raise RequestError(f"bad_words make more than {MAX_BAD_WORD_TOKENS} tokens", param="bad_words")
         return tuple(found)
+
+
+class ProcessorCache:
+    """The Processor for what the engines said last. `new` makes one from `max_len` and `vocab_size`."""
+
+    def __init__(self, new: Callable[[int, int], Processor]) -> None:
+        self._new = new
+        self._known: Processor | None = None
+
+    def get(self, max_len: int, vocab_size: int) -> Processor:
+        """The same one as long as both numbers stay."""
+        known = self._known
+        if known is None or (known.max_len, known.vocab_size) != (max_len, vocab_size):
+            known = self._known = self._new(max_len, vocab_size)
+        return known

@@ -93,6 +93,7 @@ class _Generator(CodeGenerator):
         self.write("))")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        """Compiles a comparison with `settled` around its operands."""
         self.write("(environment.settled(")
         self.visit(node.expr, frame)
         self.write(")")
@@ -106,6 +107,7 @@ class _Generator(CodeGenerator):
         self.write(")")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        """Compiles a slice as a call of `cut`."""
         if not isinstance(node.arg, nodes.Slice):
             super().visit_Getitem(node, frame)
             return
@@ -120,6 +122,7 @@ class _Generator(CodeGenerator):
         self.write(")")
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        """Compiles a dict display with `settled` around its keys."""
         self.write("{")
         for item in node.items:
             self.write("environment.settled(")
@@ -236,6 +239,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Allows the listed methods of known types, and attributes of jinja's own runtime objects."""
         if isinstance(obj, _GroupTuple):
             return attr in ("grouper", "list")
         methods = methods_of(obj)

@@ -20,11 +20,11 @@ from trireme.launch.processes.supervisor import listen
 from trireme.model.files import find_model
 from trireme.model.reader import read_arch
 from trireme.resolve import prepare
-from trireme.serving.admission.shared_state import SharedState
 from trireme.serving.app import make_app
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.front import Front
 from trireme.serving.http.listener import WANTED_CONNECTIONS, Listener
+from trireme.serving.shared_state import SharedState
 from trireme.serving.text.tokens import load_tokenizer
 from trireme.settings import load
 

@@ -15,7 +15,7 @@ import pytest
 from tests.models.tiny import EOS
 from tests.serving.deployment import Served, serve
 from tests.serving.engines import FakeEngine, words
-from trireme.serving.api.openai.chat import ChatRenderer
+from trireme.serving.text.chat_prompt import ChatRenderer
 
 LONGEST_S = 1.0  # that the loop may stand still, on a busy machine; a few ms on an idle one
 ROOM = 10_000_000  # of context: everything fits, and is done

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trireme.errors import ContextLengthError, RequestError
-from trireme.serving.api.json_bounds import MAX_ENTRIES, MAX_FIELDS, SMALL_BYTES, FieldBounds, check_entries
 from trireme.serving.api.openai import wire
+from trireme.serving.text.json_bounds import MAX_ENTRIES, MAX_FIELDS, SMALL_BYTES, FieldBounds, check_entries
 
 NUM_IDS = 100_000
 IDS = [1] * NUM_IDS

@@ -182,7 +182,7 @@ async def test_broken_http_is_a_400(tmp_path: Path, data: bytes) -> None:
 
 async def test_late_heads_and_bodies_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trireme.serving.http.listener.HEADER_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("trireme.serving.app.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("trireme.serving.http.bodies.BODY_TIMEOUT_S", 0.1)
     async with serve(tmp_path, FakeEngine()) as served:
         assert (await served.send(b"GET /health HTTP/1.1\r\nhost: "))[0] == 408
         head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 50\r\n\r\n"

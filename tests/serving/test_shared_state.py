@@ -26,10 +26,10 @@ from trireme.serving.admission.admission import Admission, Caller
 from trireme.serving.admission.concurrency import AdaptiveLimit
 from trireme.serving.admission.occupancy import STALE_S, Occupancy
 from trireme.serving.admission.quota import Quota, Rates
-from trireme.serving.admission.shared_state import open_shared_state
 from trireme.serving.metrics.aggregation import Aggregation
 from trireme.serving.metrics.telemetry import ENGINE_COUNTERS, Telemetry, merged
 from trireme.serving.metrics.totals import EngineTotals
+from trireme.serving.shared_state import open_shared_state
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = {"model": "stub", "prompt": "hello", "max_tokens": 4}

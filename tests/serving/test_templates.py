@@ -10,9 +10,9 @@ import pytest
 from trireme.errors import ModelError, RequestError
 from trireme.model.files import find_model
 from trireme.model.gguf_header import read_gguf
-from trireme.serving.api.openai.chat import ChatRenderer
-from trireme.serving.api.openai.wire import ChatRequest, Message, ToolCall, ToolCallFunction
+from trireme.serving.api.openai.wire import ChatRequest
 from trireme.serving.text import templates
+from trireme.serving.text.chat_prompt import ChatRenderer, Message, ToolCall, ToolCallFunction
 from trireme.serving.text.templates import REGISTRY, Template, find_template
 
 TALK = [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trireme.errors import EngineDeadError, OverloadedError, RequestError
 from trireme.serving.api.openai import wire
+from trireme.serving.http import errors
 
 
 def completion(**fields: Any) -> wire.CompletionRequest:
@@ -188,15 +189,15 @@ def test_tools_are_refused_unless_switched_off() -> None:
 
 
 def test_errors_have_one_form_and_keep_secrets() -> None:
-    shown = wire.error_object(RequestError("n is 0", param="n"))
+    shown = errors.error_object(RequestError("n is 0", param="n"))
     assert shown == {"message": "n is 0", "type": "invalid_request_error", "param": "n", "code": "invalid_value"}
-    hidden = wire.error_object(RuntimeError("/secret/path at 0x7f00"), "req-1")
+    hidden = errors.error_object(RuntimeError("/secret/path at 0x7f00"), "req-1")
     assert "secret" not in json.dumps(hidden)
     assert "req-1" in hidden["message"]
-    assert wire.error_status(RuntimeError()) == 500
-    assert wire.retry_after(OverloadedError("full", retry_after_s=2)) == 2
-    assert wire.retry_after(EngineDeadError("dead")) == 1
-    assert wire.retry_after(RequestError("x")) is None
+    assert errors.error_status(RuntimeError()) == 500
+    assert errors.retry_after(OverloadedError("full", retry_after_s=2)) == 2
+    assert errors.retry_after(EngineDeadError("dead")) == 1
+    assert errors.retry_after(RequestError("x")) is None
 
 
 JSON = st.recursive(
@@ -217,4 +218,4 @@ def test_any_json_is_accepted_or_refused_by_name(fields: dict[str, Any], prompt:
         wire.sampling_params(request, max_tokens=request.max_tokens, logprobs=request.logprobs, prompt_logprobs=None)
         wire.split_prompts(request.prompt)
     except RequestError as error:
-        wire.error_body(error)
+        errors.error_body(error)

@@ -1,293 +1,122 @@
-"""Chat: messages to prompt segments, and the shape of chat completion answers.
-
-Called by serving/app.py. User text never yields special tokens: the names of special tokens inside message contents are kept
-apart from the template's own while rendering.
-"""
+"""/v1/chat/completions: the route, and its answers as streamed chunks or whole bodies."""
 
 from __future__ import annotations
 
-import re
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
 from trireme.errors import RequestError
-from trireme.serving.api.json_bounds import MAX_DEPTH, check_depth
-from trireme.serving.api.openai.wire import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    MAX_TOOLS_BYTES,
-    ChatRequest,
-    Message,
-    TokenizeRequest,
-    ToolCall,
-)
+from trireme.params import SamplingParams
+from trireme.serving.api.answer import answer
+from trireme.serving.api.openai.wire import ChatRequest, delivery_of, length_of, names_as_written, sampling_params
+from trireme.serving.api.routes import ApiRoute
+from trireme.serving.engines.replay import Replay
+from trireme.serving.front import Front
 from trireme.serving.http.sse import usage_object
+from trireme.serving.text.chat_prompt import content_chars
+from trireme.serving.text.deltas import (
+    Content,
+    Delta,
+    Finish,
+    Reasoning,
+    TextLogprob,
+    ToolCallArguments,
+    ToolCallBegin,
+    Usage,
+)
 from trireme.serving.text.detokenizer import TokenText
-from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
-from trireme.serving.text.special_names import names_pattern
-from trireme.serving.text.templates import RENDER_LIMIT_S, Template
+from trireme.serving.text.generation import Generation, name_by_id
 
-ROLES: Mapping[str, str] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
-# content parts that are text, and where it is
-TEXT_PARTS: Mapping[str, str] = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_KEY_DIGITS, _INDEX_DIGITS = 24, 8  # of a marker
-TEMPLATE_SETTINGS = frozenset(("enable_thinking", "thinking", "reasoning_effort", "date_string"))
-
-Segments = list[tuple[str, bool]]
 _encode = msgspec.json.encode
 
 
-class ChatRenderer:
-    """Renders messages with one model's template. Thread-safe."""
+async def chat(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    """Raises RequestError naming the field, OverloadedError, EngineDeadError."""
+    async with front.admit(scope, receive, ChatRequest) as admitted:
+        request = admitted.request
+        params = _chat_params(request)
+        processor = front.processor
+        processor.check_size(sum(map(content_chars, request.messages)), "messages")
+        segments = await front.chat_segments(request, admitted.num_bytes)
 
-    def __init__(self, template: Template, special_texts: frozenset[str]) -> None:
-        self.template = template
-        self._special = names_pattern(special_texts)
-        self.end_of_turn = self._find_end_of_turn(special_texts)
-
-    def _find_end_of_turn(self, special_texts: frozenset[str]) -> str:
-        """Name of the special token that the template writes after an assistant's content, which ends a chat whether or not
-        the model's files count it as EOS; "" where it writes none."""
-        mark = _Hidden(None).new_mark()
-        talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": mark}]
-        try:
-            text = self.template.render(talk, add_generation_prompt=False)
-        except RequestError:
-            return ""
-        after = text.rpartition(mark)[2].lstrip() if mark in text else ""
-        return max((name for name in special_texts if after.startswith(name)), key=len, default="")
-
-    def segments(self, request: ChatRequest | TokenizeRequest, *, limit_s: float = RENDER_LIMIT_S) -> Segments:
-        """(text, trusted) parts of the prompt. Raises RequestError naming the message at fault, and TemplateSlow as
-        Template.render does."""
-        messages = request.messages or []
-        if not messages:
-            raise RequestError("messages is empty", param="messages")
-        if len(messages) > MAX_MESSAGES:
-            raise RequestError(f"messages holds {len(messages)}; the limit is {MAX_MESSAGES}", param="messages")
-        absent = None if self.template.knows_null_content else ""
-        plain = [_plain_message(message, f"messages[{i}]", absent) for i, message in enumerate(messages)]
-        hidden = _Hidden(self._special)
-        settings = hidden.guard(_settings(request))
-        prompt = request.add_generation_prompt is not False
-        if request.continue_final_message:
-            if request.add_generation_prompt or plain[-1]["role"] != "assistant" or "tool_calls" in plain[-1]:
-                raise RequestError(
-                    "continue_final_message needs an assistant message without calls at the end, "
-                    "and no add_generation_prompt",
-                    param="continue_final_message",
-                )
-            prompt = False
-        guarded = [hidden.guard(message) for message in plain]
-        if isinstance(request, TokenizeRequest) and request.tools:
-            settings["tools"] = hidden.guard(_checked_tools(request.tools))
-
-        def render(talk: Sequence[Mapping[str, Any]]) -> str:
-            return self.template.render(talk, limit_s=limit_s, add_generation_prompt=prompt, **settings)
-
-        if request.continue_final_message:
-            return hidden.split(continued(guarded, hidden.new_mark(), render))
-        return hidden.split(render(guarded))
-
-
-def continued(
-    messages: Sequence[Mapping[str, Any]], mark: str, render: Callable[[Sequence[Mapping[str, Any]]], str]
-) -> str:
-    """The prompt up to the end of the final message's content, so that the model continues it. `mark` is a text that occurs
-    nowhere else: the content is rendered with it at its end. Raises RequestError where the template drops the content."""
-    *before, final = messages
-    content = final["content"]
-    bare = content.rstrip()
-    parts = render([*before, {**final, "content": bare + mark}]).rsplit(mark, 1)
-    if len(parts) < 2:
-        raise RequestError(
-            "the chat template leaves the final message out, so it cannot be continued", param="messages"
-        )
-    head, tail = parts[0].replace(mark, ""), parts[1]
-    if bare == content:
-        return head
-    whole = render(messages)  # shows what the template keeps of the white space at the end
-    kept = whole[len(head) : len(whole) - len(tail)]
-    return head + kept if whole == head + kept + tail and not kept.strip() else head
-
-
-class _Hidden:
-    """Keeps special-token names that users wrote apart: each becomes a marker while rendering, and an untrusted segment after."""
-
-    def __init__(self, special: re.Pattern[str] | None) -> None:
-        self._special = special
-        self._texts: list[str] = []
-        self._key = f"{secrets.randbelow(10**_KEY_DIGITS):0{_KEY_DIGITS}d}"
-
-    def guard(self, value: Any) -> Any:
-        """`value` with markers in all its strings; the value itself when there is nothing to hide."""
-        if isinstance(value, str):
-            if self._special is None or not self._special.search(value):
-                return value
-            return self._special.sub(self._hide, value)
-        if isinstance(value, dict):
-            return {self.guard(key): self.guard(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [self.guard(inner) for inner in value]
-        return value
-
-    def _hide(self, match: re.Match[str]) -> str:
-        return self._marker(match[0])
-
-    def new_mark(self) -> str:
-        """A marker that stands for no text."""
-        return self._marker("")
-
-    def _marker(self, text: str) -> str:
-        """Digits alone: no escaping and no change of case in a template alters them."""
-        self._texts.append(text)
-        return f"{self._key}{len(self._texts) - 1:0{_INDEX_DIGITS}d}"
-
-    def split(self, text: str) -> Segments:
-        if not self._texts:
-            return [(text, True)]
-        parts = re.split(f"{self._key}([0-9]{{{_INDEX_DIGITS}}})", text)
-        found: Segments = []
-        for i, part in enumerate(parts):
-            if i % 2:
-                if hidden := self._texts[int(part)]:
-                    found.append((hidden, False))
-            elif part:
-                found.append((part, True))
-        return found
-
-
-def _plain_message(message: Message, at: str, absent: str | None) -> dict[str, Any]:
-    """A message as templates expect it: role, content as one text (`absent` where a turn makes calls only), and the optional
-    parts that are present."""
-    role = ROLES.get(message.role)
-    if role is None:
-        raise RequestError(
-            f"{at}.role is {message.role[:40]!r}; it must be one of {', '.join(ROLES)}", param=f"{at}.role"
-        )
-    content = _content_text(message.content, f"{at}.content")
-    calls = _plain_calls(message, at) if role == "assistant" else []
-    if content is None and not calls:
-        raise RequestError(f"{at}.content is required", param=f"{at}.content")
-    plain: dict[str, Any] = {"role": role, "content": absent if content is None else content}
-    if calls:
-        plain["tool_calls"] = calls
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
-    return plain
-
-
-def _plain_calls(message: Message, at: str) -> list[dict[str, Any]]:
-    """The calls of an assistant turn as templates expect them: arguments as an object, and only the fields that are given."""
-    calls = list(message.tool_calls or ())
-    paths = [f"{at}.tool_calls[{i}].function" for i in range(len(calls))]
-    if not calls and message.function_call is not None:  # as it was written before there were tools
-        calls, paths = [ToolCall(type="function", function=message.function_call)], [f"{at}.function_call"]
-    plain = []
-    for call, path in zip(calls, paths, strict=True):
-        shown = {name: value for name in ("id", "type") if (value := getattr(call, name)) is not None}
-        if call.function is not None:
-            arguments = _arguments(call.function.arguments, f"{path}.arguments")
-            shown["function"] = {"name": call.function.name, "arguments": arguments}
-        plain.append(shown)
-    return plain
-
-
-def _arguments(text: str, param: str) -> dict[str, Any]:
-    """The JSON object of a call's arguments; no text at all is one without fields. Raises RequestError."""
-    if not text.strip():
-        return {}
-    try:
-        body = text.encode()
-        check_depth(body)
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except RequestError:
-        raise RequestError(f"{param} is nested deeper than {MAX_DEPTH} levels", param=param) from None
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise RequestError(f"{param} must be the text of a JSON object: {error}", param=param) from None
-
-
-def _content_text(content: str | list[dict[str, Any]] | None, at: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type")
-        field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if field is None:
-            what = f"[{i}] has the type {repr(kind)[:40]}" if kind is not None else f"[{i}].type is required"
-            raise RequestError(f"{at}{what}; only text parts are supported by this model", param=f"{at}[{i}].type")
-        text = part.get(field)
-        if not isinstance(text, str):
-            shown = "null" if text is None else repr(text)[:40]
-            what = f"is {shown}; it must be a string" if field in part else "is required"
-            raise RequestError(f"{at}[{i}].{field} {what}", param=f"{at}[{i}].{field}")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def content_chars(message: Message) -> int:
-    """How much text of a message's content the template is given."""
-    content = message.content
-    if content is None or isinstance(content, str):
-        return len(content or "")
-    texts = [part.get("text") for part in content]
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def _checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Descriptions of tools as templates write them out, within bounds. Raises RequestError."""
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools holds {len(tools)}; the limit is {MAX_TOOLS}", param="tools")
-    if (size := len(_encode(tools))) > MAX_TOOLS_BYTES:
-        raise RequestError(f"tools has {size} bytes; the limit is {MAX_TOOLS_BYTES}", param="tools")
-    return tools
-
-
-def _settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Template settings that a request may give: a closed list of scalars."""
-    settings: dict[str, Any] = {}
-    for name, value in (request.chat_template_kwargs or {}).items():
-        if name not in TEMPLATE_SETTINGS:
-            known = ", ".join(sorted(TEMPLATE_SETTINGS))
-            raise RequestError(
-                f"chat_template_kwargs holds {name[:40]!r}; it may hold {known}", param="chat_template_kwargs"
+        def work() -> list[Replay]:
+            return processor.rows(
+                [processor.prompt_from_segments(segments)],
+                params,
+                salt=request.cache_salt,
+                terms=admitted.limits,
+                param="messages",
+                end_token_ids=front.chat_ends,
             )
-        if not isinstance(value, bool | int | float | str) or (isinstance(value, str) and len(value) > 128):
-            raise RequestError(
-                f"chat_template_kwargs.{name} must be a short scalar", param=f"chat_template_kwargs.{name}"
+
+        with names_as_written(length_of(request)[1]):
+            rows = await admitted.compute(work)
+        delivery = delivery_of(request)
+
+        def format_of(_: Generation) -> ChatFormat:
+            return ChatFormat(
+                request,
+                answer_id="chatcmpl-" + (request.request_id or scope["state"]["request_id"]),
+                created=int(time.time()),
+                model=front.model.name,
+                table=front.table,
+                num_choices=len(rows),
+                prompt=rows[0].prompt.tolist() if request.return_token_ids else (),
+                request_usage=delivery.include_usage,
             )
-        settings[name] = value
-    effort = getattr(request, "reasoning_effort", None)
-    if effort is not None:
-        settings.setdefault("reasoning_effort", effort[:128])
-    return settings
+
+        await answer(admitted, send, rows, params, format_of, delivery, route="chat")
 
 
-# ---------------------------------------------------------------- answers
+def _chat_params(request: ChatRequest) -> SamplingParams:
+    top = request.top_logprobs
+    if top is not None and not request.logprobs and top > 0:
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    if request.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs is not supported for chat by this server", param="prompt_logprobs")
+    max_tokens, names = length_of(request)
+    with names_as_written({**names, "logprobs": "top_logprobs"}):
+        return sampling_params(
+            request, max_tokens=max_tokens, logprobs=(top or 0) if request.logprobs else None, prompt_logprobs=None
+        )
+
+
+class _ShownCall:
+    """One call of an answer that is put together."""
+
+    __slots__ = ("arguments", "call_id", "name")
+
+    def __init__(self, begin: ToolCallBegin) -> None:
+        self.call_id = begin.call_id
+        self.name = begin.name
+        self.arguments: list[str] = []
+
+    def as_object(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.call_id, "type": "function", "function": function}
 
 
 class _ChatChoice:
-    __slots__ = ("finish", "logprobs", "started", "stop", "text", "tokens")
+    __slots__ = ("calls", "finish", "has_calls", "logprobs", "reasoning", "started", "stop", "text", "tokens")
 
     def __init__(self) -> None:
         self.started = False
+        self.has_calls = False
         self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[_ShownCall] = []
         self.tokens: list[int] = []
         self.logprobs: list[TextLogprob] = []
         self.finish: str | None = None
         self.stop: str | int | None = None
+
+    def reason(self, finish: Finish) -> str:
+        """OpenAI's name for why it ended."""
+        return "tool_calls" if self.has_calls and finish.reason == "stop" else finish.reason
 
 
 class ChatFormat:
@@ -320,40 +149,67 @@ class ChatFormat:
         self._lead = b"data: " + _encode(lead)[:-1] + b',"choices":['
         self._open = [self._lead + b'{"index":%d,"delta":{"content":' % i for i in range(num_choices)]
         self._close = b'}],"usage":null}\n\n' if request_usage else b"}]}\n\n"
+        self._is_plain = not self._wants_logprobs and not self._with_ids
         self._plain_end = b'},"logprobs":null,"finish_reason":null' + self._close
 
-    def event(self, delta: TextDelta, usage: Usage | None) -> bytes:
+    def event(self, delta: Delta, usage: Usage | None) -> bytes:
         """The chunk(s) of one delta; b"" when it shows nothing. `usage` is put into each chunk when given."""
         choice = self._choices[delta.choice]
-        out = b""
-        if not choice.started:
-            choice.started = True
-            out = self._lead + (
-                b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-                % delta.choice
-            )
-            if usage is not None:  # it comes before the tokens of this delta
-                before = usage._replace(completion_tokens=usage.completion_tokens - len(delta.tokens))
-                out += self._end(before)
-            else:
-                out += self._close
-            if self._with_ids and not self._is_begun:
-                out = out[: -len(b"}\n\n")] + b',"prompt_token_ids":' + _encode(self._prompt) + b"}\n\n"
-            self._is_begun = True
-        shows_logprobs = self._wants_logprobs and bool(delta.logprobs)
-        if delta.text or shows_logprobs or (self._with_ids and delta.tokens):
-            text = _encode(delta.text)
-            if not shows_logprobs and not self._with_ids and usage is None:
-                out += self._open[delta.choice] + text + self._plain_end
-            else:
-                logprobs = self._logprobs(delta.logprobs or []) if shows_logprobs else b"null"
-                ids = b',"token_ids":' + _encode(delta.tokens) if self._with_ids else b""
-                out += self._open[delta.choice] + text + b'},"logprobs":' + logprobs + b',"finish_reason":null' + ids
-                out += self._end(usage)
-        if delta.finish is not None:
+        out = b"" if choice.started else self._start(choice, delta, usage)
+        if type(delta) is Content:
+            if self._is_plain and usage is None:
+                return out + self._open[delta.choice] + _encode(delta.text) + self._plain_end if delta.text else out
+            return out + self._content(delta, delta.text, usage)
+        if type(delta) is Finish:
+            out += self._content(delta, delta.text, usage)
             out += self._lead + b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":' % delta.choice
-            out += _encode(delta.finish) + b',"stop_reason":' + _encode(delta.stop) + self._end(usage)
+            return out + _encode(choice.reason(delta)) + b',"stop_reason":' + _encode(delta.stop) + self._end(usage)
+        return out + self._parsed(choice, delta, usage)
+
+    def _start(self, choice: _ChatChoice, delta: Delta, usage: Usage | None) -> bytes:
+        """The chunk with the role, and in the first one of a stream the ids of the prompt."""
+        choice.started = True
+        out = self._lead + (
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null' % delta.choice
+        )
+        if usage is not None:  # it comes before the tokens of this delta
+            before = usage.completion_tokens - len(delta.tokens)
+            out += self._end(msgspec.structs.replace(usage, completion_tokens=before))
+        else:
+            out += self._close
+        if self._with_ids and not self._is_begun:
+            out = out[: -len(b"}\n\n")] + b',"prompt_token_ids":' + _encode(self._prompt) + b"}\n\n"
+        self._is_begun = True
         return out
+
+    def _content(self, delta: Delta, text: str, usage: Usage | None) -> bytes:
+        """The chunk of `text`; b"" when there is none and nothing else to show."""
+        if text or (self._wants_logprobs and delta.logprobs) or (self._with_ids and delta.tokens):
+            return self._chunk(delta, b'"content":' + _encode(text), usage)
+        return b""
+
+    def _parsed(self, choice: _ChatChoice, delta: Delta, usage: Usage | None) -> bytes:
+        """The chunk of reasoning or of a tool call."""
+        if isinstance(delta, Reasoning):
+            if not delta.text:
+                return self._content(delta, "", usage)
+            return self._chunk(delta, b'"reasoning_content":' + _encode(delta.text), usage)
+        call: dict[str, Any]
+        if isinstance(delta, ToolCallBegin):
+            choice.has_calls = True
+            function = {"name": delta.name, "arguments": ""}
+            call = {"index": delta.index, "id": delta.call_id, "type": "function", "function": function}
+        else:
+            assert isinstance(delta, ToolCallArguments)
+            call = {"index": delta.index, "function": {"arguments": delta.text}}
+        return self._chunk(delta, b'"tool_calls":' + _encode([call]), usage)
+
+    def _chunk(self, delta: Delta, shown: bytes, usage: Usage | None) -> bytes:
+        """One chunk with `shown` as the fields of its delta."""
+        logprobs = self._logprobs(delta.logprobs) if self._wants_logprobs and delta.logprobs else b"null"
+        ids = b',"token_ids":' + _encode(delta.tokens) if self._with_ids else b""
+        out = self._lead + b'{"index":%d,"delta":{' % delta.choice + shown
+        return out + b'},"logprobs":' + logprobs + b',"finish_reason":null' + ids + self._end(usage)
 
     def _end(self, usage: Usage | None) -> bytes:
         return self._close if usage is None else b'}],"usage":' + _encode(usage_object(usage)) + b"}\n\n"
@@ -361,22 +217,38 @@ class ChatFormat:
     def usage_event(self, usage: Usage) -> bytes:
         return self._lead + b'],"usage":' + _encode(usage_object(usage)) + b"}\n\n"
 
-    def add(self, delta: TextDelta) -> None:
+    def add(self, delta: Delta) -> None:
         """Collects a delta for `whole`."""
         choice = self._choices[delta.choice]
-        choice.text.append(delta.text)
         choice.tokens += delta.tokens
         if delta.logprobs:
             choice.logprobs += delta.logprobs
-        if delta.finish is not None:
-            choice.finish, choice.stop = delta.finish, delta.stop
+        if isinstance(delta, Content | Finish):
+            choice.text.append(delta.text)
+            if isinstance(delta, Finish):
+                choice.finish, choice.stop = choice.reason(delta), delta.stop
+        elif isinstance(delta, Reasoning):
+            choice.reasoning.append(delta.text)
+        elif isinstance(delta, ToolCallBegin):
+            choice.has_calls = True
+            choice.calls.append(_ShownCall(delta))
+        else:
+            choice.calls[delta.index].arguments.append(delta.text)
 
     def whole(self, generation: Generation) -> bytes:
+        """The body of the collected answer."""
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(self._choices):
+            text = "".join(choice.text)
+            content = None if choice.calls and not text else text
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if choice.reasoning:
+                message["reasoning_content"] = "".join(choice.reasoning)
+            if choice.calls:
+                message["tool_calls"] = [call.as_object() for call in choice.calls]
             shown: dict[str, Any] = {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                "message": message,
                 "logprobs": msgspec.Raw(self._logprobs(choice.logprobs)) if self._wants_logprobs else None,
                 "finish_reason": choice.finish,
                 "stop_reason": choice.stop,
@@ -404,3 +276,6 @@ class ChatFormat:
         raw = self._table.raw(token)
         name = name_by_id(token) if self._names_by_id else self._table.shown(token)
         return {"token": name, "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+
+
+ROUTES = (ApiRoute("POST", "/v1/chat/completions", chat),)

@@ -1,24 +1,110 @@
-"""The shape of text completion answers: chunks, bodies, echo, and the columnar log-probabilities of the older API.
-
-Called by serving/app.py. Pure.
-"""
+"""/v1/completions: the route, and its answers: chunks, bodies, echo, and log-probabilities as columns."""
 
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+from starlette.types import Receive, Scope, Send
 
-from trireme.serving.api.openai.echo import Echo
-from trireme.serving.api.openai.wire import CompletionRequest
+from trireme.errors import RequestError
+from trireme.params import SamplingParams
+from trireme.serving.api.answer import answer
+from trireme.serving.api.openai.echo import Echo, echo_of_ids, echo_of_text
+from trireme.serving.api.openai.wire import (
+    COMPLETION_TOKENS,
+    CompletionRequest,
+    delivery_of,
+    length_of,
+    names_as_written,
+    sampling_params,
+    split_prompts,
+)
+from trireme.serving.api.routes import ApiRoute
+from trireme.serving.engines.replay import Replay
+from trireme.serving.front import Front
 from trireme.serving.http.sse import usage_object
+from trireme.serving.text.deltas import Content, Delta, Finish, TextLogprob, Usage
 from trireme.serving.text.detokenizer import LOOK_BACK, TokenText
-from trireme.serving.text.generation import Generation, TextDelta, TextLogprob, Usage, name_by_id
+from trireme.serving.text.generation import Generation, name_by_id
+from trireme.serving.text.processor import Processor
 
 _encode = msgspec.json.encode
 _new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+async def completions(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    """Raises RequestError naming the field, OverloadedError, EngineDeadError."""
+    async with front.admit(scope, receive, CompletionRequest) as admitted:
+        request = admitted.request
+        params = _completion_params(request)
+        prompts = split_prompts(request.prompt)
+        processor = front.processor
+
+        def work() -> tuple[list[Replay], list[Echo] | None]:
+            tokens = _prompt_tokens(processor, request, prompts)
+            rows = processor.rows(
+                tokens, params, salt=request.cache_salt, terms=admitted.limits, usual_tokens=COMPLETION_TOKENS
+            )
+            if not request.echo:
+                return rows, None
+            return rows, [_echo(front, request, prompt, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
+
+        with names_as_written(length_of(request)[1]):
+            rows, echoes = await admitted.compute(work)
+        delivery = delivery_of(request)
+
+        def format_of(generation: Generation) -> CompletionFormat:
+            return CompletionFormat(
+                request,
+                generation,
+                answer_id="cmpl-" + (request.request_id or scope["state"]["request_id"]),
+                created=int(time.time()),
+                model=front.model.name,
+                table=front.table,
+                echoes=echoes,
+                request_usage=delivery.include_usage,
+            )
+
+        await answer(admitted, send, rows, params, format_of, delivery, route="completions")
+
+
+def _completion_params(request: CompletionRequest) -> SamplingParams:
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("prompt_logprobs is not supported with stream=true", param="prompt_logprobs")
+    echo_logprobs = request.logprobs if request.echo else None
+    max_tokens, names = length_of(request)
+    with names_as_written(names):
+        return sampling_params(
+            request,
+            max_tokens=max_tokens,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs if request.prompt_logprobs is not None else echo_logprobs,
+        )
+
+
+def _prompt_tokens(
+    processor: Processor, request: CompletionRequest, prompts: list[str | list[int]]
+) -> list[np.ndarray]:
+    found = []
+    for i, prompt in enumerate(prompts):
+        param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+        if isinstance(prompt, str):
+            add_special = request.add_special_tokens is not False
+            found.append(processor.prompt_from_text(prompt, param=param, add_special=add_special))
+        else:
+            found.append(processor.prompt_from_ids(prompt, param=param))
+    return found
+
+
+def _echo(front: Front, request: CompletionRequest, prompt: str | list[int], ids: np.ndarray) -> Echo:
+    if isinstance(prompt, str):
+        return echo_of_text(front.tokenizer, prompt, ids, add_special=request.add_special_tokens is not False)
+    return echo_of_ids(front.tokenizer, ids)
 
 
 class _Columns:
@@ -72,6 +158,7 @@ class _Columns:
         return text if isinstance(text, str) else _shown(text)
 
     def as_object(self) -> dict[str, Any]:
+        """The `logprobs` object of the completions API."""
         return {
             "tokens": self.tokens,
             "token_logprobs": self.logprobs,
@@ -140,26 +227,28 @@ class CompletionFormat:
         self._plain_end = b',"logprobs":null,"finish_reason":null' + self._close
         self._is_plain = not wants and not self._with_ids and echoes is None
 
-    def event(self, delta: TextDelta, usage: Usage | None) -> bytes:
+    def event(self, delta: Delta, usage: Usage | None) -> bytes:
         """The chunk of one delta; b"" when it shows nothing. `usage` is put into the chunk when given."""
         index = delta.choice
-        if self._is_plain and usage is None and delta.finish is None:
+        if self._is_plain and usage is None and type(delta) is Content:
             return self._open[index] + _encode(delta.text) + self._plain_end if delta.text else b""
+        assert isinstance(delta, Content | Finish), "text completions have no parser"
+        finish, stop = (delta.reason, delta.stop) if isinstance(delta, Finish) else (None, None)
         choice = self._choices[index]
         text = self._start(index, choice) + delta.text
         self._count(choice, delta)
         columns = choice.columns
         shows_logprobs = columns is not None and bool(columns.tokens)
-        if not (text or shows_logprobs or delta.finish or (self._with_ids and delta.tokens)):
+        if not (text or shows_logprobs or finish or (self._with_ids and delta.tokens)):
             return b""
         logprobs = b"null"
         if columns is not None and shows_logprobs:
             logprobs = _encode(columns.as_object())
             columns.clear()
         out = self._open[index] + _encode(text) + b',"logprobs":' + logprobs
-        out += b',"finish_reason":' + _encode(delta.finish)
-        if delta.finish is not None:
-            out += b',"stop_reason":' + _encode(delta.stop)
+        out += b',"finish_reason":' + _encode(finish)
+        if finish is not None:
+            out += b',"stop_reason":' + _encode(stop)
         if self._with_ids:
             out += b',"token_ids":' + _encode(delta.tokens)
             if not choice.has_prompt_ids:
@@ -170,16 +259,18 @@ class CompletionFormat:
     def usage_event(self, usage: Usage) -> bytes:
         return self._lead + b'],"usage":' + _encode(usage_object(usage)) + b"}\n\n"
 
-    def add(self, delta: TextDelta) -> None:
+    def add(self, delta: Delta) -> None:
         """Collects a delta for `whole`."""
+        assert isinstance(delta, Content | Finish), "text completions have no parser"
         choice = self._choices[delta.choice]
         choice.text.append(self._start(delta.choice, choice) + delta.text)
         choice.tokens += delta.tokens
         self._count(choice, delta)
-        if delta.finish is not None:
-            choice.finish, choice.stop = delta.finish, delta.stop
+        if isinstance(delta, Finish):
+            choice.finish, choice.stop = delta.reason, delta.stop
 
     def whole(self, generation: Generation) -> bytes:
+        """The body of the collected answer."""
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(self._choices):
             shown: dict[str, Any] = {
@@ -233,7 +324,10 @@ class CompletionFormat:
                 choice.columns.add_prompt(token, piece, entry)
         return echo.text
 
-    def _count(self, choice: _CompletionChoice, delta: TextDelta) -> None:
+    def _count(self, choice: _CompletionChoice, delta: Delta) -> None:
         if choice.columns is not None:
             for token, entry in zip(delta.tokens, delta.logprobs or [], strict=False):
                 choice.columns.add(token, entry)
+
+
+ROUTES = (ApiRoute("POST", "/v1/completions", completions),)

@@ -1,6 +1,6 @@
 """What `echo` shows of a prompt, token by token: the join of the tokens is the text, to the byte.
 
-Called by serving/app.py. Pure.
+Called by serving/api/openai/completions.py. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The OpenAI wire: request Structs, their total validation, and the one formatter of errors.
+"""The OpenAI wire: request Structs and their complete validation.
 
 Called by the routes. Every refusal is a RequestError whose `param` is the path of the field. Nothing here knows the model
 (vocabulary, context length): serving/text/processor.py checks that. Never raises anything but RequestError.
@@ -9,23 +9,22 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from trireme.errors import EngineDeadError, OverloadedError, RequestError, TriremeError
+from trireme.errors import RequestError
 from trireme.params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOPS, SamplingParams
-from trireme.serving.api.json_bounds import MAX_DEPTH, SMALL_BYTES, FieldBounds, check_depth, check_entries
+from trireme.serving.api.answer import Delivery
 from trireme.serving.api.json_faults import lone_surrogate, with_whole_numbers
 from trireme.serving.api.openai import unsupported
+from trireme.serving.text.chat_prompt import Message
+from trireme.serving.text.json_bounds import MAX_DEPTH, SMALL_BYTES, FieldBounds, check_depth, check_entries
 
 MAX_PROMPTS = 256
 COMPLETION_TOKENS = 16  # length of a text completion whose request names none
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority")
 MAX_NAME_BYTES = 128  # user, salt, request id
-MAX_MESSAGES = 4096
-MAX_TOOLS = 128
-MAX_TOOLS_BYTES = 256 << 10  # all together
 
 # Accepted from every client and without effect here: not worth a warning.
 SILENT_FIELDS = frozenset(
@@ -40,14 +39,27 @@ SILENT_FIELDS = frozenset(
 )
 
 
+class WireRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request body. `generates`: it asks for tokens, and passes the checks for those that do."""
+
+    generates: ClassVar[bool] = False
+
+    @classmethod
+    def parse(cls, body: bytes, *, max_len: int | None = None) -> tuple[Self, list[str]]:
+        """See `parse`."""
+        return parse(body, cls, max_len=max_len)
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingFields(WireRequest, frozen=True, kw_only=True):
     """Fields that completions and chat share; null always means "not given". Those refused by name:
     serving/api/openai/unsupported.py."""
+
+    generates: ClassVar[bool] = True
 
     model: str | None = None
     max_tokens: int | None = None
@@ -98,27 +110,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
-class ToolCallFunction(msgspec.Struct, frozen=True):
-    name: str = ""
-    arguments: str = ""
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    id: str | None = None
-    type: str | None = None
-    function: ToolCallFunction | None = None
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    function_call: ToolCallFunction | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -133,7 +124,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     modalities: list[str] | None = None
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
     """POST /tokenize: a prompt, or messages as the chat template would render them."""
 
     model: str | None = None
@@ -147,13 +138,13 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DetokenizeRequest(WireRequest, frozen=True, kw_only=True):
     tokens: list[int]
     model: str | None = None
     skip_special_tokens: bool | None = None
 
 
-Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+Body = TypeVar("Body", bound=WireRequest)
 
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
@@ -200,7 +191,7 @@ def parse(body: bytes, kind: type[Body], *, max_len: int | None = None) -> tuple
             check_entries(body, FieldBounds(_LIMITS, ids, max_lists, max_len))
         raws = _keys.decode(body)
         unsupported.refuse(raws, _refused[kind])
-        if kind in (CompletionRequest, ChatRequest):  # (those that answer)
+        if kind.generates:
             unsupported.refuse_calls(raws)
         request = _decode(body, kind)
     except msgspec.ValidationError as error:
@@ -288,6 +279,13 @@ def names_as_written(names: Mapping[str, str]) -> Iterator[None]:
             error.param = theirs if error.param == ours else error.param
         error.args = (error.message,)
         raise
+
+
+def delivery_of(request: CompletionRequest | ChatRequest) -> Delivery:
+    """How the answer is to be sent."""
+    options = request.stream_options or StreamOptions()
+    echoed = isinstance(request, CompletionRequest) and bool(request.echo)
+    return Delivery(bool(request.stream), bool(options.include_usage), bool(options.continuous_usage_stats), echoed)
 
 
 def length_of(request: CompletionRequest | ChatRequest) -> tuple[int | None, dict[str, str]]:
@@ -385,35 +383,3 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[
                 param=f"prompt[{i}]",
             )
     return prompt  # type: ignore[return-value]
-
-
-# ---------------------------------------------------------------- errors
-
-
-def error_object(error: BaseException, request_id: str = "") -> dict[str, Any]:
-    """The inside of OpenAI's error envelope. Errors that are not ours get a fixed text: details go to the log only."""
-    if isinstance(error, TriremeError):
-        message = error.message + (f" ({error.hint})" if error.hint else "")
-        return {
-            "message": message,
-            "type": error.kind,
-            "param": getattr(error, "param", None),
-            "code": error.code,
-        }
-    where = f"; the log has details under {request_id}" if request_id else ""
-    return {"message": f"internal error{where}", "type": "server_error", "param": None, "code": "internal_error"}
-
-
-def error_body(error: BaseException, request_id: str = "") -> bytes:
-    return msgspec.json.encode({"error": error_object(error, request_id)})
-
-
-def error_status(error: BaseException) -> int:
-    return error.status if isinstance(error, TriremeError) else 500
-
-
-def retry_after(error: BaseException) -> float | None:
-    """Seconds for Retry-After, or None."""
-    if isinstance(error, OverloadedError | EngineDeadError):
-        return error.retry_after_s
-    return None

@@ -1,8 +1,8 @@
 """How large the parts of a JSON body may be, told from its commas and brackets before anything of it is built.
 
-Called by serving/api/openai/wire.py. Decoding holds the interpreter for as long as it lasts, so what no field could take is refused
-first. Passes over the bytes only: a few milliseconds for the largest body. Never raises anything but RequestError and what the
-decoder raises for broken JSON.
+Called by serving/api/openai/wire.py and serving/text/chat_prompt.py. Decoding holds the interpreter lock until it is done, so
+a body that no request could use is refused first. Scans the bytes only: a few milliseconds for the largest body. Raises
+RequestError, and what the decoder raises for malformed JSON.
 """
 
 from __future__ import annotations

@@ -1,19 +1,42 @@
-"""The answers of /tokenize and /detokenize, as bytes. Called by serving/app.py, for long texts in a thread."""
+"""/tokenize and /detokenize: token ids of a prompt or of rendered messages, and the text of token ids."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
 from trireme.errors import ContextLengthError, RequestError
-from trireme.serving.api.openai.chat import Segments, content_chars
 from trireme.serving.api.openai.wire import DetokenizeRequest, TokenizeRequest
+from trireme.serving.api.routes import ApiRoute
 from trireme.serving.front import Front
+from trireme.serving.http.middleware import send_body
+from trireme.serving.text.chat_prompt import Segments, content_chars
 from trireme.serving.text.processor import check_size, check_text
 from trireme.serving.text.text_bounds import context_limit
 
 _encode = msgspec.json.encode
+
+
+async def tokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    """Raises RequestError, and ContextLengthError for a text that cannot fit the context."""
+    async with front.admit(scope, receive, TokenizeRequest) as admitted:
+        request = admitted.request
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if request.tools and request.prompt is not None:
+            raise RequestError("tools are for messages: a prompt is tokenized as it is", param="tools")
+        check_messages_size(front, request)
+        segments = None if request.messages is None else await front.chat_segments(request, admitted.num_bytes)
+        answer = await admitted.compute(lambda: tokenized(front, request, segments))
+        await send_body(send, 200, answer, admitted.headers)
+
+
+async def detokenize(front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+    async with front.admit(scope, receive, DetokenizeRequest) as admitted:
+        answer = await admitted.compute(lambda: detokenized(front, admitted.request))
+    await send_body(send, 200, answer, admitted.headers)
 
 
 def check_messages_size(front: Front, request: TokenizeRequest) -> None:
@@ -25,8 +48,8 @@ def check_messages_size(front: Front, request: TokenizeRequest) -> None:
 
 
 def tokenized(front: Front, request: TokenizeRequest, segments: Segments | None) -> bytes:
-    """The answer's body; `segments` are the rendered messages, if there are any. Texts that cannot fit the context are refused:
-    their tokens would be of no use."""
+    """The answer's body; `segments` are the rendered messages, if there are any. Raises ContextLengthError for a text
+    that cannot fit the context."""
     tokenizer, facts = front.tokenizer, front.client.facts
     max_len = facts.max_len if facts is not None else None
     if segments is not None:
@@ -46,7 +69,7 @@ def tokenized(front: Front, request: TokenizeRequest, segments: Segments | None)
 
 
 def detokenized(front: Front, request: DetokenizeRequest) -> bytes:
-    """The text of ids. Raises RequestError for an id that the vocabulary has not, ContextLengthError for more ids than the
+    """The text of ids. Raises RequestError for an id outside the vocabulary, ContextLengthError for more ids than the
     context holds."""
     facts = front.client.facts
     if facts is not None and len(request.tokens) > facts.max_len:
@@ -57,3 +80,9 @@ def detokenized(front: Front, request: DetokenizeRequest) -> bytes:
             raise RequestError(f"tokens holds an id outside 0..{most - 1}", param=f"tokens[{i}]")
     text = front.tokenizer.decode(request.tokens, skip_special=bool(request.skip_special_tokens))
     return _encode({"prompt": text, "text": text})
+
+
+ROUTES = (
+    ApiRoute("POST", "/tokenize", tokenize),
+    ApiRoute("POST", "/detokenize", detokenize),
+)
