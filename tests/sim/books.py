@@ -368,7 +368,7 @@ class Books:
         if self.failure is not None:
             raise self.failure
         for engine in host.client._engines:
-            own = host.client._placement.chooser._own.get(engine.index, 0)
+            own = host.client._placement.fallback_router._own.get(engine.index, 0)
             if own != len(engine.rows):
                 raise Breach(f"R20: {host.process.name} counts {own} rows on engine {engine.index}: {len(engine.rows)}")
         if host.loop.errors:
