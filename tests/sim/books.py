@@ -14,6 +14,7 @@ from trireme.coordinator.ledger import AWAY_S, LEASE_S
 from trireme.coordinator.simulation.cost_model import expected_tokens
 from trireme.engine_core.executor.base import WorkerLost
 from trireme.errors import (
+    ContextLengthError,
     DeadlineError,
     EngineDeadError,
     EngineError,
@@ -152,7 +153,7 @@ class Answer:
         scene, ask = self.world.scene, self.ask
         assert self.host is not None
         losses = sum(link.num_losses for link in self.host.links if link.target != "coordinator")
-        if code == RequestError.code:
+        if code in (RequestError.code, ContextLengthError.code):
             is_fair = ask.is_bad
         elif code == OverloadedError.code:
             was_accepted = num_moves > 0 and not scene.limits.queue_timeout
