@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 TEXT = CSRC / "text"
 CUDA = CSRC / "cuda"
-CUDA_BINDINGS = sorted((CSRC / "bind").glob("cuda*.cpp"))
+CUDA_BINDINGS = [*sorted((CSRC / "bind").glob("cuda*.cpp")), CSRC / "bind" / "tensor_view.cpp"]
 WORK = ROOT / "build" / "native"
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # No contraction: a*b+c is one rounding only where a kernel asks for it, so that results do not depend on the compiler.

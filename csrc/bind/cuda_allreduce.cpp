@@ -2,10 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "bind/address.h"
+#include <algorithm>
+#include <numeric>
+
+#include "bind/cuda_views.h"
 #include "cuda/comm/allreduce.h"
 
 namespace py = pybind11;
+using namespace trireme;
 using namespace trireme::cuda;
 
 void bind_peers(py::module_& m) {
@@ -19,12 +23,23 @@ void bind_peers(py::module_& m) {
         self.open(found);
       })
       .def("all_reduce",
-           [](Peers& self, Address x, Address out, int64_t count, int type, int way, Address stream) {
-             self.all_reduce(at(x), at(out), count, static_cast<Type>(type), static_cast<Way>(way), at(stream));
+           [](Peers& self, const TensorView& x, const TensorView& out, int way, StreamAddress stream) {
+             constexpr const char* op = "all_reduce";
+             operand(op, "x", x).is(kFloats).holds(0).aligned(kPackBytes);
+             operand(op, "out", out).is(x.dtype).holds(x.numel()).aligned(kPackBytes);
+             self.all_reduce(x.data, out.data, x.numel(), to_type(x), static_cast<Way>(way), to_stream(stream));
            })
       .def("all_gather",
-           [](Peers& self, Address x, Address out, int64_t rows, const std::vector<int64_t>& row_bytes, Address stream) {
-             self.all_gather(at(x), at(out), rows, row_bytes, at(stream));
+           [](Peers& self, const TensorView& x, const TensorView& out, const std::vector<int64_t>& row_bytes, StreamAddress stream) {
+             constexpr const char* op = "all_gather";
+             const Operand own = operand(op, "x", x);
+             own.dense({kAny, kAny});
+             const int64_t bytes = size_of(x.dtype), own_bytes = x.shape[1] * bytes;
+             if (x.dtype == DType::other || std::find(row_bytes.begin(), row_bytes.end(), own_bytes) == row_bytes.end()) {
+               own.fail("rows of a rank's number of bytes");
+             }
+             operand(op, "out", out).is(x.dtype).dense({x.shape[0], std::accumulate(row_bytes.begin(), row_bytes.end(), int64_t{0}) / bytes});
+             self.all_gather(x.data, out.data, x.shape[0], row_bytes, to_stream(stream));
            })
       .def("abort", &Peers::abort)
       .def("status", [](const Peers& self) { return static_cast<uint32_t>(self.status()); });

@@ -1,32 +1,71 @@
-// Mixtures of experts in models._cuda. models/cuda/layers/moe_ops.py checks shapes and dtypes.
+// Mixtures of experts in models._cuda. models/cuda/layers/moe_ops.py gives them their names and defaults.
+//
+// Legend: that of cuda/moe/moe.h.
 #include <pybind11/pybind11.h>
 
-#include "bind/address.h"
+#include <algorithm>
+
+#include "bind/cuda_views.h"
 #include "cuda/moe/moe.h"
 
 namespace py = pybind11;
+using namespace trireme;
 using namespace trireme::cuda;
+
+namespace {
+
+void call_route(const TensorView& logits, const TensorView& chosen, const TensorView& scores, StreamAddress stream) {
+  constexpr const char* op = "route_experts";
+  operand(op, "logits", logits).is(kFloats).rows(kAny, kAny);
+  operand(op, "chosen", chosen).is(DType::i32).dense({logits.shape[0], kAny});
+  operand(op, "scores", scores).is(DType::f32).dense({logits.shape[0], chosen.shape[1]});
+  route_experts({logits.data, logits.stride[0], chosen.as<int32_t>(), scores.as<float>(), to_int(logits.shape[0]), to_int(logits.shape[1]),
+                 to_int(chosen.shape[1]), to_type(logits)}, to_stream(stream));
+}
+
+void call_sort(const TensorView& chosen, const TensorView& sorted, const TensorView& tiles, int experts, int tile_rows, StreamAddress stream) {
+  constexpr const char* op = "sort_pairs";
+  need(experts > 0 && tile_rows > 0, op, "experts and the rows of a tile must be positive");
+  operand(op, "chosen", chosen).is(DType::i32).dense({kAny, kAny});
+  const int64_t pairs = chosen.numel(), most = (pairs + std::min<int64_t>(experts, pairs) * (tile_rows - 1)) / tile_rows;
+  operand(op, "pairs", sorted).is(DType::i32).dense({pairs});
+  operand(op, "tiles", tiles).is(DType::i32).holds(1 + 3 * most);
+  sort_pairs({chosen.as<const int32_t>(), sorted.as<int32_t>(), tiles.as<int32_t>(), to_int(pairs), experts, tile_rows}, to_stream(stream));
+}
+
+void call_product(bool is_gated, const TensorView& x, const TensorView& w, const TensorView& out, const TensorView& sorted, const TensorView& tiles,
+                  int tile_rows, int top_k, float limit, float alpha, const TensorView& bias, StreamAddress stream) {
+  const char* op = is_gated ? "expert_gates" : "expert_outputs";
+  need(top_k > 0, op, "the number of a token's experts must be positive");
+  operand(op, "pairs", sorted).is(DType::i32).dense({kAny});
+  operand(op, "tiles", tiles).is(DType::i32).holds(1);
+  operand(op, "weight", w).is(kHalves).dense({kAny, kAny, kAny}).aligned(kPackBytes);
+  const int64_t pairs = sorted.shape[0], n = w.shape[1], k = w.shape[2];
+  operand(op, "x", x).is(w.dtype).rows(pairs / top_k, k).rows_aligned(kPackBytes);
+  operand(op, "out", out).is(w.dtype).dense({pairs, is_gated ? n / 2 : n}).aligned(kPackBytes);
+  if (bias.is_given) operand(op, "bias", bias).is(w.dtype).dense({w.shape[0], n});
+  const ExpertArgs args{x.data, x.stride[0], w.data, bias.data, out.data, sorted.as<const int32_t>(), tiles.as<const int32_t>(),
+                        to_int(tiles.numel() / 3), tile_rows, top_k, to_int(n), to_int(k), limit, alpha, to_type(w)};
+  is_gated ? expert_gates(args, to_stream(stream)) : expert_outputs(args, to_stream(stream));
+}
+
+void call_mix(const TensorView& results, const TensorView& scores, const TensorView& out, StreamAddress stream) {
+  constexpr const char* op = "mix_experts";
+  operand(op, "results", results).is(kFloats).dense({kAny, kAny, kAny}).aligned(kPackBytes);
+  const int64_t tokens = results.shape[0], top_k = results.shape[1], hidden = results.shape[2];
+  operand(op, "scores", scores).is(DType::f32).dense({tokens, top_k});
+  operand(op, "out", out).is(results.dtype).rows(tokens, hidden).rows_aligned(kPackBytes);
+  mix_experts({results.data, scores.as<const float>(), out.data, out.stride[0], to_int(tokens), to_int(top_k), to_int(hidden), to_type(out)},
+              to_stream(stream));
+}
+
+}  // namespace
 
 void bind_experts(py::module_& m) {
   m.attr("MOST_EXPERTS") = kMostExperts;
   m.attr("MOST_CHOSEN") = kMostChosen;
-  m.def("route_experts", [](Address logits, int64_t stride, Address chosen, Address scores, int tokens, int experts, int top_k, int type,
-                            Address stream) {
-    route_experts({at<const void>(logits), stride, at<int32_t>(chosen), at<float>(scores), tokens, experts, top_k, static_cast<Type>(type)},
-                  at<void>(stream));
-  });
-  m.def("sort_pairs", [](Address chosen, Address sorted, Address tiles, int pairs, int experts, int tile_rows, Address stream) {
-    sort_pairs({at<const int32_t>(chosen), at<int32_t>(sorted), at<int32_t>(tiles), pairs, experts, tile_rows}, at<void>(stream));
-  });
-  m.def("expert_product", [](bool is_gated, Address x, int64_t x_stride, Address w, Address bias, Address out, Address sorted, Address tiles,
-                             int most_tiles, int tile_rows, int top_k, int n, int k, float limit, float alpha, int type, Address stream) {
-    const ExpertArgs args{at<const void>(x), x_stride, at<const void>(w), at<const void>(bias), at<void>(out), at<const int32_t>(sorted),
-                          at<const int32_t>(tiles), most_tiles, tile_rows, top_k, n, k, limit, alpha, static_cast<Type>(type)};
-    is_gated ? expert_gates(args, at<void>(stream)) : expert_outputs(args, at<void>(stream));
-  });
-  m.def("mix_experts", [](Address results, Address scores, Address out, int64_t out_stride, int tokens, int top_k, int hidden, int type,
-                          Address stream) {
-    mix_experts({at<const void>(results), at<const float>(scores), at<void>(out), out_stride, tokens, top_k, hidden, static_cast<Type>(type)},
-                at<void>(stream));
-  });
+  m.def("route_experts", &call_route);
+  m.def("sort_pairs", &call_sort);
+  m.def("expert_product", &call_product);
+  m.def("mix_experts", &call_mix);
 }

@@ -1,7 +1,8 @@
 """The CUDA kernels (csrc/cuda) as functions of tensors. Called by models/arch and workers for tensors on a GPU.
 
 Every function launches on the current stream and returns without waiting, and nothing allocates, so all can be captured in a
-graph. The kernels refuse types and shapes that they do not have (ValueError). models/cuda/reference.py has each in plain torch.
+graph. Tensors go to the extension as they are: it checks types, shapes, strides and alignment (csrc/bind/cuda*.cpp) and raises
+ValueError naming the operand that does not fit. models/cuda/reference.py has each in plain torch.
 
 Legend: T tokens, H hidden, Hq query heads, Hk KV heads, D head dim, R rows, M rows of x, F ffn width, V vocabulary.
 """
@@ -18,9 +19,7 @@ from torch import Tensor
 
 from trireme.errors import ConfigError
 
-TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
-DENSE, FP8, Q4_K = 0, 1, 2  # what the weights of skinny_linear are made of
 Q4_K_VALUES, Q4_K_BYTES = 256, 144  # of one super-block
 Q4_K_INT8_ROWS = 1
 BLOCKS = {"q4_k": 0, "q5_k": 1, "q6_k": 2, "q8_0": 3, "q4_0": 4, "q4_1": 5, "q5_0": 6, "q5_1": 7, "iq4_nl": 8}
@@ -95,9 +94,7 @@ class CudaPagedKV:
         """What the kernels take; valid while the tensors live."""
         at = self.k.data_ptr(), self.v.data_ptr()
         if self._native is None or self._native_of != at:
-            _, heads, block_size, dim = self.k.shape
-            code = TYPE_CODES[self.k.dtype]
-            self._native = load().PagedCache(*at, code, self.k_scale, self.v_scale, heads, dim, block_size)
+            self._native = load().PagedCache(self.k, self.v, self.k_scale, self.v_scale)
             self._native_of = at
         return self._native
 
@@ -109,16 +106,8 @@ class Scales(NamedTuple):
     columns: Tensor  # [width] float32
 
 
-def _addresses(scales: Scales | None) -> tuple[int, int]:
-    return (0, 0) if scales is None else (scales.rows.data_ptr(), scales.columns.data_ptr())
-
-
 def _stream() -> int:
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 # ---------------------------------------------------------------- norms
@@ -136,7 +125,8 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset) of x [T, H] into `out` (may be x). With `residual` [T, H]: residual += x
     first, rounded to its dtype, and the norm is of the sum. `scales` are x's."""
-    return _norm(load().rms_norm, x, weight, None, eps, out, residual, offset, None, scales)
+    load().rms_norm(x, weight, None, eps, out, residual, offset, None, scales, _stream())
+    return out
 
 
 def rms_norm_narrow(
@@ -150,7 +140,8 @@ def rms_norm_narrow(
     scales: Scales | None = None,
 ) -> Tensor:
     """As rms_norm, rounded as quantize_rows does: out [T, H] times scale [T] float32 is the result."""
-    return _norm(load().rms_norm, x, weight, None, eps, out, residual, 0.0, scale, scales)
+    load().rms_norm(x, weight, None, eps, out, residual, 0.0, scale, scales, _stream())
+    return out
 
 
 def layer_norm(
@@ -164,7 +155,8 @@ def layer_norm(
     scales: Scales | None = None,
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias; otherwise as rms_norm."""
-    return _norm(load().layer_norm, x, weight, bias, eps, out, residual, 0.0, None, scales)
+    load().layer_norm(x, weight, bias, eps, out, residual, 0.0, None, scales, _stream())
+    return out
 
 
 def layer_norm_narrow(
@@ -179,39 +171,7 @@ def layer_norm_narrow(
     scales: Scales | None = None,
 ) -> Tensor:
     """As layer_norm, rounded as quantize_rows does: out [T, H] times scale [T] float32 is the result."""
-    return _norm(load().layer_norm, x, weight, bias, eps, out, residual, 0.0, scale, scales)
-
-
-def _norm(
-    op: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    out: Tensor,
-    residual: Tensor | None,
-    offset: float,
-    scale: Tensor | None,
-    scales: Scales | None,
-) -> Tensor:
-    op(
-        x.data_ptr(),
-        x.stride(0),
-        _addresses(scales),
-        _address(residual),
-        0 if residual is None else residual.stride(0),
-        weight.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        *x.shape,
-        eps,
-        offset,
-        TYPE_CODES[x.dtype],
-        _address(scale),
-        TYPE_CODES[out.dtype],
-        _address(bias),
-        _stream(),
-    )
+    load().layer_norm(x, weight, bias, eps, out, residual, 0.0, scale, scales, _stream())
     return out
 
 
@@ -219,18 +179,7 @@ def quantize_rows(x: Tensor, out: Tensor, scale: Tensor, largest: Tensor | None 
     """x [T, H] in the type of out, float8 e4m3 or int8: out [T, H] times scale [T] float32, which is the row's largest magnitude
     / 448 or / 127. A row of int8 that is not finite has a scale of NaN. Whoever made x may have noted `largest` [T] float32, the
     magnitudes: then up to 65535 rows are rounded without a look at all of each."""
-    load().quantize_rows(
-        x.data_ptr(),
-        x.stride(0),
-        out.data_ptr(),
-        out.stride(0),
-        *x.shape,
-        TYPE_CODES[x.dtype],
-        scale.data_ptr(),
-        TYPE_CODES[out.dtype],
-        _address(largest),
-        _stream(),
-    )
+    load().quantize_rows(x, out, scale, largest, _stream())
     return out
 
 
@@ -257,32 +206,7 @@ def rotary_and_cache(
     slot writes nothing there.
     q_norm, k_norm [D]: RMS norm of each head before rotation.
     """
-    _, kv_heads, _, dim = kv.k.shape
-    stride, size = qkv.stride(0), qkv.element_size()
-    k = qkv.data_ptr() + q_heads * dim * size
-    v = k + kv_heads * dim * size
-    load().rotary_and_cache(
-        qkv.data_ptr(),
-        stride,
-        k,
-        stride,
-        v,
-        stride,
-        TYPE_CODES[qkv.dtype],
-        cos_sin.data_ptr(),
-        cos_sin.stride(0),
-        cos_sin.shape[1],
-        positions.data_ptr(),
-        slots.data_ptr(),
-        _address(q_norm),
-        _address(k_norm),
-        _addresses(scales),
-        qkv.shape[0],
-        q_heads,
-        eps,
-        kv.native,
-        _stream(),
-    )
+    load().rotary_and_cache(qkv, q_heads, kv.native, cos_sin, positions, slots, q_norm, k_norm, eps, scales, _stream())
 
 
 # ---------------------------------------------------------------- attention of one query per row
@@ -313,24 +237,19 @@ def decode_attention(
     `largest` [R] float32: see gated_activation.
     """
     load().decode_attention(
-        q.data_ptr(),
-        q.stride(0),
-        out.data_ptr(),
-        out.stride(0),
-        TYPE_CODES[q.dtype],
-        block_table.data_ptr(),
-        block_table.stride(0),
-        context_len.data_ptr(),
-        block_table.shape[0],
+        q,
         q_heads,
+        kv.native,
+        block_table,
+        context_len,
         scale,
+        out,
         window,
         softcap,
-        _address(sinks),
-        kv.native,
+        sinks,
         splits,
-        _address(scratch),
-        _address(largest),
+        scratch,
+        largest,
         _stream(),
     )
     return out
@@ -360,24 +279,7 @@ def skinny_linear(
     changes the order of sums. Where it is 0, up to Q4_K_INT8_ROWS rows meet Q4_K as int8 with a scale for each run of 32 values:
     each x moves by its run's largest / 254 at most, an output by the sum of that times |w|.
     """
-    kind = {torch.uint8: Q4_K, torch.float8_e4m3fn: FP8}.get(weight.dtype, DENSE)
-    load().skinny_linear(
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        kind,
-        _address(scale),
-        int(scale is not None and scale.numel() > 1),
-        out.data_ptr(),
-        out.stride(0),
-        _address(bias),
-        x.shape[0],
-        weight.shape[0],
-        weight.shape[1] // Q4_K_BYTES * Q4_K_VALUES if kind == Q4_K else weight.shape[1],
-        TYPE_CODES[out.dtype],
-        ways,
-        _stream(),
-    )
+    load().skinny_linear(x, weight, out, bias, scale, ways, _stream())
     return out
 
 
@@ -391,20 +293,7 @@ def fp8_linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = Non
 
     Each row of x, which begins at a multiple of 16 bytes, keeps 8 bits of all values within 2^-13 of its largest.
     """
-    load().fp8_linear(
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        scale.data_ptr(),
-        _address(bias),
-        out.data_ptr(),
-        out.stride(0),
-        x.shape[0],
-        weight.shape[0],
-        weight.shape[1],
-        TYPE_CODES[out.dtype],
-        _stream(),
-    )
+    load().fp8_linear(x, weight, scale, out, bias, _stream())
     return out
 
 
@@ -426,45 +315,19 @@ def skinny_int8(
     """out [M, N] = (x [M, K] W^T) * (scale [N] * x_scale [M]) + bias of int8 x and weight [N, K], for M up to INT8_ROWS, 16 divides
     K. Sums are exact; their scaling and the bias are rounded to float32 step by step, and then to out's type of 16 bits. `ways` is
     how many warps share a row of weights (1, 2, 4, 8; 0: chosen)."""
-    load().skinny_int8(
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        weight.shape[1],
-        x_scale.data_ptr(),
-        scale.data_ptr(),
-        _address(bias),
-        out.data_ptr(),
-        out.stride(0),
-        x.shape[0],
-        weight.shape[0],
-        TYPE_CODES[out.dtype],
-        ways,
-        _stream(),
-    )
+    load().skinny_int8(x, x_scale, weight, scale, out, bias, ways, _stream())
     return out
 
 
 def scale_int8(sums: Tensor, x_scale: Tensor, scale: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same of sums [M, N] int32, contiguous; 4 divides N."""
-    load().scale_int8(
-        sums.data_ptr(),
-        x_scale.data_ptr(),
-        scale.data_ptr(),
-        _address(bias),
-        out.data_ptr(),
-        out.stride(0),
-        *sums.shape,
-        TYPE_CODES[out.dtype],
-        _stream(),
-    )
+    load().scale_int8(sums, x_scale, scale, out, bias, _stream())
     return out
 
 
 def expand_q4_k(blocks: Tensor, out: Tensor) -> Tensor:
     """Rows of Q4_K super-blocks, uint8 [N, K / 256 * 144], as values: out [N, K] of 16 bits, contiguous as both are."""
-    count = blocks.numel() // Q4_K_BYTES
-    load().expand_q4_k(blocks.data_ptr(), out.data_ptr(), count, TYPE_CODES[out.dtype], _stream())
+    load().expand_q4_k(blocks, out, _stream())
     return out
 
 
@@ -475,20 +338,7 @@ def block_linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = N
     x is rounded to int8 with a scale for each run of 32 values: each x moves by its run's largest / 254 at most, an output by the
     sum of that times |w|.
     """
-    load().block_linear(
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        BLOCKS[form],
-        out.data_ptr(),
-        out.stride(0),
-        _address(bias),
-        x.shape[0],
-        weight.shape[0],
-        weight.shape[1] // BLOCK_BYTES[form] * BLOCK_VALUES,
-        TYPE_CODES[out.dtype],
-        _stream(),
-    )
+    load().block_linear(x, weight, out, bias, BLOCKS[form], _stream())
     return out
 
 
@@ -499,8 +349,7 @@ def block_linear_rows(form: str, n: int, k: int) -> int:
 
 def expand_blocks(blocks: Tensor, out: Tensor, *, form: str) -> Tensor:
     """Rows of super-blocks, uint8 [N, K / 256 * BLOCK_BYTES[form]], as values: out [N, K] of 16 bits, contiguous as both are."""
-    count = blocks.numel() // BLOCK_BYTES[form]
-    load().expand_blocks(blocks.data_ptr(), out.data_ptr(), count, BLOCKS[form], TYPE_CODES[out.dtype], _stream())
+    load().expand_blocks(blocks, out, BLOCKS[form], _stream())
     return out
 
 
@@ -508,41 +357,25 @@ def skinny_w4(x: Tensor, codes: Tensor, groups: Tensor, out: Tensor, bias: Tenso
     """out [M, N] = x [M, K] W^T + bias for M up to skinny_max_rows(), W of 4-bit codes: uint8 [N, K / 2] in the order that
     models.cuda.layers.quantize.w4_layout gives them; groups [K / 32, 64 or 128, N] int32 are a float16 scale and a zero in 16
     bits each. 128 divides K."""
-    return _grouped(load().skinny_w4, x, codes, groups, out, bias, codes.shape[1] * 2)
+    load().skinny_w4(x, codes, groups, out, bias, _stream())
+    return out
 
 
 def expand_w4(codes: Tensor, groups: Tensor, out: Tensor) -> Tensor:
     """The values of such a weight: out [N, K] of 16 bits, contiguous; columns of `groups` may be those of a larger one."""
-    return _grouped(load().expand_w4, None, codes, groups, out, None, codes.shape[1] * 2)
+    load().expand_w4(codes, groups, out, _stream())
+    return out
 
 
 def skinny_fp8_blocks(x: Tensor, weight: Tensor, groups: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """out [M, N] = x [M, K] W^T + bias for M up to skinny_max_rows(), weight [N, K] float8 times groups [K / 128, N] float32."""
-    return _grouped(load().skinny_fp8_blocks, x, weight, groups, out, bias, weight.shape[1])
+    load().skinny_fp8_blocks(x, weight, groups, out, bias, _stream())
+    return out
 
 
 def expand_fp8_blocks(weight: Tensor, groups: Tensor, out: Tensor) -> Tensor:
     """The values of such a weight, as expand_w4 gives them."""
-    return _grouped(load().expand_fp8_blocks, None, weight, groups, out, None, weight.shape[1])
-
-
-def _grouped(op: Any, x: Tensor | None, w: Tensor, groups: Tensor, out: Tensor, bias: Tensor | None, k: int) -> Tensor:
-    op(
-        _address(x),
-        0 if x is None else x.stride(0),
-        w.data_ptr(),
-        groups.data_ptr(),
-        groups.stride(0),
-        k // groups.shape[0],
-        out.data_ptr(),
-        out.stride(0),
-        _address(bias),
-        0 if x is None else x.shape[0],
-        w.shape[0],
-        k,
-        TYPE_CODES[out.dtype],
-        _stream(),
-    )
+    load().expand_fp8_blocks(weight, groups, out, _stream())
     return out
 
 
@@ -551,29 +384,15 @@ def gated_activation(
 ) -> Tensor:
     """act(gate) * up, where gate_up [T, 2 F] holds the gate columns, then the up columns; `gate` is a key of GATES. `scales` are
     those of gate_up. `largest` [T] float32, zeros at first, becomes the largest magnitude of each row of out, for quantize_rows."""
-    return _activation(load().gated_activation, gate_up, out, gate, scales, largest)
+    load().gated_activation(gate_up, out, GATES[gate], scales, largest, _stream())
+    return out
 
 
 def activation(
     x: Tensor, out: Tensor, gate: str, scales: Scales | None = None, largest: Tensor | None = None
 ) -> Tensor:
     """act(x) of x [T, F], which `out` may be, for networks without a gate. `scales` are those of x; `largest` as above."""
-    return _activation(load().activation, x, out, gate, scales, largest)
-
-
-def _activation(op: Any, x: Tensor, out: Tensor, gate: str, scales: Scales | None, largest: Tensor | None) -> Tensor:
-    op(
-        x.data_ptr(),
-        x.stride(0),
-        _addresses(scales),
-        out.data_ptr(),
-        out.stride(0),
-        *out.shape,
-        GATES[gate],
-        TYPE_CODES[x.dtype],
-        _address(largest),
-        _stream(),
-    )
+    load().activation(x, out, GATES[gate], scales, largest, _stream())
     return out
 
 
@@ -581,24 +400,13 @@ def gather_rows(
     table: Tensor, ids: Tensor, out: Tensor, *, first: int = 0, count: int | None = None, scale: float = 1.0
 ) -> Tensor:
     """out [T, H] = table[ids - first] * scale; rows of ids outside [first, first + count) are zero."""
-    load().gather_rows(
-        table.data_ptr(),
-        ids.data_ptr(),
-        out.data_ptr(),
-        *out.shape,
-        first,
-        table.shape[0] if count is None else count,
-        scale,
-        TYPE_CODES[table.dtype],
-        _stream(),
-    )
+    load().gather_rows(table, ids, out, first, -1 if count is None else count, scale, _stream())
     return out
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
     """Copies blocks pairs[i] = (source, destination), int32 on the GPU, of cache [blocks, ...]; no destination is a source."""
-    block_bytes = cache[0].numel() * cache.element_size()
-    load().copy_blocks(cache.data_ptr(), pairs.data_ptr(), pairs.shape[0], block_bytes, _stream())
+    load().copy_blocks(cache, pairs, _stream())
 
 
 def touched_words(vocab: int) -> int:
@@ -620,18 +428,5 @@ def sample_rows(
     slots; negative: none is drawn). positions [R] int32: index of each new token. NOT_FINITE where logits are not, NOTHING_LEFT
     where the rules bar all. A job's record of rules (csrc/cuda/ops.h) takes note of the token.
     logprobs [R, LOGPROB_WORDS] int32 are those of rows that get a token and whose jobs ask for some."""
-    rows, vocab = logits.shape
-    load().sample_rows(
-        logits.data_ptr(),
-        logits.stride(0),
-        TYPE_CODES[logits.dtype],
-        rows,
-        vocab,
-        jobs.data_ptr(),
-        _address(slots),
-        positions.data_ptr(),
-        tokens.data_ptr(),
-        _address(logprobs),
-        _stream(),
-    )
+    load().sample_rows(logits, jobs, positions, tokens, slots, logprobs, _stream())
     return tokens

@@ -53,11 +53,13 @@ class PeerMemory:
             raise CollectiveError(str(error)) from None
 
     def all_reduce(self, x: Tensor, way: AllReduceAlgo) -> Tensor:
-        """Sum over ranks in rank order, in place, accumulated in float32. x is contiguous, its size a multiple of 16 bytes."""
-        most, size, stream = self._most[way], x.itemsize, torch.cuda.current_stream().cuda_stream
-        for start in range(0, x.nbytes, most):
-            at, count = x.data_ptr() + start, min(most, x.nbytes - start) // size
-            self._native.all_reduce(at, at, count, cuda_ops.TYPE_CODES[x.dtype], int(way), stream)
+        """Sum over ranks in rank order, in place, added in float32. x is contiguous and 16 divides its bytes."""
+        most, stream = self._most[way] // x.itemsize, torch.cuda.current_stream().cuda_stream
+        if x.numel() <= most:
+            self._native.all_reduce(x, x, int(way), stream)
+            return x
+        for part in x.view(-1).split(most):
+            self._native.all_reduce(part, part, int(way), stream)
         return x
 
     def all_gather(self, x: Tensor, sizes: list[int]) -> Tensor:
@@ -67,8 +69,8 @@ class PeerMemory:
         widths = [size * x.itemsize for size in sizes]
         part = max(1, self._most[AllReduceAlgo.ONE_SHOT] // max(1, max(widths)))
         for start in range(0, rows, part):
-            count = min(part, rows - start)
-            self._native.all_gather(x[start:].data_ptr(), out[start:].data_ptr(), count, widths, stream)
+            end = min(start + part, rows)
+            self._native.all_gather(x[start:end], out[start:end], widths, stream)
         return out
 
     def abort(self) -> None:

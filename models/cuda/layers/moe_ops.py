@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trireme.models.cuda.ops import TYPE_CODES, load
-from trireme.models.cuda.ops import _address as address
 from trireme.models.cuda.ops import _stream as stream
+from trireme.models.cuda.ops import load
 
 TILE_ROWS = (16, 64, 128)  # places of a tile
 
@@ -55,29 +54,12 @@ def room_for_pairs(num_pairs: int, num_experts: int, like: Tensor) -> Sorted:
 def route_experts(logits: Tensor, chosen: Tensor, scores: Tensor) -> None:
     """chosen [T, S] int32 are the experts of the largest logits [T, E], the largest first, of equals the one with the lower number;
     scores [T, S] float32 the softmax over those. E up to 256, S up to 32."""
-    load().route_experts(
-        logits.data_ptr(),
-        logits.stride(0),
-        chosen.data_ptr(),
-        scores.data_ptr(),
-        *logits.shape,
-        chosen.shape[1],
-        TYPE_CODES[logits.dtype],
-        stream(),
-    )
+    load().route_experts(logits, chosen, scores, stream())
 
 
 def sort_pairs(chosen: Tensor, out: Sorted, num_experts: int) -> None:
     """Sorts the pairs of chosen [T, S] by expert into `out`; those of an expert are in any order."""
-    load().sort_pairs(
-        chosen.data_ptr(),
-        out.pairs.data_ptr(),
-        out.tiles.data_ptr(),
-        chosen.numel(),
-        num_experts,
-        out.rows,
-        stream(),
-    )
+    load().sort_pairs(chosen, out.pairs, out.tiles, num_experts, out.rows, stream())
 
 
 def expert_gates(
@@ -110,39 +92,12 @@ def _product(
     bias: Tensor | None,
 ) -> Tensor:
     load().expert_product(
-        is_gated,
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        address(bias),
-        out.data_ptr(),
-        order.pairs.data_ptr(),
-        order.tiles.data_ptr(),
-        order.most_tiles,
-        order.rows,
-        top_k,
-        weight.shape[1],
-        weight.shape[2],
-        gate.limit,
-        gate.alpha,
-        TYPE_CODES[x.dtype],
-        stream(),
+        is_gated, x, weight, out, order.pairs, order.tiles, order.rows, top_k, gate.limit, gate.alpha, bias, stream()
     )
     return out
 
 
 def mix_experts(results: Tensor, scores: Tensor, out: Tensor) -> Tensor:
     """out [T, H] = the sum of results [T, S, H] times scores [T, S], in float32 and rounded once. 8 divides H."""
-    tokens, top_k, hidden = results.shape
-    load().mix_experts(
-        results.data_ptr(),
-        scores.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        tokens,
-        top_k,
-        hidden,
-        TYPE_CODES[out.dtype],
-        stream(),
-    )
+    load().mix_experts(results, scores, out, stream())
     return out
