@@ -78,13 +78,13 @@ def make_runner(
     num_blocks: int = 80,
     mesh: Mesh = SOLO,
     poison: bool = True,
-    company: LockstepPeers | None = None,
+    lockstep_peers: LockstepPeers | None = None,
 ) -> tuple[Runner, Batch, Attention, list[HostKV]]:
     model = Attention(block_size)
     kv = allocate_kv(model, num_blocks, block_size, np.dtype(np.float32))
     poison_blocks(kv, list(range(num_blocks)))
     batch = Batch(num_rows, MAX_LEN, block_size, VOCAB, num_blocks, poison=poison)
-    runner = Runner(OverTensors(model), kv, batch, InputBuilder(4, 2, 2), mesh, company=company)
+    runner = Runner(OverTensors(model), kv, batch, InputBuilder(4, 2, 2), mesh, lockstep_peers=lockstep_peers)
     return runner, batch, model, kv
 
 
@@ -272,24 +272,24 @@ class Others:
         return agree([self.ballot, Ballot(0, 0, True, False, num_tokens, 0, num_pieces)])
 
     def dummy_forward(self) -> None:
-        self.events.append("accompany")
+        self.events.append("dummy_forward")
 
 
 @pytest.mark.parametrize("others", [1, 4, 6])
 def test_engines_in_lock_step_run_as_many_forwards(others: int) -> None:
     """As many as the one that cuts its step into the most pieces; the values are those of an engine alone."""
-    company = Others(others)
+    peers = Others(others)
     params = RowParams(2, temperature=0.0, prompt_logprobs=2)
     prompt = [(7 * i) % VOCAB for i in range(30)]
-    runner, _, model, _ = make_runner(block_size=16, company=company)
+    runner, _, model, _ = make_runner(block_size=16, lockstep_peers=peers)
     runner.max_logits = 8
     result = execute(runner, new=[new_row(0, prompt, params, blocks=[0, 1])], rows=[0], num_tokens=[30])
     assert model.seen == [8, 8, 8, 6]
-    assert company.events == ["meet 30 4", *["accompany"] * max(0, others - 4)]
+    assert peers.events == ["meet 30 4", *["dummy_forward"] * max(0, others - 4)]
     assert result.agreed == Agreed(True, False, 40, 0, max(4, others))
     assert unpack(result.tokens)[0] == solo(prompt, params).outputs[0]
     execute(runner, freed=[0], rows=[])
-    assert company.events[-1 - others :] == ["meet 0 0", *["accompany"] * others]
+    assert peers.events[-1 - others :] == ["meet 0 0", *["dummy_forward"] * others]
     assert len(model.seen) == 4
 
 

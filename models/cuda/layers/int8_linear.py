@@ -68,7 +68,8 @@ class Int8Linear:
     def _trial(self, product: Callable[[Tensor, Tensor, Tensor], object], rows: int) -> Launch:
         n, k = self.weight.shape
         x, scale = torch.zeros(rows, k, dtype=torch.int8, device="cuda"), torch.zeros(rows, device="cuda")
-        return partial(product, x, scale, torch.empty(rows, n, dtype=torch.bfloat16, device="cuda"))
+        dtype = torch.bfloat16 if self._bias is None else self._bias.dtype
+        return partial(product, x, scale, torch.empty(rows, n, dtype=dtype, device="cuda"))
 
     def _own(self, x: Tensor, scale: Tensor, out: Tensor) -> object:
         return ops.skinny_int8(x, scale, self.weight, self._scale, out, self._bias)
