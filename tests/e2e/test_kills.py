@@ -20,7 +20,10 @@ PATIENT = ("--stream-buffer", str(64 << 20))  # a reader that gets no processor 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192)
+    """Wide enough that an engine, not the reader of its streams, sets the pace: a step takes milliseconds, so that streams are
+    under way when a process is killed, on a fast machine and on a busy one."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192, num_key_value_heads=4, **wide)
 
 
 class Stream(threading.Thread):
@@ -88,9 +91,9 @@ def differences(streams: list[Stream], whole: str) -> list[tuple[int, str, str]]
 
 def test_a_killed_engines_streams_go_on(tiny: Path) -> None:
     with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192", *PATIENT) as deployment:
-        whole = undisturbed(deployment, 5000)
-        moved = running_streams(deployment, 2, max_tokens=5000, rank=0)
-        kept = running_streams(deployment, 2, max_tokens=5000, rank=1)
+        whole = undisturbed(deployment, 800)
+        moved = running_streams(deployment, 2, max_tokens=800, rank=0)
+        kept = running_streams(deployment, 2, max_tokens=800, rank=1)
         engines = deployment.pids("trireme.engine_core.main")
         assert len(engines) == 2
         os.kill(engines[0], signal.SIGKILL)
@@ -112,13 +115,13 @@ def test_a_killed_engines_streams_go_on(tiny: Path) -> None:
 
 def test_a_killed_workers_streams_wait_for_the_next_life(tiny: Path) -> None:
     with Deployment(tiny, "--served-name", "tiny", "--tp", "2", "--max-len", "8192") as deployment:
-        whole = undisturbed(deployment, 1000)
-        streams = running_streams(deployment, 2, max_tokens=1000)
+        whole = undisturbed(deployment, 250)
+        streams = running_streams(deployment, 2, max_tokens=250)
         workers = deployment.pids("trireme.workers.main")
         assert len(workers) == 2
         os.kill(workers[1], signal.SIGKILL)
         wait_for(lambda: not is_alive(workers[0]), 5, "the other worker gone")
-        late = running_streams(deployment, 1, max_tokens=1000)  # accepted while no engine is up
+        late = running_streams(deployment, 1, max_tokens=250)  # accepted while no engine is up
         wait_for(lambda: all(s.end for s in streams + late), 60, "ends of all streams")
         assert [s.end for s in streams + late] == ["done"] * 3
         assert differences(streams + late, whole) == []
@@ -128,7 +131,7 @@ def test_a_killed_workers_streams_wait_for_the_next_life(tiny: Path) -> None:
 def test_a_killed_coordinator_is_not_noticed_and_soon_back(tiny: Path) -> None:
     with Deployment(tiny, "--served-name", "tiny", "--dp", "2", "--max-len", "8192", *PATIENT) as deployment:
         before = one_answer(deployment)
-        streams = running_streams(deployment, 4, max_tokens=6000)
+        streams = running_streams(deployment, 4, max_tokens=1200)
         for _ in range(3):
             (old,) = deployment.pids("trireme.coordinator.main")
             os.kill(old, signal.SIGKILL)
@@ -152,7 +155,7 @@ def test_a_killed_coordinator_is_not_noticed_and_soon_back(tiny: Path) -> None:
 def test_front_end_killed_frees_its_rows(tiny: Path) -> None:
     with Deployment(tiny, "--served-name", "tiny", "--api-servers", "2", "--max-len", "8192") as deployment:
         before = one_answer(deployment)
-        streams = running_streams(deployment, 6, max_tokens=8000)
+        streams = running_streams(deployment, 6, max_tokens=4000)
         fronts = deployment.pids("trireme.serving.main")
         assert len(fronts) == 2
         for pid in fronts:
@@ -177,7 +180,7 @@ def test_no_orphans_when_the_supervisor_is_killed(tiny: Path, moment: str) -> No
     else:
         deployment.__enter__()
         if moment == "mid-stream":
-            running_streams(deployment, 2, max_tokens=8000)
+            running_streams(deployment, 2, max_tokens=4000)
     family = deployment.family()
     assert family
     shm_before = set(os.listdir("/dev/shm"))
@@ -195,7 +198,7 @@ def test_no_orphans_when_the_supervisor_is_killed(tiny: Path, moment: str) -> No
 def test_sigterm_finishes_streams_and_refuses_new_ones(tiny: Path) -> None:
     flags = ("--served-name", "tiny", "--max-len", "8192", "--drain-notice", "0", "--drain-timeout", "30")
     with Deployment(tiny, *flags) as deployment:
-        streams = running_streams(deployment, 3, max_tokens=4000)
+        streams = running_streams(deployment, 3, max_tokens=800)
         family = deployment.family()
         deployment.process.send_signal(signal.SIGTERM)
         wait_for(lambda: deployment.status("/ready") == 503, 2, "not ready while draining")
@@ -207,7 +210,7 @@ def test_sigterm_finishes_streams_and_refuses_new_ones(tiny: Path) -> None:
 
 def test_second_interrupt_ends_at_once(tiny: Path) -> None:
     with Deployment(tiny, "--served-name", "tiny", "--max-len", "8192") as deployment:
-        running_streams(deployment, 1, max_tokens=8000)
+        running_streams(deployment, 1, max_tokens=800)
         family = deployment.family()
         deployment.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
