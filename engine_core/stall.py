@@ -29,6 +29,9 @@ class LostTime:
         self._total = 0.0
         self._points: deque[tuple[float, float]] = deque(maxlen=2 * MOST_LOSSES)  # (when, lost until then), both rising
 
+    def __bool__(self) -> bool:
+        return bool(self._points)
+
     def add(self, start: float, end: float, seconds: float) -> None:
         """Records that `seconds` of the interval `start`..`end` are lost; overlap with the last loss counts once."""
         if self._points:
@@ -65,7 +68,10 @@ class StepTimes:
 
     def own_s(self, began: float, now: float) -> float:
         """Seconds between `began` and `now` in which a step could progress."""
-        return max(0.0, now - began - self.lost.since(began))
+        seconds = now - began
+        if self.lost:
+            seconds -= self.lost.since(began)
+        return seconds if seconds > 0.0 else 0.0
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Records a step of `num_tokens` tokens that took `seconds`."""

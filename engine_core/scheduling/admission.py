@@ -31,21 +31,21 @@ class ServiceRate:
         self._starts: deque[float] = deque()  # in seconds of busy time
         self._since = 0.0  # the start before them
         self.busy_s = 0.0  # up to the last plan: time in which the engine worked and requests had to wait
-        self._is_busy = False  # the last plan left requests waiting
+        self.is_busy = False  # the last plan left requests waiting
         self._at = 0.0
 
     def planned(self, num_started: int, is_left_waiting: bool, now: float) -> None:
         """A step was planned in which `num_started` queued requests start; `is_left_waiting`: others remained queued."""
         gap_s, self._at = now - self._at, now
-        if self._is_busy and 0 < gap_s <= MOST_GAP_S:
+        if self.is_busy and 0 < gap_s <= MOST_GAP_S:
             self.busy_s += gap_s
-        if self._is_busy or is_left_waiting:
+        if self.is_busy or is_left_waiting:
             if not self._starts:
                 self._since = self.busy_s
             self._starts.extend([self.busy_s] * num_started)
             while len(self._starts) > self._most:
                 self._since = self._starts.popleft()
-        self._is_busy = is_left_waiting
+        self.is_busy = is_left_waiting
 
     def wait_s(self, num_ahead: int) -> float:
         """Expected wait in seconds with `num_ahead` requests ahead; 0 while unknown."""
@@ -66,7 +66,9 @@ class QueueAdmission:
     def planned(self, num_started: int, now: float) -> None:
         """The scheduler has planned a step in which `num_started` requests start."""
         if self._max_wait_s:
-            self._rate.planned(num_started, len(self._scheduler.waiting) > 0, now)
+            num_waiting = len(self._scheduler.waiting)
+            if num_started or num_waiting or self._rate.is_busy:
+                self._rate.planned(num_started, num_waiting > 0, now)
 
     def check(self, request: Request) -> None:
         """Raises OverloadedError, with the seconds until there should be room, when a request about to be queued would exceed its

@@ -16,6 +16,9 @@ from trireme.transport.wire.columns import Column, pack, pack_flags, repeated
 from trireme.transport.wire.messages import NewRow, StepPlan
 
 
+NO_TOKENS: Ints = np.zeros(0, np.int32)
+
+
 class Chunk(NamedTuple):
     """Known tokens of one sequence that a step computes."""
 
@@ -63,7 +66,7 @@ class PendingStep:
         self.planned_s = now
         self.started_s = now  # when it became the oldest step in flight, or was planned
         self.decode_batch: DecodeBatch | None = None
-        self.at: Ints = np.zeros(0, np.int32)
+        self.at = NO_TOKENS
         self.tokens: Column = b""  # of the decode batch, as sent in the plan
         self.chunks: list[Chunk] = []
         self.dropped: set[int] = set()  # slots whose sequences have ended or lost them since: their answers are ignored

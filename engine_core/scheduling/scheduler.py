@@ -131,8 +131,9 @@ class Scheduler:
         if self.in_flight:
             self.in_flight[0].started_s = now
         self.completed = pending.step
-        self.cache.release(pending.fenced)
-        pending.fenced = []
+        if pending.fenced:
+            self.cache.release(pending.fenced)
+            pending.fenced = []
         self._answered = pending
         return pending
 
@@ -146,7 +147,8 @@ class Scheduler:
         if preempted or self._take_slot():
             self._sort_rows()
         self._decode(pending)
-        self._prefill_all(pending, admits=not preempted)
+        if self.prefilling:
+            self._prefill_all(pending, admits=not preempted)
         if not preempted and self.waiting:
             self._admit(pending, now)
         if not len(pending):
@@ -220,8 +222,6 @@ class Scheduler:
         """Plans chunks of the running sequences that have known tokens to compute, in order. If they do not all fit, a long prompt
         leaves up to half of the step to short prompts behind it (at most a quarter of a step each), which would otherwise wait for
         all its chunks. So it takes at most twice its time, and only while short ones arrive."""
-        if not self.prefilling:
-            return
         budget = self.limits.max_num_tokens - pending.total_tokens
         short, kept = budget // SHORT_PART, 0
         if self.limits.chunk and sum(row.num_left for row in self.prefilling) > budget:
