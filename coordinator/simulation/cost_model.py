@@ -1,5 +1,5 @@
-"""A simulated worker: step time is a function of token counts, and a token a function of seed, choice, position and previous token.
-So wrong, lost and repeated tokens are detected, and so is KV memory with wrong content.
+"""A simulated worker: step time is a function of the step's shape (StepCosts), and a token a function of seed, choice, position and
+previous token. So wrong, lost and repeated tokens are detected, and so is KV memory with wrong content.
 
 `SimulatedExecutor` has the methods of engine_core's Executor; its results arrive after the step's simulated time.
 """
@@ -8,29 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from trireme.coordinator.simulation.timeline import Process, Timeline
 from trireme.params import RowParams
+from trireme.step_time import StepCosts, StepShape
 from trireme.transport.wire.columns import pack
 from trireme.transport.wire.messages import LoadProgress, LogprobRow, RowFault, StepPlan, StepResult, WorkerLoaded
 
 FAULT_TOKEN = 7  # a prompt that contains it fails in the model
 POISON_TOKEN = 8  # a prompt that contains it kills its worker
 FIRST_TOKEN = 16  # tokens below are never drawn
-
-
-class CostModel(NamedTuple):
-    """Seconds of a step: a constant, plus a cost per token computed and per token of context read."""
-
-    step_s: float = 0.01
-    token_s: float = 0.0002
-    context_s: float = 0.000002
-
-    def seconds(self, num_tokens: int, num_context: int) -> float:
-        return self.step_s + self.token_s * num_tokens + self.context_s * num_context
 
 
 def token_at(params: RowParams, position: int, before: int, vocab_size: int) -> int:
@@ -76,7 +66,7 @@ class SimulatedWorker:
     """Executes plans. Every position of KV memory holds (position, token) and is read back; a sequence that finds anything else
     gets wrong tokens from then on."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, costs: CostModel, *, ahead: bool) -> None:
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, costs: StepCosts, *, ahead: bool) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.costs = costs
@@ -91,7 +81,7 @@ class SimulatedWorker:
         tokens_out: list[int] = []
         faults: list[RowFault] = []
         logprobs: list[LogprobRow] = []
-        num_tokens = num_context = 0
+        shape = StepShape()
         columns = (
             memoryview(column).cast("i") for column in (plan.rows, plan.num_tokens, plan.num_computed, plan.tokens)
         )
@@ -105,8 +95,11 @@ class SimulatedWorker:
                 continue
             if count < 1 or end > len(row.tokens):
                 raise WrongPlanError(f"row {slot}: {count} tokens planned at {start}, {len(row.tokens)} known")
-            num_tokens += count
-            num_context += end
+            shape = (
+                shape.plus(count, start)
+                if count > 1
+                else shape._replace(rows=shape.rows + 1, context=shape.context + end)
+            )
             if row.is_special:
                 if POISON_TOKEN in row.tokens[start:end]:
                     raise PoisonError("the worker died of a request")
@@ -125,7 +118,7 @@ class SimulatedWorker:
                     logprobs.append(_logprobs(slot, token))
                 if self.ahead:
                     row.tokens.append(token)
-        seconds = self.costs.seconds(num_tokens, num_context)
+        seconds = self.costs.seconds(shape)
         return StepResult(plan.step, pack(rows_out), pack(tokens_out), logprobs, [], faults, seconds), seconds
 
     def _apply(self, plan: StepPlan) -> None:

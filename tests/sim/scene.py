@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from math import inf
 
+import msgspec
 import numpy as np
 
 from trireme.coordinator.router import POLICIES as BALANCES
-from trireme.coordinator.simulation.cost_model import FAULT_TOKEN, FIRST_TOKEN, POISON_TOKEN, CostModel
+from trireme.coordinator.simulation.cost_model import FAULT_TOKEN, FIRST_TOKEN, POISON_TOKEN
 from trireme.coordinator.simulation.faults import Fault, draw_faults
 from trireme.engine_core.scheduling.policies.base import POLICIES
 from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.params import RowParams
 from trireme.serving.engines.replay import Replay
+from trireme.step_time import StepCosts
 
 VOCAB = 64
 EOS = 20
@@ -51,7 +54,7 @@ class Scene:
     depth: int
     ahead: bool
     limits: Limits
-    costs: list[CostModel]
+    costs: list[StepCosts]
     delays: tuple[float, float, float]  # usual, rare, share of rare ones
     twice: float
     most_unread: int
@@ -73,7 +76,7 @@ class Scene:
     @property
     def is_tight(self) -> bool:
         """Requests may be refused for want of room."""
-        return self.limits.max_waiting < 64 or self.limits.queue_timeout > 0
+        return self.limits.max_waiting < 64 or self.limits.queue_timeout > 0 or self.limits.ttft_target > 0
 
     @property
     def has_poison(self) -> bool:
@@ -88,7 +91,7 @@ def draw_scene(seed: int) -> Scene:
     only_coordinator = has_coordinator and rng.random() < 0.15
     horizon_s = rng.choice([0.3, 1.0, 2.0])
     ahead = rng.random() < 0.5
-    limits = _limits(rng)
+    limits = _with_targets(_limits(rng), random.Random(seed ^ 0x71E))
     return Scene(
         seed=seed,
         engines=engines,
@@ -99,7 +102,7 @@ def draw_scene(seed: int) -> Scene:
         depth=2 if ahead else rng.choice([1, 1, 2, 3]),
         ahead=ahead,
         limits=limits,
-        costs=[CostModel(step_s=rng.choice([0.002, 0.01, 0.04])) for _ in engines],
+        costs=[StepCosts(step_s=rng.choice([0.002, 0.01, 0.04])) for _ in engines],
         delays=rng.choice([(0.0002, 0.0002, 0.0), (0.001, 0.05, 0.05), (0.01, 0.3, 0.05), (0.05, 0.05, 0.0)]),
         twice=rng.choice([0.0, 0.0, 0.1]),
         most_unread=max(rng.choice([4096, 4096, 24]), 4096 if only_coordinator else 0),
@@ -117,6 +120,13 @@ def draw_scene(seed: int) -> Scene:
         horizon_s=horizon_s,
         only_coordinator=only_coordinator,
     )
+
+
+def _with_targets(limits: Limits, rng: random.Random) -> Limits:
+    """Drawn apart from the rest, so that a seed keeps the rest of its scene."""
+    itl_target = rng.choice([inf, inf, 0.005, 0.02, 0.05])
+    ttft_target = rng.choice([0.0, 0.0, 0.0, 0.2]) if itl_target < inf else 0.0
+    return msgspec.structs.replace(limits, itl_target=itl_target, ttft_target=ttft_target)
 
 
 def _limits(rng: random.Random) -> Limits:
