@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import chain
+from math import inf
 
 import msgspec
 import numpy as np
@@ -40,6 +41,11 @@ from trireme.transport.wire.messages import (
     Submit,
 )
 
+LONG_S, SAMPLED = (
+    0.005,
+    8,
+)  # shorter steps without a prompt teach the model of step times now and then: it would cost more
+
 
 class Counters(msgspec.Struct):
     """Totals since start. Between events, submitted = stop + length + abort + error + returned + live requests."""
@@ -57,6 +63,8 @@ class Counters(msgspec.Struct):
     cached_tokens: int = 0
     output_tokens: int = 0
     steps: int = 0
+    bounded_steps: int = 0  # of them, those with prompt tokens beside decoding sequences that have a target
+    late_steps: int = 0  # of these, those that took longer than their bound
 
 
 class EngineCore:
@@ -103,7 +111,7 @@ class EngineCore:
         try:
             check_submit(submit, self.limits)
             self._check_capacity(submit)
-            request = Request(front, submit, self._arrivals + 1, now, self.limits.max_len)
+            request = Request(front, submit, self._arrivals + 1, now, self.limits.max_len, self.limits.itl_target)
             self.admission.check(request)
         except TriremeError as error:
             self._refuse(front, submit.rid, error)
@@ -169,7 +177,15 @@ class EngineCore:
         is_pipeline = scheduler.depth > 1 and not scheduler.ahead
         num_tokens = pending.total_tokens if result.agreed is None else result.agreed.num_tokens
         began = pending.planned_s if is_pipeline else pending.started_s
-        self.step_times.note(num_tokens, self.step_times.own_s(began, now))
+        seconds = self.step_times.own_s(began, now)
+        self.step_times.note(num_tokens, seconds)
+        if pending.chunks or seconds > LONG_S or not pending.step % SAMPLED:
+            scheduler.times.observe(pending.shape(), seconds)
+        if pending.chunks:
+            self.admission.computed(pending.total_tokens - len(pending.at), seconds)
+        if pending.chunks and pending.bound_s < inf:
+            self.counters.bounded_steps += 1
+            self.counters.late_steps += seconds > pending.bound_s
         tokens = self._tokens_of(result)
         in_order = result.rows == pending.asking_rows()
         if not in_order or result.faults or result.prompt_logprobs or result.logprobs:

@@ -57,6 +57,10 @@ CURES: dict[str, Cure] = {
         "the server is full: queue, open requests, bodies or connections",
         "wait for `Retry-After`; add engines (`--dp`) or raise `--max-waiting`",
     ),
+    "latency_targets_missed": Cure(
+        "prompts wait longer than `--ttft-target` although steps take longer than `--itl-target`",
+        "wait for `Retry-After`; add engines (`--dp`), or loosen one of the targets",
+    ),
     "deadline_exceeded": Cure(
         "not complete when `timeout`, `queue_timeout` or `--request-timeout` was over",
         "ask for less or allow more time; sending the same again meets the same limit",

@@ -175,6 +175,7 @@ class Front:
         self.admission = Admission(
             config.serving,
             queue_s=config.scheduler.queue_timeout,
+            itl_target=config.scheduler.itl_target,
             shares_prefixes=config.cache.share_prefixes,
             accounts=self.shared.accounts,
             cell=self.shared.occupancy,

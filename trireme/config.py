@@ -135,6 +135,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    itl_target: Annotated[
+        str,
+        _text(
+            "time between tokens of a stream while prompts of others are computed (50ms), kept by cutting prompts. Service tiers "
+            "may have their own (50ms,priority=25ms,flex=off). auto: as the machine allows; off: prompts fill steps"
+        ),
+    ] = "auto"
+    ttft_target: Annotated[
+        str,
+        _text(
+            "time to the first token (1s): prompts that wait longer get more of each step than itl-target leaves them; when both "
+            "are missed, requests are refused; off: none"
+        ),
+    ] = "off"
     max_waiting: Annotated[int, _count("maximum queued sequences; default: 4 x max-num-seqs", 1)] | None = None
     max_waiting_tokens: (
         Annotated[

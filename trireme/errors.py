@@ -102,6 +102,13 @@ class OverloadedError(TriremeError):
             self.kind = "rate_limit_error"
 
 
+class TargetsMissedError(OverloadedError):
+    """Both latency targets are missed at once: more work cannot be kept within either."""
+
+    status = 429
+    code = "latency_targets_missed"
+
+
 class DeadlineError(TriremeError):
     """The caller's own time limit or the server's maximum expired. A retry of the same request would time out again."""
 

@@ -22,7 +22,8 @@ from trireme.machine.weight_bytes import loaded_bytes, stored_bytes, stored_of
 from trireme.model.bodies import MoeBody
 from trireme.model.files import files_of
 from trireme.model.reader import ArchSpec, read_arch
-from trireme.sizes import GIB, MIB, format_bytes, parse_bytes
+from trireme.sizes import GIB, MIB, format_bytes, format_seconds, parse_bytes
+from trireme.targets import AUTO, automatic_itl_target, itl_targets, ttft_target
 from trireme.topology.mesh import Mesh, split_evenly, split_heads
 from trireme.topology.zones import fleet_of
 
@@ -85,6 +86,7 @@ def resolve(
     work.length()
     work.reuse()
     work.queue()
+    work.latency()
     work.places()
     if fitting and not work.is_on_gpu:
         check_memory(work.config, model.arch, work.weight_bytes(), device)
@@ -137,6 +139,20 @@ class _Resolver:
             )
             self.decide("scheduler", because, max_num_tokens=most)
         graph_sizes(self.config.parallel.graph_sizes, self.config.scheduler.num_rows)
+
+    def latency(self) -> None:
+        """Chooses the target between tokens. Raises ConfigError for targets that are none."""
+        scheduler = self.config.scheduler
+        ttft_target(scheduler.ttft_target)
+        parallel = self.config.parallel
+        share = self.model.weight_bytes // (parallel.tp * parallel.pp)
+        seconds, because = automatic_itl_target(share, is_on_gpu=self.is_on_gpu)
+        targets = itl_targets(scheduler.itl_target, seconds)
+        named = [part.strip() for part in scheduler.itl_target.split(",")]
+        if AUTO in named or all("=" in part for part in named):
+            rest = [part for part in named if part != AUTO]
+            own = ",".join([f"{targets['default'] * 1e3:.3g}ms", *rest])
+            self.decide("scheduler", because, shown=format_seconds(targets["default"]), itl_target=own)
 
     @property
     def is_on_gpu(self) -> bool:

@@ -1,4 +1,4 @@
-"""Sizes in bytes as text, both ways. Used by settings, budgets and everything that prints a size."""
+"""Sizes in bytes and times as text, both ways. Used by settings, budgets and everything that prints a size."""
 
 from __future__ import annotations
 
@@ -29,3 +29,24 @@ def format_bytes(size: float) -> str:
         if size >= unit:
             return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
     return f"{size:.0f} B"
+
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "": 1.0}
+
+
+def parse_seconds(text: str) -> float:
+    """`50ms`, `1.5s`, `2min`, `0.05` in seconds. Raises ValueError that says what was expected."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text)
+    if match is None or match[2] not in _SECONDS:
+        raise ValueError("a time is a number and a unit (us, ms, s, min)")
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if not 0 < seconds <= 86400:
+        raise ValueError("a time must be above 0 and at most a day")
+    return seconds
+
+
+def format_seconds(seconds: float) -> str:
+    """`12 ms`, `1.5 s`: three digits."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s"

@@ -8,6 +8,7 @@ EngineLoop uses both alike. Three ways to pause: running sequences end at once (
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -170,7 +171,10 @@ class Lockstep:
         if not self._wave.may_vote:
             return None
         begun, queued = self._rows()
+        target_s = self._core.scheduler.tightest_target(self._core.scheduler.decode_batch)
         ballot = self._wave.vote(begun=begun, queued=queued)
+        if target_s < inf:
+            ballot = ballot._replace(target_us=max(1, int(target_s * 1e6)))
         plan = self._core.next_plan(now) or self._core.empty_plan(now)
         if plan is None:
             raise EngineError(f"step {ballot.step} of wave {ballot.wave} has no place behind those under way")
@@ -180,6 +184,7 @@ class Lockstep:
         if result.agreed is None:
             raise EngineError(f"step {result.step} ended without what the engines agreed on")
         self._wave.on_agreed(result.agreed)
+        self._core.scheduler.peers_target_s = result.agreed.target_us / 1e6 or inf
 
     def direct(self, mode: Mode, answer: Answer) -> None:
         answer("this engine steps together with others: the coordinator pauses them all")

@@ -13,11 +13,13 @@ from collections import deque
 
 from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.scheduler import Scheduler
-from trireme.errors import OverloadedError
+from trireme.errors import OverloadedError, TargetsMissedError
+from trireme.sizes import format_seconds
 
 MOST_GAP_S = 10.0  # between two plans that counts as work: a longer gap (a pause) is not measured
 LOOK_S = 0.5  # between two checks of queued requests
 MOST_RETRY_S = 60.0  # told to a client at most; clients ignore more
+NEWEST = 0.1  # weight of the newest step with prompt tokens
 SLACK = 1.5  # times the bound, for queued requests: a noisy estimate must not end them
 
 
@@ -62,6 +64,7 @@ class QueueAdmission:
         self._max_wait_s = max_wait_s
         self._rate = ServiceRate(scheduler.limits.max_num_seqs)
         self._next_look = 0.0
+        self._prompt_s = self._prompt_tokens = 0.0  # of a step with prompt tokens, lately
 
     def planned(self, num_started: int, now: float) -> None:
         """The scheduler has planned a step in which `num_started` requests start."""
@@ -70,10 +73,17 @@ class QueueAdmission:
             if num_started or num_waiting or self._rate.is_busy:
                 self._rate.planned(num_started, num_waiting > 0, now)
 
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step with `num_tokens` prompt tokens took `seconds`."""
+        self._prompt_s += NEWEST * (seconds - self._prompt_s)
+        self._prompt_tokens += NEWEST * (num_tokens - self._prompt_tokens)
+
     def check(self, request: Request) -> None:
         """Raises OverloadedError, with the seconds until there should be room, when a request about to be queued would exceed its
-        bound."""
+        bound, or when prompts and streams miss their targets already."""
         request.queued_busy_s = self._rate.busy_s
+        if request.patience_s > 0 and self._scheduler.misses_targets:
+            self._refuse_for_targets()
         bound_s, waiting = min(request.patience_s, self._max_wait_s), self._scheduler.waiting
         if bound_s <= 0 or self._rate.wait_s(len(waiting)) <= bound_s:
             return
@@ -81,6 +91,17 @@ class QueueAdmission:
         wait_s = self._rate.wait_s(num_ahead)
         if wait_s > bound_s:
             raise _too_long(f"{num_ahead} requests are queued before this one: ", wait_s, bound_s)
+
+    def _refuse_for_targets(self) -> None:
+        scheduler = self._scheduler
+        num_tokens = scheduler.waiting.num_tokens + sum(row.num_left for row in scheduler.prefilling)
+        seconds = num_tokens * self._prompt_s / max(self._prompt_tokens, 1.0)
+        raise TargetsMissedError(
+            f"prompts wait longer than the target of {format_seconds(scheduler.limits.ttft_target)} although steps already take "
+            f"longer than theirs; {num_tokens} prompt tokens are to be computed before, in about {format_seconds(seconds)}",
+            retry_after_s=min(MOST_RETRY_S, max(1.0, seconds - scheduler.limits.ttft_target)),
+            hint="--ttft-target, --itl-target",
+        )
 
     def take_hopeless(self, now: float) -> list[tuple[Request, OverloadedError]]:
         """Queued requests whose expected wait now far exceeds their bound: from the end of the queue up to the first that does not,

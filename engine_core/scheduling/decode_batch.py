@@ -36,11 +36,13 @@ class SlotColumns:
         self.token = np.full(num_rows, NOTHING, np.int32)  # for the next plan: an id, HELD or NOTHING
         self.decoding = np.zeros(num_rows, np.bool_)  # in the decode batch, or about to join it
         self.known = np.zeros(num_rows, np.int32)  # known tokens
+        self.itl_target = np.full(num_rows, np.inf)  # seconds that the sequence may wait for a token
         self.tail = np.zeros((num_rows, TAIL_BLOCKS * block_size), "<i4")  # the newest of them: a ring over positions
         self._flat_tail = self.tail.reshape(-1)
 
-    def clear(self, row: int, limit: int) -> None:
+    def clear(self, row: int, limit: int, itl_target: float) -> None:
         """Initializes a slot for a sequence that has computed nothing."""
+        self.itl_target[row] = itl_target
         self.computed[row] = self.capacity[row] = self.last_step[row] = 0
         self.limit[row] = limit
         self.token[row] = NOTHING

@@ -6,15 +6,16 @@ Filled by the scheduler; kept until the step's result arrives, because it maps e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from trireme.engine_core.scheduling.decode_batch import DecodeBatch, Ints
 from trireme.engine_core.scheduling.request import Request
+from trireme.step_time import StepShape
 from trireme.transport.wire.columns import Column, pack, pack_flags, repeated
 from trireme.transport.wire.messages import NewRow, StepPlan
-
 
 NO_TOKENS: Ints = np.zeros(0, np.int32)
 
@@ -45,6 +46,7 @@ class PendingStep:
 
     __slots__ = (
         "at",
+        "bound_s",
         "chunks",
         "decode_batch",
         "dropped",
@@ -65,6 +67,7 @@ class PendingStep:
         self.step = step
         self.planned_s = now
         self.started_s = now  # when it became the oldest step in flight, or was planned
+        self.bound_s = inf  # seconds that its decoding sequences may wait for its prompt tokens
         self.decode_batch: DecodeBatch | None = None
         self.at = NO_TOKENS
         self.tokens: Column = b""  # of the decode batch, as sent in the plan
@@ -125,6 +128,13 @@ class PendingStep:
         if self.decode_batch is not None:
             yield from self.decode_batch.requests
         yield from (chunk.request for chunk in self.chunks)
+
+    def shape(self) -> StepShape:
+        """What the step computes."""
+        shape = StepShape(len(self.at), int(self.at.sum()))
+        for chunk in self.chunks:
+            shape = shape.plus(chunk.num_tokens, chunk.num_computed)
+        return shape
 
     def places(self) -> dict[int, PlannedTokens]:
         """What is planned, by slot. For rare cases: it walks all sequences."""

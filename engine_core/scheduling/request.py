@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from enum import Enum
+from math import inf
 
 import numpy as np
 
@@ -56,6 +57,7 @@ class Request:
         "first_token_s",
         "front",
         "hashes",
+        "itl_target_s",
         "key",
         "level",
         "limit",
@@ -81,7 +83,9 @@ class Request:
         "stops",
     )
 
-    def __init__(self, front: str, submit: Submit, arrival: int, now: float, max_len: int) -> None:
+    def __init__(
+        self, front: str, submit: Submit, arrival: int, now: float, max_len: int, itl_target: float = inf
+    ) -> None:
         self.front = front
         self.rid = submit.rid
         self.params = submit.params
@@ -91,6 +95,7 @@ class Request:
             not submit.stays and submit.num_moves == 0
         )  # at most once in its life, and before it ran anywhere
         self.client = submit.client
+        self.itl_target_s = submit.itl_target_s or itl_target  # seconds between its tokens; infinite: none
         self.queued_at_s = now  # when it came to this engine
         self.queued_busy_s = 0.0  # the same in busy time of this engine (see ServiceRate)
         self.arrival_s = now - submit.waited_s  # when the client asked, possibly another engine
@@ -215,7 +220,7 @@ class Request:
 
     def take_slot(self, row: int, columns: SlotColumns) -> None:
         """Takes a batch slot, with nothing computed yet."""
-        columns.clear(row, self.limit)
+        columns.clear(row, self.limit, self.itl_target_s)
         count = len(self._tokens)
         begun = count % columns.tail.shape[1]
         columns.tail[row, :begun] = self._tokens[count - begun :]

@@ -12,20 +12,25 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from itertools import chain
+from math import inf
 from operator import attrgetter
 
 import msgspec
 import numpy as np
 
 from trireme.engine_core.kv.cache import KVCache
+from trireme.engine_core.scheduling.chunk_budget import ChunkBudget
 from trireme.engine_core.scheduling.decode_batch import HELD, NOTHING, DecodeBatch, Mask, SlotColumns, decode_batch_of
 from trireme.engine_core.scheduling.pending_step import PendingStep
 from trireme.engine_core.scheduling.policies.base import Policy
 from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.waiting import WaitingQueue
+from trireme.step_time import StepShape, StepTimeModel
 from trireme.transport.wire.columns import repeated
 
-SHORT_PART = 4  # of a step: a prompt of at most this fraction need not wait for a long one
+MOST_OVERTAKING = (
+    8  # queued requests, the head of the queue included, that may start before longer prompts are complete
+)
 
 _key = attrgetter("key")
 
@@ -45,6 +50,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: float = 0.0
     max_wait: float = 0.0  # seconds of expected queue wait; 0: unlimited
     prefix_cache: bool = True
+    itl_target: float = (
+        inf  # seconds between tokens of a sequence that names no target; infinite: prompts fill their steps
+    )
+    ttft_target: float = 0.0  # seconds to the first token, above which prompts get more of a step; 0: none
 
 
 class Scheduler:
@@ -75,6 +84,9 @@ class Scheduler:
         self._freed: list[int] = []  # batch slots that workers still believe occupied
         self._joining: list[Request] = []  # sequences whose last chunk is planned: they decode next
         self._answered: PendingStep | None = None  # the step whose answer came last
+        self.peers_target_s = inf  # the tightest target of sequences on lockstep peers
+        self.times = StepTimeModel()
+        self.budget = ChunkBudget(self.times, limits.max_num_tokens)
 
     @property
     def num_running(self) -> int:
@@ -147,10 +159,12 @@ class Scheduler:
         if preempted or self._take_slot():
             self._sort_rows()
         self._decode(pending)
-        if self.prefilling:
-            self._prefill_all(pending, admits=not preempted)
-        if not preempted and self.waiting:
-            self._admit(pending, now)
+        if self.prefilling or self.waiting:
+            self._open_budget(pending, now)
+            if self.prefilling:
+                self._prefill(pending, now, admits=not preempted)
+            if not preempted and self.waiting:
+                self._admit(pending, now)
         if not len(pending):
             return self._unblock(now)
         self._send_off(pending)
@@ -218,39 +232,56 @@ class Scheduler:
             mask &= np.cumsum(mask) <= room
         return None if mask.all() else mask
 
-    def _prefill_all(self, pending: PendingStep, *, admits: bool) -> None:
-        """Plans chunks of the running sequences that have known tokens to compute, in order. If they do not all fit, a long prompt
-        leaves up to half of the step to short prompts behind it (at most a quarter of a step each), which would otherwise wait for
-        all its chunks. So it takes at most twice its time, and only while short ones arrive."""
-        budget = self.limits.max_num_tokens - pending.total_tokens
-        short, kept = budget // SHORT_PART, 0
-        if self.limits.chunk and sum(row.num_left for row in self.prefilling) > budget:
-            kept = sum(row.num_left for row in self.prefilling[1:] if row.num_left <= short)
-            if admits and self._can_start_short(short):
-                kept += self.waiting.num_tokens
-            kept = min(kept, budget // 2)
-        for request in self.prefilling:
-            if request.num_left <= short:
-                kept = max(0, kept - request.num_left)
-                self._prefill(pending, request)
-            else:
-                self._prefill(pending, request, kept)
+    def _open_budget(self, pending: PendingStep, now: float) -> None:
+        """Sizes the step for prompts. Only for steps that may have some."""
+        rows, target_s = len(pending.at), inf
+        if self.limits.chunk:
+            target_s = min(self.tightest_target(pending.decode_batch), self.peers_target_s)
+        late, limit_s = 1.0, self.limits.ttft_target
+        if limit_s and target_s < inf:
+            late = max(1.0, self._longest_wait(now) / limit_s)
+        context = int(pending.at.sum()) if target_s < inf else 0
+        self.budget.open(StepShape(rows, context), target_s, late)
+        pending.bound_s = self.budget.bound_s
 
-    def _can_start_short(self, short: int) -> bool:
-        """Whether the head of the queue has a short prompt, and lacks only token budget."""
-        if not self.free_rows or not self.admits or (head := self.waiting.peek()) is None:
-            return False
-        if head.state is not State.WAITING or head.num_tokens > short:
-            return False
-        cache = self.cache
-        owed = sum(cache.blocks_for(row.num_tokens) - len(row.blocks) for row in self.prefilling)
-        return cache.num_available - owed >= cache.blocks_for(head.num_tokens)
+    def tightest_target(self, decode_batch: DecodeBatch | None) -> float:
+        """The least seconds between tokens that any of these sequences asks for; infinite: none does."""
+        if decode_batch is None or not len(decode_batch):
+            return inf
+        return float(self.columns.itl_target[decode_batch.slots].min())
 
-    def _prefill(self, pending: PendingStep, request: Request, kept: int = 0) -> None:
-        """Plans the next chunk of a running sequence, within its blocks and the budget less the tokens `kept` for others."""
-        num_tokens = min(
-            self._chunk(pending, request.num_left), self.limits.max_num_tokens - pending.total_tokens - kept
-        )
+    @property
+    def misses_targets(self) -> bool:
+        """Prompts wait longer than their target although steps exceed that of the streams."""
+        return self.budget.is_late and bool(self.waiting or self.prefilling)
+
+    def _longest_wait(self, now: float) -> float:
+        """Seconds since the client asked, of the longest wait for a first token."""
+        rows = [row for row in self.prefilling if row.first_token_s < 0]
+        if (head := self.waiting.peek()) is not None:
+            rows.append(head)
+        return max((now - row.arrival_s for row in rows), default=0.0)
+
+    def _prefill(self, pending: PendingStep, now: float, *, admits: bool) -> None:
+        """Plans chunks of the running sequences that have known tokens to compute, and of queued ones that go before them. A
+        request that overtakes the head of the queue leaves it a slot and its blocks."""
+        order = self.prefilling
+        if self.policy.shortest_first and sum(row.num_left for row in order) > self.budget.tokens_left // 2:
+            queued = self.waiting.first(MOST_OVERTAKING) if admits and self.admits and self.free_rows else []
+            if len(order) + len(queued) > 1:
+                order = sorted([*order, *queued], key=lambda row: _response_ratio(row, now), reverse=True)
+        head = self.waiting.peek()
+        for request in order:
+            if request.state is State.RUNNING:
+                self._continue(pending, request)
+            elif request is head or head is None:
+                admits, head = admits and self._try_start(pending, request, now), None
+            elif admits and len(self.free_rows) > 1:
+                self._try_start(pending, request, now, reserve=self.cache.blocks_for(head.num_tokens))
+
+    def _continue(self, pending: PendingStep, request: Request) -> None:
+        """Plans the next chunk of a running sequence, within its blocks and the budget."""
+        num_tokens = self._chunk(request.num_left, request.num_computed)
         spare = request.capacity - request.num_computed + self.cache.num_available * self.limits.block_size
         num_tokens = min(num_tokens, spare)
         if num_tokens <= 0:
@@ -261,35 +292,42 @@ class Scheduler:
         self._plan(pending, request, num_tokens)
 
     def _admit(self, pending: PendingStep, now: float) -> None:
-        """Starts queued requests in order while slots, budget and blocks last. The head is never overtaken.
+        """Starts queued requests in order while slots, budget and blocks last. The head is not overtaken for want of blocks."""
+        if self.policy.is_metered and self.free_rows:
+            self.policy.settle(self.running)
+        while (request := self._next_waiting()) is not None:
+            if not self._try_start(pending, request, now):
+                return
 
-        A request needs blocks for all its known tokens, beyond those that partly prefilled sequences still need: so only decoding
+    def _try_start(self, pending: PendingStep, request: Request, now: float, reserve: int = 0) -> bool:
+        """Starts a queued request if there are a slot, budget and blocks for it, besides `reserve` blocks for others.
+
+        It needs blocks for all its known tokens, beyond those that partly prefilled sequences still need: so only decoding
         can run out of blocks. A preempted request must find more than that, or it would be preempted again at once.
         """
         cache = self.cache
-        if self.policy.is_metered and self.free_rows:
-            self.policy.settle(self.running)
+        if not self.free_rows or self._chunk(1, 0) < 1:
+            return False
         owed = sum(cache.blocks_for(row.num_tokens) - len(row.blocks) for row in self.prefilling)
-        while self.free_rows and (request := self._next_waiting()) is not None:
-            spare = cache.num_available - owed
-            if spare < 1 or self._chunk(pending, 1) < 1:
-                return
-            hits = cache.match(request)
-            num_left = request.num_tokens - len(hits) * self.limits.block_size
-            num_tokens = self._chunk(pending, num_left)
-            needed = cache.blocks_for(request.num_tokens) - len(hits)
-            margin = 0
-            if request.state is State.PREEMPTED and self.running:
-                margin = needed // 4 + len(self.running)
-            if num_tokens < 1 or spare - cache.num_idle(hits) < needed + margin:
-                return
-            if request.state is State.WAITING:
-                pending.placed.append(request)
-            self._start(request, hits, now)
-            cache.extend(request, cache.blocks_for(request.num_computed + num_tokens) - len(hits))
-            self._plan(pending, request, num_tokens)
-            pending.place(request)
-            owed += cache.blocks_for(request.num_tokens) - len(request.blocks)
+        spare = cache.num_available - owed - reserve
+        if spare < 1:
+            return False
+        hits = cache.match(request)
+        num_cached = len(hits) * self.limits.block_size
+        num_tokens = self._chunk(request.num_tokens - num_cached, num_cached)
+        needed = cache.blocks_for(request.num_tokens) - len(hits)
+        margin = 0
+        if request.state is State.PREEMPTED and self.running:
+            margin = needed // 4 + len(self.running)
+        if num_tokens < 1 or spare - cache.num_idle(hits) < needed + margin:
+            return False
+        if request.state is State.WAITING:
+            pending.placed.append(request)
+        self._start(request, hits, now)
+        cache.extend(request, cache.blocks_for(request.num_computed + num_tokens) - len(hits))
+        self._plan(pending, request, num_tokens)
+        pending.place(request)
+        return True
 
     def _next_waiting(self) -> Request | None:
         if self.admits or not self.waiting.num_preempted:
@@ -314,6 +352,7 @@ class Scheduler:
     def _plan(self, pending: PendingStep, request: Request, num_tokens: int) -> None:
         """Adds a sequence to the pending step; its full blocks can be shared from this step on."""
         sample = num_tokens == request.num_left and request.num_output < request.params.max_tokens
+        self.budget.take(num_tokens, request.num_computed)
         pending.add(request, num_tokens, sample=sample)
         self.cache.seal(request)
         if sample and not (self.ahead and request.num_tokens + 1 >= request.limit):
@@ -321,12 +360,12 @@ class Scheduler:
             self.columns.token[request.row] = HELD if self.ahead else NOTHING
             self._joining.append(request)
 
-    def _chunk(self, pending: PendingStep, num_left: int) -> int:
-        """How many of `num_left` tokens of one sequence fit into the pending step."""
+    def _chunk(self, num_left: int, start: int) -> int:
+        """How many of `num_left` tokens of one sequence, the first at position `start`, fit into the pending step."""
         limits = self.limits
-        budget = limits.max_num_tokens - pending.total_tokens
         if limits.chunk:
-            return min(num_left, limits.chunk, budget)
+            return self.budget.room(min(num_left, limits.chunk), start)
+        budget = self.budget.tokens_left
         if budget < num_left <= limits.max_num_tokens:
             return 0
         return min(num_left, budget)
@@ -414,3 +453,10 @@ class Scheduler:
         self._freed.append(request.row)
         self.free_rows.append(request.row)
         request.forget_kv()
+
+
+def _response_ratio(request: Request, now: float) -> tuple[float, ...]:
+    """Order of prompts within a step: highest response ratio next (Brinch Hansen, 1971), (waited + left) / left. Short prompts go
+    first, and none waits for ever, since its ratio grows."""
+    num_left = max(1, request.num_left)
+    return ((now - request.arrival_s) / num_left, -num_left, -request.arrival)

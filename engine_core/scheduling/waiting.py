@@ -71,6 +71,14 @@ class WaitingQueue:
             return lane.peek()
         return None
 
+    def first(self, count: int) -> list[Request]:
+        """The next request and up to `count` - 1 that follow it in its lane, in order. O(n) in the lane."""
+        head = self.peek()
+        if head is None:
+            return []
+        live = self._lanes[self._policy.lane(head)].live
+        return [live[key] for key in heapq.nsmallest(count, live)]
+
     def num_ahead(self, request: Request) -> int:
         """How many queued requests would go before one that is about to be queued. O(n)."""
         policy = self._policy

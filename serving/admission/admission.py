@@ -23,6 +23,7 @@ from trireme.keys import check_keys
 from trireme.serving.admission.concurrency import AdaptiveLimit, Cell
 from trireme.serving.admission.quota import Account, Accounts, Quotas, Rates
 from trireme.serving.engines.replay import RequestLimits
+from trireme.targets import OFF, parse_target, tier_targets
 from trireme.yaml_text import read_yaml
 
 CLIENT_BYTES = 16
@@ -101,6 +102,7 @@ class Admission:
         config: ServingConfig,
         *,
         queue_s: float,
+        itl_target: str = OFF,
         shares_prefixes: bool = False,
         accounts: Accounts | None = None,
         cell: Cell | None = None,
@@ -108,6 +110,7 @@ class Admission:
     ) -> None:
         self._clock = clock
         self._queue_s = queue_s
+        self._itl_targets = tier_targets(itl_target)
         self._shares_prefixes = shares_prefixes
         self._total_s = config.request_timeout
         self._default = Rates(config.requests_per_minute, config.tokens_per_minute)
@@ -160,7 +163,18 @@ class Admission:
             _shortest("queue_timeout", self._queue_s, request.queue_timeout),
             _shortest("timeout", self._total_s, *timeouts),
             caller.scope,
+            self._itl_target(request.service_tier, scope),
         )
+
+    def _itl_target(self, tier: str | None, scope: Scope) -> float:
+        """Seconds between tokens that X-Itl-Target or the service tier asks for; 0: what the engines have."""
+        for name, value in scope["headers"]:
+            if name == b"x-itl-target":
+                try:
+                    return parse_target(str(value[:32], "latin-1"))
+                except ValueError as error:
+                    raise RequestError(f"X-Itl-Target: {error} (50ms)", param="x-itl-target") from error
+        return self._itl_targets.get(tier or "", 0.0)
 
     # ------------------------------------------------------------ room
 

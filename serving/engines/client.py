@@ -27,6 +27,7 @@ from trireme.errors import (
     OverloadedError,
     QuarantinedError,
     RequestError,
+    TargetsMissedError,
     TriremeError,
 )
 from trireme.hashing import prompt_keys
@@ -532,12 +533,14 @@ def error_from_end(end: End) -> Exception:
             RequestError,
             ContextLengthError,
             OverloadedError,
+            TargetsMissedError,
             DeadlineError,
             EngineDeadError,
             QuarantinedError,
         )
     }
     reason = end.error or "the engine gave no reason"
-    if end.error_code == OverloadedError.code and end.retry_after_s > 0:
-        return OverloadedError(reason, retry_after_s=end.retry_after_s)
-    return known.get(end.error_code, EngineError)(reason)
+    kind = known.get(end.error_code, EngineError)
+    if issubclass(kind, OverloadedError) and end.retry_after_s > 0:
+        return kind(reason, retry_after_s=end.retry_after_s)
+    return kind(reason)

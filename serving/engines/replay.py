@@ -26,14 +26,15 @@ class Cursor(Protocol):
 
 
 class RequestLimits(NamedTuple):
-    """On what terms a request is served. Seconds; 0: no limit. `scope` is a secret that those who may share cached prefixes have
-    in common (it stays in the front end); empty: everybody without one."""
+    """On what terms a request is served. Seconds; 0: no limit, and for `itl_target_s` the engines' own target. `scope` is a secret
+    that those who may share cached prefixes have in common (it stays in the front end); empty: everybody without one."""
 
     client: bytes = b""
     priority: int = 0
     queue_s: float = 0.0
     total_s: float = 0.0
     scope: bytes = b""
+    itl_target_s: float = 0.0
 
 
 class Replay:
@@ -49,6 +50,7 @@ class Replay:
         "emitted",
         "has_first",
         "is_suspect",
+        "itl_target_s",
         "num_moves",
         "num_scored",
         "num_submits",
@@ -72,6 +74,7 @@ class Replay:
         deadline_s: float = 0.0,
         total_s: float = 0.0,
         client: bytes = b"",
+        itl_target_s: float = 0.0,
     ) -> None:
         self.prompt = prompt  # int32, never written to
         self.params = params
@@ -81,6 +84,7 @@ class Replay:
         self.deadline_s = deadline_s
         self.total_s = total_s  # from its first submit to its end; 0: no limit
         self.client = client
+        self.itl_target_s = itl_target_s  # seconds between tokens; 0: as its engine has it
         self.emitted = array("i")
         self.num_scored = 0  # prompt positions whose log-probabilities were received
         self.has_first = False  # a First was received
@@ -113,6 +117,7 @@ class Replay:
             stays=self.stays,
             client=self.client,
             total_s=max(0.001, self.total_s - passed_s) if self.total_s else 0.0,
+            itl_target_s=self.itl_target_s,
             waited_s=min(waited_s, MAX_WAITED_S) if self.num_submits > 1 or waited_s > FRESH_S else 0.0,
         )
 

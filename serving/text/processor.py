@@ -179,6 +179,7 @@ class Processor:
                 deadline_s=terms.queue_s or self.queue_timeout_s,
                 total_s=terms.total_s,
                 client=terms.client,
+                itl_target_s=terms.itl_target_s,
             )
             for i, prompt in enumerate(prompts)
             for choice in range(params.n)

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE_FLAGS = """
 --served-name --tokenizer --chat-template --dtype --quantize --load-format --max-len --kv-memory --gpu-memory --kv-dtype
 --block-size --prefix-cache --share-prefixes --num-blocks --dp --tp --pp --ep --sequence-parallel --device --share-gpus
---graph-sizes --threads --pin-cores --executor --worker --max-num-seqs --max-num-tokens --chunk --max-waiting
+--graph-sizes --threads --pin-cores --executor --worker --max-num-seqs --max-num-tokens --chunk --itl-target
+--ttft-target --max-waiting
 --max-waiting-tokens --policy --aging --queue-timeout --max-wait --async-steps --check
 --host --port --api-servers --api-key --api-key-file --admin-key --admin-key-file --cors-origins --quotas --requests-per-minute
 --tokens-per-minute --target-wait --request-timeout

@@ -14,7 +14,7 @@ import openai
 
 from tests.models.tiny import make_stub
 from tests.serving.engines import FakeEngine, client_of
-from trireme.config import EngineConfig, ModelConfig, ServingConfig
+from trireme.config import EngineConfig, ModelConfig, SchedulerConfig, ServingConfig
 from trireme.launch.api.deployment import InProcess
 from trireme.launch.processes.supervisor import listen
 from trireme.model.files import find_model
@@ -120,12 +120,17 @@ async def serve(
     extra: Sequence[str] = (),
     max_connections: int = WANTED_CONNECTIONS,
     shared: SharedState | None = None,
+    itl_target: str = "off",
     **settings: Any,
 ) -> AsyncIterator[Served]:
     """A front end over scripted engines, for a T-byte model with these extra tokens; `settings` go to ServingConfig. `shared` is
     what it has in common with others."""
     model = make_stub(directory / "model", extra=extra)
-    config = EngineConfig(model=ModelConfig(model=str(model), served_name="stub"), serving=ServingConfig(**settings))
+    config = EngineConfig(
+        model=ModelConfig(model=str(model), served_name="stub"),
+        scheduler=SchedulerConfig(itl_target=itl_target),
+        serving=ServingConfig(**settings),
+    )
     serving = config.serving
     client = client_of(*engines, migration_limit=serving.migration_limit, engine_wait_s=serving.engine_wait)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,25 @@ def test_a_wrong_quota_file_is_named(tmp_path: Path, text: str, words_of_it: str
 def test_a_missing_quota_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_grants(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "expected"),
+    [
+        ({}, {}, 0.0),
+        ({"service_tier": "flex"}, {}, 0.2),
+        ({"service_tier": "priority"}, {}, 0.0),
+        ({"service_tier": "flex"}, {"x-itl-target": "25ms"}, 0.025),
+        ({}, {"x-itl-target": "off"}, math.inf),
+    ],
+)
+async def test_targets_between_tokens_by_tier_and_request(
+    tmp_path: Path, body: dict[str, Any], headers: dict[str, str], expected: float
+) -> None:
+    async with serve(tmp_path, FakeEngine(words("ok", EOS)), itl_target="50ms,flex=200ms") as served:
+        status, answer = await served.post("/v1/completions", {**TEXT, **body}, **headers)
+        assert status == 200, answer
+        assert [submit.itl_target_s for submit in submits(served)] == [expected]
+        status, answer = await served.post("/v1/completions", TEXT, **{"x-itl-target": "soon"})
+        assert (status, answer["error"]["param"]) == (400, "x-itl-target")
+        assert "a number and a unit" in answer["error"]["message"]

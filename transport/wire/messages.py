@@ -17,7 +17,7 @@ from trireme.params import RowParams
 from trireme.topology.lockstep import Agreed, Ballot, Mode
 from trireme.transport.wire.columns import Column, Flags, Ids, check_columns
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_PREFIX = 1024  # prompt blocks named in a Route
 MAX_WAITED_S = 86400.0  # maximum of Submit.waited_s
 
@@ -103,6 +103,9 @@ class Submit(Wire, frozen=True):
     client: bytes = b""  # digest that identifies the client, for fair policies; empty: unknown
     total_s: float = 0.0  # maximum time until its end, queue included; 0: no limit
     waited_s: float = 0.0  # seconds waited before this submit: decides its position in the engine's queue
+    itl_target_s: float = (
+        0.0  # seconds that it may wait for a token while others' prompts are computed; 0: the engine's target
+    )
 
 
 class Abort(Wire, frozen=True):

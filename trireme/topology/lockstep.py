@@ -47,6 +47,7 @@ class Ballot(NamedTuple):
     num_tokens: int = 0
     graph: int = 0  # graph mode in which it could run; larger values need more
     num_pieces: int = 0  # forwards in which it would run its batch
+    target_us: int = 0  # tightest target between tokens of its sequences, microseconds; 0: none
 
 
 class Agreed(NamedTuple):
@@ -57,6 +58,7 @@ class Agreed(NamedTuple):
     num_tokens: int = 0  # the maximum: the shape of every rank's batch
     graph: int = 0  # the minimum
     num_pieces: int = 0  # the maximum: every rank runs so many forwards
+    target_us: int = 0  # the minimum of those that have one: all ranks size their prompts by it
 
 
 def agree(ballots: Sequence[Ballot]) -> Agreed:
@@ -70,4 +72,5 @@ def agree(ballots: Sequence[Ballot]) -> Agreed:
         max(ballot.num_tokens for ballot in ballots),
         min(ballot.graph for ballot in ballots),
         max(ballot.num_pieces for ballot in ballots),
+        min((ballot.target_us for ballot in ballots if ballot.target_us), default=0),
     )

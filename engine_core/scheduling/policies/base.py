@@ -40,6 +40,7 @@ class Policy:
 
     is_metered = False  # `settle` is called with every token served
     takes_slots = False  # sequences may lose their slot to queued requests
+    shortest_first = True  # of the prompts in a step; False: they go in the order of `key`
 
     def __init__(self, settings: PolicySettings) -> None:
         self.settings = settings
@@ -88,6 +89,8 @@ class Priority(Policy):
     `aging_s` later per level between them.
     """
 
+    shortest_first = False
+
     def key(self, request: Request) -> Key:
         level = request.priority - (1 if request.num_preemptions else 0)
         return (level * self.settings.aging_s + request.arrival_s,)
@@ -98,6 +101,8 @@ class Priority(Policy):
 
 class Deadline(Policy):
     """Earliest deadline first (Liu and Layland, 1973); the latest deadline is preempted first."""
+
+    shortest_first = False
 
     def key(self, request: Request) -> Key:
         return (request.arrival_s + (request.due_s or self.settings.due_s),)

@@ -1,0 +1,68 @@
+"""The prompt tokens of a step: as many as fit beside its decoding sequences, in tokens and in time.
+
+Used by the scheduler; pure. While a prompt is computed, the streams of all other sequences wait for the step to end. The bound on
+its seconds is the tightest target of the sequences that decode in it, but:
+
+- prompts may take at least PROMPT_SHARE of the time that the decoding part of the step takes, or they would hardly get on where
+  decoding alone comes close to the target;
+- a prompt that has waited longer for its first token than the target for that widens the bound in proportion;
+- LEAST_TOKENS always fit.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from trireme.step_time import StepShape, StepTimeModel
+
+PROMPT_SHARE = 0.6
+LEAST_TOKENS = 16
+
+
+class ChunkBudget:
+    """Of one scheduler: `open` starts a step, `take` spends. `bound_s` is the bound of the step, infinite for none."""
+
+    __slots__ = ("_most_tokens", "_shape", "_times", "bound_s", "late", "target_s")
+
+    def __init__(self, times: StepTimeModel, most_tokens: int) -> None:
+        """`most_tokens`: of any step, decoding sequences included."""
+        self._times = times
+        self._most_tokens = most_tokens
+        self._shape = StepShape()
+        self.target_s = self.bound_s = inf
+        self.late = 1.0
+
+    def open(self, shape: StepShape, target_s: float, late: float = 1.0) -> None:
+        """Starts a step that so far has the decoding sequences of `shape`. `target_s`: their tightest target, infinite for none.
+        `late`: by which factor the longest wait for a first token exceeds its target, at least 1."""
+        self._shape, self.target_s = shape, target_s
+        decode_s = self._times.decode_seconds(shape) if shape.rows else 0.0
+        self.bound_s = late * max(target_s, (1.0 + PROMPT_SHARE) * decode_s)
+        self.late = late
+
+    @property
+    def is_late(self) -> bool:
+        """Prompts wait longer than their target although the step may exceed its own."""
+        return self.late > 1.0 and self.target_s < inf
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that the step may still have, whatever their time."""
+        return self._most_tokens - self._shape.rows - self._shape.prompt
+
+    def room(self, num_tokens: int, start: int) -> int:
+        """How many of `num_tokens` prompt tokens, the first at position `start`, the step has room for. Scraps are left to a
+        later step."""
+        most = min(num_tokens, self.tokens_left)
+        if self.bound_s == inf or most <= 0:
+            return max(0, most)
+        least = min(most, LEAST_TOKENS)
+        times = self._times
+        room = times.room(self._shape, start, (1.0 - times.margin) * self.bound_s, most)
+        if room < least:
+            return 0 if self._shape.prompt else least
+        return room
+
+    def take(self, num_tokens: int, start: int) -> None:
+        """Spends the time and tokens of a chunk."""
+        self._shape = self._shape.plus(num_tokens, start)
