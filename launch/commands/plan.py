@@ -19,10 +19,11 @@ from trireme.machine.device import DeviceFacts, GpuFacts, read_device, read_gpu
 from trireme.machine.fits import check_slots, free_for, kv_tokens_of, shares_on_host, shortage
 from trireme.machine.gpu_formats import gpu_weight_bytes
 from trireme.machine.memory_budget import MemoryLine, gpu_shares, kv_token_bytes, too_little_kv
+from trireme.machine.step_costs import ExpectedSteps, expected_steps, rates_of, rough_costs
 from trireme.machine.weight_bytes import loaded_bytes
 from trireme.resolve import ModelFacts, describe, read_model, resolve
 from trireme.settings import SECRET, table
-from trireme.sizes import MIB, format_bytes
+from trireme.sizes import MIB, format_bytes, format_seconds
 from trireme.topology.mesh import Mesh
 
 LENGTHS = tuple(1 << power for power in range(10, 21))
@@ -49,6 +50,7 @@ class Plan(NamedTuple):
     possible_len: int  # the same if KV got all free memory
     refusal: str
     cures: list[str]
+    steps: ExpectedSteps | None  # rough; None for test models
 
     @property
     def total(self) -> int:
@@ -109,7 +111,13 @@ def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, gpu:
     if held >= positions:
         contexts.append(Context(positions, positions * token_bytes, mesh.dp * (held // positions)))
     largest, possible = min(held, positions), min(possible, positions)
-    return Plan(config, resolved, decisions, shares, contexts, largest, possible, refusal, cures)
+    steps = None
+    if has_kv:
+        rates = rates_of(device, is_on_gpu=is_on_gpu)
+        costs = rough_costs(model.arch, weights, token_bytes, mesh.num_workers, rates)
+        rows = min(resolved.scheduler.num_rows, max(1, held // 1024))
+        steps = expected_steps(costs, rows, resolved.scheduler.num_tokens)
+    return Plan(config, resolved, decisions, shares, contexts, largest, possible, refusal, cures, steps)
 
 
 def _lacking(config: EngineConfig, shares: list[MemoryLine], free: int) -> tuple[str, list[str]]:
@@ -188,6 +196,12 @@ def _print(plan: Plan, model: ModelFacts, device: DeviceFacts) -> None:
         cells = [[str(c.tokens), format_bytes(c.kv_bytes), str(c.at_once)] for c in plan.contexts]
         console.table(["request, tokens", "KV cache", "at once"], cells)
         console.say("")
+    if plan.steps is not None:
+        one, full, count, prompt = plan.steps
+        console.say(
+            f"steps, roughly: {format_seconds(one)} for one stream, {format_seconds(full)} for {count} at 1024 tokens, "
+            f"{format_seconds(prompt)} for a prompt of 2048"
+        )
     console.say(_length_line(plan, model))
     if plan.refusal:
         console.say(f"does not fit: {plan.refusal}", style="bold red")
@@ -215,6 +229,7 @@ def _document(plan: Plan, model: ModelFacts, device: DeviceFacts) -> dict[str, A
         "needed": plan.total,
         "machine": msgspec.to_builtins(device),
         "contexts": [context._asdict() for context in plan.contexts],
+        "steps": plan.steps._asdict() if plan.steps is not None else None,
         "largest_len": plan.largest_len,
         "possible_len": plan.possible_len,
         "decisions": [{"what": d.what, "value": d.value, "because": d.because} for d in plan.decisions],

@@ -18,6 +18,7 @@ from trireme.launch.commands.inspect_model import inspect_files, read_safetensor
 from trireme.launch.commands.plan import make_plan, suggested_flags
 from trireme.machine.device import DeviceFacts
 from trireme.machine.memory_budget import memory_shares, num_params
+from trireme.machine.step_costs import ANY_CORE
 from trireme.model.files import ModelFiles
 from trireme.model.spec import ArchSpec
 from trireme.resolve import ModelFacts, resolve
@@ -50,6 +51,16 @@ def test_a_plan_that_fits_adds_up_and_its_flags_give_it_again():
     again, _ = resolve(load(settings, environ={}).config, MODEL, device(30 * GIB))
     assert again.model.max_len == plan.config.model.max_len
     assert again.cache == plan.config.cache
+
+
+def test_a_plan_tells_roughly_how_long_steps_take():
+    plan = make_plan(EngineConfig(model=ModelConfig(model="big")), MODEL, device(48 * GIB))
+    assert plan.steps is not None
+    read_s = 16 * GIB / (8 * ANY_CORE.read)
+    assert read_s < plan.steps.one < 1.2 * read_s
+    compute_s = 2048 * 2 * num_params(ARCH) / (8 * ANY_CORE.linear)
+    assert compute_s < plan.steps.prompt < 1.2 * compute_s + 9 * read_s
+    assert plan.steps.one < plan.steps.full
 
 
 def test_a_refused_length_comes_with_cures_that_fit():
