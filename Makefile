@@ -75,6 +75,7 @@ simulate: setup-dev
 
 nightly: setup-dev
 	@$(BIN)/python -m tests.sim.run --first $(FIRST) --count 1000000 --processes $(PROCESSES)
+	$(BIN)/python -m tests.sim.even_streams 10000
 	$(BIN)/python -m pytest -m slow tests/chaos/test_real.py
 
 # instructions of the hot paths against scripts/instructions.json; needs valgrind (apt-get install valgrind)
