@@ -100,16 +100,16 @@ class Scheduler:
         Equal contents have equal prefixes: any sequence that read some of this has the first of these contents in its own chain.
         """
         first = first_token // self.limits.block_size
-        content = request.hashes[first : first + 1]
+        content = request.table.hashes[first : first + 1]
         if not content:
             return
         drafts = [*self.in_flight, *([self._answered] if self._answered else [])]
         rows = {id(row): row for row in chain((request,), self.running, *(pending.requests() for pending in drafts))}
-        alike = [row for row in rows.values() if row.hashes[first : first + 1] == content]
+        alike = [row for row in rows.values() if row.table.hashes[first : first + 1] == content]
         for row in alike:
-            self.cache.invalidate(row.hashes[first:])
+            self.cache.invalidate(row.table.hashes[first:])
         for row in alike:
-            if row.num_adopted > first:
+            if row.table.num_adopted > first:
                 self._preempt(row, sound=False)
 
     @property
@@ -243,7 +243,7 @@ class Scheduler:
         if head.state is not State.WAITING or head.num_tokens > short:
             return False
         cache = self.cache
-        owed = sum(cache.blocks_for(row.num_tokens) - len(row.blocks) for row in self.prefilling)
+        owed = sum(cache.blocks_for(row.num_tokens) - len(row.table.blocks) for row in self.prefilling)
         return cache.num_available - owed >= cache.blocks_for(head.num_tokens)
 
     def _prefill(self, pending: PendingStep, request: Request, kept: int = 0) -> None:
@@ -255,7 +255,7 @@ class Scheduler:
         num_tokens = min(num_tokens, spare)
         if num_tokens <= 0:
             return
-        missing = self.cache.blocks_for(request.num_computed + num_tokens) - len(request.blocks)
+        missing = self.cache.blocks_for(request.num_computed + num_tokens) - len(request.table.blocks)
         if missing > 0:
             pending.grow(request.row, self.cache.extend(request, missing))
         self._plan(pending, request, num_tokens)
@@ -269,7 +269,7 @@ class Scheduler:
         cache = self.cache
         if self.policy.is_metered and self.free_rows:
             self.policy.settle(self.running)
-        owed = sum(cache.blocks_for(row.num_tokens) - len(row.blocks) for row in self.prefilling)
+        owed = sum(cache.blocks_for(row.num_tokens) - len(row.table.blocks) for row in self.prefilling)
         while self.free_rows and (request := self._next_waiting()) is not None:
             spare = cache.num_available - owed
             if spare < 1 or self._chunk(pending, 1) < 1:
@@ -289,7 +289,7 @@ class Scheduler:
             cache.extend(request, cache.blocks_for(request.num_computed + num_tokens) - len(hits))
             self._plan(pending, request, num_tokens)
             pending.place(request)
-            owed += cache.blocks_for(request.num_tokens) - len(request.blocks)
+            owed += cache.blocks_for(request.num_tokens) - len(request.table.blocks)
 
     def _next_waiting(self) -> Request | None:
         if self.admits or not self.waiting.num_preempted:
@@ -303,9 +303,9 @@ class Scheduler:
         request.move(State.RUNNING)
         request.take_slot(self.free_rows.pop(), self.columns)
         self.cache.adopt(request, hits)
-        if request.num_cached < 0:
-            request.num_cached = min(request.num_computed, request.num_prompt)
-            request.first_run_s = now
+        if request.stats.num_cached < 0:
+            request.stats.num_cached = min(request.num_computed, request.num_prompt)
+            request.stats.first_run_s = now
         if self.policy.is_metered:
             self.policy.settle((request,))
         insort(self.running, request, key=_key)
@@ -389,7 +389,7 @@ class Scheduler:
     def _preempt(self, request: Request, *, sound: bool = True) -> None:
         """Moves a running request back to its old position in the queue, to be recomputed."""
         self._give_up(request, sound=sound)
-        request.num_preemptions += 1
+        request.stats.num_preemptions += 1
         self.num_preemptions += 1
         request.move(State.PREEMPTED)
         self.waiting.push(request)
@@ -407,9 +407,9 @@ class Scheduler:
             self._answered.dropped.add(request.row)
         if request.last_step > self.completed:
             newest = self.in_flight[request.last_step - self.completed - 1]
-            newest.fenced += request.blocks
+            newest.fenced += request.table.blocks
         else:
-            self.cache.release(request.blocks)
+            self.cache.release(request.table.blocks)
         del self.running[bisect_left(self.running, request.key, key=_key)]
         self._freed.append(request.row)
         self.free_rows.append(request.row)

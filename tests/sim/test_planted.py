@@ -69,8 +69,8 @@ def a_block_not_freed_on_abort(patch: pytest.MonkeyPatch) -> None:
     def leaking(self: EngineCore, front: str, rids: Iterable[int]) -> None:
         for rid in rids:
             request = self.requests.get((front, rid))
-            if request is not None and request.blocks:
-                request.blocks.pop()
+            if request is not None and request.table.blocks:
+                request.table.blocks.pop()
         abort(self, front, list(rids))
 
     patch.setattr(EngineCore, "abort", leaking)
