@@ -65,16 +65,19 @@ class Scheduler:
         self.running: list[Request] = []  # in policy order, as are its two parts:
         self.prefilling: list[Request] = []  # sequences with known tokens to compute
         self.decode_batch = decode_batch_of([])  # sequences that decode
-        self._num_parts = 1 if ahead else depth  # steps over which pipeline stages spread the decoding sequences
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.in_flight: deque[PendingStep] = deque()
         self.step = 0  # newest step planned
-        self.completed = 0  # newest step answered
         self.admits = True  # False: only sequences that have begun continue
         self.num_preemptions = 0
         self._freed: list[int] = []  # batch slots that workers still believe occupied
         self._joining: list[Request] = []  # sequences whose last chunk is planned: they decode next
         self._answered: PendingStep | None = None  # the step whose answer came last
+
+    @property
+    def completed(self) -> int:
+        """The newest step answered."""
+        return self.step - len(self.in_flight)
 
     @property
     def num_running(self) -> int:
@@ -130,7 +133,6 @@ class Scheduler:
         pending = self.in_flight.popleft()
         if self.in_flight:
             self.in_flight[0].started_s = now
-        self.completed = pending.step
         self.cache.release(pending.fenced)
         pending.fenced = []
         self._answered = pending
@@ -205,7 +207,8 @@ class Scheduler:
     def _who_decodes(self, decode_batch: DecodeBatch) -> Mask | None:
         """The sequences whose token the workers can compute within budget and blocks, in policy order. None: all."""
         columns, slots = self.columns, decode_batch.slots
-        room = min(self.limits.max_num_tokens, -(-len(self.running) // self._num_parts))
+        num_parts = 1 if self.ahead else self.depth  # steps over which pipeline stages spread the decoding sequences
+        room = min(self.limits.max_num_tokens, -(-len(self.running) // num_parts))
         if self.ahead and len(decode_batch) <= min(room, self.cache.num_available):
             return None
         mask: Mask = columns.token[slots] != NOTHING
@@ -362,7 +365,8 @@ class Scheduler:
 
     def _preemptible(self) -> list[Request]:
         """Running sequences that may be preempted now: with `ahead` all, else those in no step in flight."""
-        return [row for row in self.running if self.ahead or row.last_step <= self.completed]
+        newest = self.step if self.ahead else self.completed
+        return [row for row in self.running if row.last_step <= newest]
 
     def _num_needing(self) -> int:
         """Number of sequences about to decode into a block that they do not have."""
