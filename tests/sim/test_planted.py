@@ -12,8 +12,8 @@ from tests.sim.world import run_seed
 from trireme.coordinator.core import Coordinator
 from trireme.coordinator.ledger import Ledger
 from trireme.engine_core.core import EngineCore
+from trireme.engine_core.health import HealthCheck
 from trireme.engine_core.kv.cache import KVCache
-from trireme.engine_core.loop import EngineLoop
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.fallback_router import FallbackRouter
 from trireme.serving.engines.replay import Replay
@@ -176,7 +176,7 @@ def a_prefix_trusted_although_its_step_failed(patch: pytest.MonkeyPatch) -> None
 
 
 def an_engine_that_never_gives_up_a_stuck_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EngineLoop, "_check_health", lambda self, now: None)
+    patch.setattr(HealthCheck, "look", lambda self, now, *, is_awake: None)
 
 
 PLANTED: list[tuple[Planter, int, str]] = [
