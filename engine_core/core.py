@@ -130,14 +130,14 @@ class EngineCore:
     def reclaim(self, count: int, to: int, now: float) -> int:
         """Drops up to `count` queued sequences that never started, those with the longest wait ahead, and tells their frontends to
         resubmit them to engine `to`; returns how many. None of them gets an End here."""
-        waiting = (row for row in self.scheduler.waiting if row.state is State.WAITING and row.may_move)
+        waiting = (row for row in self.scheduler.waiting if row.state is State.WAITING and row.wait.may_move)
         policy = self.scheduler.policy
         chosen = heapq.nlargest(count, waiting, key=lambda row: (policy.standing(policy.lane(row)), row.key))
         for request in chosen:
             self.scheduler.end(request)
             del self.requests[request.front, request.rid]
             self.counters.returned += 1
-            self.outbox.to(request.front).returned.append((request.rid, to, now - request.queued_at_s))
+            self.outbox.to(request.front).returned.append((request.rid, to, now - request.stats.queued_at_s))
         self._after_event()
         return len(chosen)
 
@@ -153,7 +153,7 @@ class EngineCore:
         """Ends sequences that have waited too long for their first step, and those past their deadline."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, is_total, request = heapq.heappop(self._deadlines)
-            passed_s = now - request.queued_at_s
+            passed_s = now - request.stats.queued_at_s
             if is_total and request.state is not State.ENDED:
                 late = DeadlineError(f"not complete when its deadline came, {passed_s:.3g} s in this engine")
                 self._end(request, "error", error=late)
@@ -265,7 +265,7 @@ class EngineCore:
             running_tokens=int(scheduler.columns.known.sum()),
             blocks_used=self.limits.num_blocks - scheduler.cache.num_available,
             num_blocks=self.limits.num_blocks,
-            oldest_wait_s=max((now - row.queued_at_s for row in waiting), default=0.0),
+            oldest_wait_s=max((now - row.stats.queued_at_s for row in waiting), default=0.0),
             admitted=dict(self._admitted),
             finished=self.counters.submitted - len(self.requests),
         )
@@ -450,7 +450,7 @@ class EngineCore:
                 self.scheduler.columns.token[row] = token
             self.outbox.to(request.front).add(request.rid, token)
             self.counters.output_tokens += 1
-            if request.first_token_s < 0:
+            if request.stats.first_token_s < 0:
                 self._on_first(request, now)
             self._end_if_over(request, token)
 
@@ -461,8 +461,8 @@ class EngineCore:
             self._end(request, reason, stop_token=token if reason == "stop" else -1)
 
     def _on_first(self, request: Request, now: float) -> None:
-        request.first_token_s = now
-        self.counters.cached_tokens += request.num_cached
+        request.stats.first_token_s = now
+        self.counters.cached_tokens += request.stats.num_cached
         self.outbox.first(request)
 
     def _on_logprobs(self, pending: PendingStep, request: Request, scores: LogprobRow) -> None:
@@ -475,13 +475,13 @@ class EngineCore:
         if scores.rid in pending.dropped:
             return
         request, start = place.request, place.num_computed
-        skip = max(0, request.num_scored - start)
+        skip = max(0, request.stats.num_scored - start)
         count = len(scores.ranks)
         if skip < count:
             columns = (scores.token_ids[skip:], scores.logprobs[skip:], scores.ranks[skip:])
             fresh = LogprobRow(request.rid, *(np.ascontiguousarray(column) for column in columns))
             self.outbox.to(request.front).prompt_logprobs.append(fresh)
-            request.num_scored = start + count
+            request.stats.num_scored = start + count
 
     def _end_scored(self, pending: PendingStep, now: float) -> None:
         """Sequences that generate nothing end with their last prompt chunk."""
@@ -509,7 +509,7 @@ class EngineCore:
                 stop_token=stop_token,
                 error=error.message if error else "",
                 error_code=error.code if error else "",
-                num_preemptions=request.num_preemptions,
+                num_preemptions=request.stats.num_preemptions,
                 retry_after_s=_retry_after_s(error),
             )
         )

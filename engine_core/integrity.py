@@ -64,8 +64,8 @@ def _check_rows(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) 
         if row.state is not State.RUNNING:
             raise _broken(f"running rows are RUNNING: {row}")
     for row in waiting:
-        if row.state not in (State.WAITING, State.PREEMPTED) or row.blocks or row.row >= 0:
-            raise _broken(f"queued rows own nothing: {row} {row.blocks}")
+        if row.state not in (State.WAITING, State.PREEMPTED) or row.table.blocks or row.row >= 0:
+            raise _broken(f"queued rows own nothing: {row} {row.table.blocks}")
     slots, total = [row.row for row in running], scheduler.limits.max_num_seqs
     if sorted(slots + scheduler.free_rows) != list(range(total)):
         raise _broken(f"slots: {sorted(slots)} used + {len(scheduler.free_rows)} free = {total}")
@@ -87,10 +87,11 @@ def _check_tables(scheduler: Scheduler) -> None:
         begun = row.num_tokens % scheduler.columns.tail.shape[1]
         if scheduler.columns.tail[row.row, :begun].tolist() != row.tokens[row.num_tokens - begun :].tolist():
             raise _broken(f"the columns hold the newest tokens of {row}")
-        if len(row.blocks) != cache.blocks_for(row.num_computed) or row.capacity != len(row.blocks) * cache.block_size:
-            raise _broken(f"{row} holds {len(row.blocks)} blocks, capacity {row.capacity}")
-        if len(set(row.blocks)) != len(row.blocks):
-            raise _broken(f"no block twice in a table: {row} {row.blocks}")
+        blocks = row.table.blocks
+        if len(blocks) != cache.blocks_for(row.num_computed) or row.capacity != len(blocks) * cache.block_size:
+            raise _broken(f"{row} holds {len(blocks)} blocks, capacity {row.capacity}")
+        if len(set(blocks)) != len(blocks):
+            raise _broken(f"no block twice in a table: {row} {blocks}")
         if row.is_decoding and scheduler.columns.token[row.row] != NOTHING and row.num_left + num_coming != 1:
             raise _broken(f"a row that decodes lacks one token: {row}, {num_coming} to come")
 
@@ -98,7 +99,7 @@ def _check_tables(scheduler: Scheduler) -> None:
 def _check_blocks(scheduler: Scheduler) -> Audit:
     """Reference counts equal owners, and free + cached + owned = total, with each block in one place."""
     pool = scheduler.cache.pool
-    held = Counter(chain.from_iterable(row.blocks for row in scheduler.running))
+    held = Counter(chain.from_iterable(row.table.blocks for row in scheduler.running))
     fenced = Counter(chain.from_iterable(pending.fenced for pending in scheduler.in_flight))
     owners = held + fenced if fenced else held
     counts = {block: count for block, count in enumerate(pool.counts) if count}

@@ -64,16 +64,16 @@ def _serve(channel: BootChannel, config: EngineConfig, poller: Poller, executor:
     started = start_core(config, executor, progress, engine=boot.index, epoch=boot.epoch, phases=channel.phases)
     server = Server.open(boot, f"{boot.name}.front", FrontToEngine, facts=started.core.facts())
     coordinator = Connection.open(boot, "coordinator", FromCoordinator) if config.parallel.dp > 1 else None
-    pace: Stepping = Independent(started.core, boot.pause, channel.paused)
+    stepping: Stepping = Independent(started.core, boot.pause, channel.paused)
     if config.in_lockstep and coordinator is not None:
-        pace = Lockstep(started.core, Wave(boot.index, boot.epoch, executor.depth), coordinator.send)
+        stepping = Lockstep(started.core, Wave(boot.index, boot.epoch, executor.depth), coordinator.send)
     loop = EngineLoop(
         started.core,
         executor,
         server,
         poller,
         step_timeout=config.launch.step_timeout,
-        pace=pace,
+        stepping=stepping,
         on_load=coordinator.send if coordinator is not None else None,
         on_turn=channel.beat,
         tells_blocks=config.routes_by_prefix,
@@ -113,11 +113,11 @@ def _on_coordinator(coordinator: Connection, loop: EngineLoop) -> None:
     for message in coordinator.receive():
         match message:
             case Welcome():
-                loop.report_now()
-                loop.pace.welcome()
+                loop.reports.start_over()
+                loop.stepping.welcome()
             case Resync():
-                loop.tell_all_blocks()
+                loop.reports.tell_all_blocks()
             case GiveBack():
                 loop.reclaim(message)
             case WaveOrder():
-                loop.pace.on_order(message)
+                loop.stepping.on_order(message)

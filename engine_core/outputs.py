@@ -105,9 +105,9 @@ class Outbox:
 
     def first(self, request: Request) -> None:
         """Prompt usage, sent before or with the sequence's first token."""
-        queued_s = request.first_run_s - request.queued_at_s
-        prefill_s = request.first_token_s - request.first_run_s
-        self.to(request.front).firsts.append(First(request.rid, max(0, request.num_cached), queued_s, prefill_s))
+        stats = request.stats
+        first = First(request.rid, max(0, stats.num_cached), stats.queued_s, stats.prefill_s)
+        self.to(request.front).firsts.append(first)
 
     def take(self, step: int) -> dict[str, StepOutputs]:
         """One message per frontend with pending outputs; `step` is the newest step in it."""

@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from trireme.launch.processes.events import Died, Event
 from trireme.launch.processes.parts import Modules
 from trireme.launch.processes.restarts import RestartLimits
-from trireme.launch.processes.supervisor import Died, Event, Supervisor, SupervisorTimeouts
+from trireme.launch.processes.supervisor import Supervisor, SupervisorTimeouts
 from trireme.resolve import prepare
 from trireme.settings import load
 

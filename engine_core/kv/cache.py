@@ -38,14 +38,11 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def match(self, request: BlockOwner) -> list[int]:
-        """The blocks of a request's longest cached prefix (a question). Leaves at least one token to compute, and all tokens whose
-        prompt log-probabilities are still owed."""
+        """The blocks of a request's longest cached prefix (a question). Leaves at least one token to compute."""
         if not self.prefix_cache:
             return []
-        num_tokens = request.num_tokens
-        usable = min(num_tokens - 1, request.num_scored if request.wants_scores else num_tokens)
         hits: list[int] = []
-        for content in self._hashes(request, usable // self.block_size):
+        for content in self._hashes(request, request.num_reusable // self.block_size):
             block = self.pool.find(content)
             if block is None:
                 break
@@ -61,8 +58,7 @@ class KVCache:
         """Starts the empty block table of a request with matched blocks."""
         for block in hits:
             self.pool.share(block)
-        request.blocks = list(hits)
-        request.num_adopted = request.num_sealed = len(hits)
+        request.table.start(hits)
         request.num_computed = request.capacity = len(hits) * self.block_size
         self.num_queried += request.num_tokens
         self.num_hit += request.num_computed
@@ -70,7 +66,7 @@ class KVCache:
     def extend(self, request: BlockOwner, num_blocks: int) -> list[int]:
         """Appends fresh blocks to a table and returns them; requires `num_available`."""
         fresh = [self.pool.take() for _ in range(num_blocks)]
-        request.blocks += fresh
+        request.table.blocks += fresh
         request.capacity += num_blocks * self.block_size
         return fresh
 
@@ -78,7 +74,7 @@ class KVCache:
         """`extend` by one block for each of `count` decoding sequences; the caller updates their capacity."""
         fresh = self.pool.take_many(count)
         for request, block in zip(requests, fresh, strict=True):
-            request.blocks.append(block)
+            request.table.blocks.append(block)
         return fresh
 
     def take_tails(self, requests: Iterable[BlockOwner], tails: Tails) -> None:
@@ -93,10 +89,10 @@ class KVCache:
         if not self.prefix_cache:
             return
         num_full = min(request.num_computed, request.num_tokens) // self.block_size
-        hashes = self._hashes(request, num_full)
-        for i in range(request.num_sealed, num_full):
-            self.pool.seal(request.blocks[i], hashes[i])
-        request.num_sealed = num_full
+        hashes, table = self._hashes(request, num_full), request.table
+        for i in range(table.num_sealed, num_full):
+            self.pool.seal(table.blocks[i], hashes[i])
+        table.num_sealed = num_full
 
     def invalidate(self, contents: list[bytes]) -> None:
         """Removes these contents from the index: the step that should have written them failed."""
@@ -113,16 +109,16 @@ class KVCache:
     def work_lost(self, request: BlockOwner) -> int:
         """Computed tokens that preemption would discard: those in blocks that no other sequence holds."""
         counts = self.pool.counts
-        num_shared = sum(1 for block in request.blocks if counts[block] > 1)
+        num_shared = sum(1 for block in request.table.blocks if counts[block] > 1)
         return max(0, request.num_computed - num_shared * self.block_size)
 
     def _hashes(self, request: BlockOwner, num_blocks: int) -> list[bytes]:
-        """The hash chain over the first `num_blocks` blocks, extended on demand and kept on the request."""
-        hashes, size = request.hashes, self.block_size
+        """The hash chain over the first `num_blocks` blocks, extended on demand and kept in its table."""
+        hashes, size = request.table.hashes, self.block_size
         if len(hashes) < num_blocks:
             tokens = request.tokens
         while len(hashes) < num_blocks:
             i = len(hashes)
-            parent, extra = (hashes[-1], ()) if i else (ROOT, first_extra(request.salt))
+            parent, extra = (hashes[-1], ()) if i else (ROOT, first_extra(request.table.salt))
             hashes.append(block_hash(parent, tokens[i * size : (i + 1) * size].tobytes(), extra))
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]

@@ -5,16 +5,13 @@ from __future__ import annotations
 from array import array
 from typing import Protocol
 
+from trireme.engine_core.kv.table import BlockTable
+
 
 class BlockOwner(Protocol):
-    """A sequence with a block table. Counts are in tokens unless they say blocks."""
+    """A sequence with a block table. Counts are in tokens."""
 
-    blocks: list[int]
-    hashes: list[bytes]
-    num_adopted: int
-    num_sealed: int
-    num_scored: int
-    salt: bytes
+    table: BlockTable
 
     @property
     def tokens(self) -> array[int]: ...
@@ -35,7 +32,9 @@ class BlockOwner(Protocol):
     def capacity(self, value: int) -> None: ...
 
     @property
-    def wants_scores(self) -> bool: ...
+    def num_reusable(self) -> int:
+        """Leading tokens whose KV may come from the prefix cache."""
+        ...
 
     def take_tail(self, tail: bytes) -> None:
         """Appends to the known tokens so that they end with `tail`."""

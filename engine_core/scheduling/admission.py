@@ -81,10 +81,10 @@ class QueueAdmission:
     def check(self, request: Request) -> None:
         """Raises OverloadedError, with the seconds until there should be room, when a request about to be queued would exceed its
         bound, or when prompts and streams miss their targets already."""
-        request.queued_busy_s = self._rate.busy_s
-        if request.patience_s > 0 and self._scheduler.misses_targets:
+        request.wait.since_busy_s = self._rate.busy_s
+        if request.wait.bound_s > 0 and self._scheduler.misses_targets:
             self._refuse_for_targets()
-        bound_s, waiting = min(request.patience_s, self._max_wait_s), self._scheduler.waiting
+        bound_s, waiting = min(request.wait.bound_s, self._max_wait_s), self._scheduler.waiting
         if bound_s <= 0 or self._rate.wait_s(len(waiting)) <= bound_s:
             return
         num_ahead = waiting.num_ahead(request)
@@ -111,14 +111,14 @@ class QueueAdmission:
         self._next_look = now + LOOK_S
         waiting, policy, limit_s = self._scheduler.waiting, self._scheduler.policy, SLACK * self._max_wait_s
         each_s, position, busy_s = self._rate.wait_s(1), len(waiting), self._rate.busy_s
-        oldest_s = max((busy_s - row.queued_busy_s for row in waiting), default=0.0)
+        oldest_s = max((busy_s - row.wait.since_busy_s for row in waiting), default=0.0)
         if oldest_s + position * each_s <= limit_s or not each_s:
             return []
         found = []
         for row in sorted(waiting, key=lambda row: (policy.standing(policy.lane(row)), row.key), reverse=True):
             position -= 1
-            if row.state is State.WAITING and row.patience_s > 0:
-                wait_s = busy_s - row.queued_busy_s + position * each_s
+            if row.state is State.WAITING and row.wait.bound_s > 0:
+                wait_s = busy_s - row.wait.since_busy_s + position * each_s
                 if wait_s <= limit_s:
                     break
                 found.append((row, _too_long("others take longer than expected: ", wait_s, self._max_wait_s)))

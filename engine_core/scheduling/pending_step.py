@@ -104,7 +104,7 @@ class PendingStep:
     def place(self, request: Request) -> None:
         """A sequence new to the workers (or back after preemption), with all its known tokens."""
         self.new.append(
-            NewRow(request.row, request.token_array(), request.num_prompt, request.params, list(request.blocks))
+            NewRow(request.row, request.token_array(), request.num_prompt, request.params, list(request.table.blocks))
         )
 
     # ------------------------------------------------------------ questions

@@ -13,8 +13,10 @@ from array import array
 from enum import Enum
 from math import inf
 
+import msgspec
 import numpy as np
 
+from trireme.engine_core.kv.table import BlockTable
 from trireme.engine_core.scheduling.decode_batch import SlotColumns
 from trireme.errors import EngineError
 from trireme.transport.wire.messages import Submit
@@ -41,46 +43,81 @@ TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
 )
 
 
+class QueueWait(msgspec.Struct, gc=False):
+    """How long a sequence may wait here, and what it has waited: set at its submit, read by admission and queue."""
+
+    bound_s: float  # maximum expected wait; 0: unlimited
+    due_s: float  # from `Request.arrival_s` to its deadline; 0: none
+    may_move: bool  # to another engine: at most once in its life, and before it ran anywhere
+    since_busy_s: float = 0.0  # when it was queued, in busy time of this engine (see ServiceRate)
+
+    @classmethod
+    def of(cls, submit: Submit) -> QueueWait:
+        """The limits that a submit names, counted from its arrival."""
+        limits_s = (submit.deadline_s, submit.total_s or submit.deadline_s)
+        due_s = min((limit for limit in (submit.deadline_s, submit.total_s) if limit > 0), default=0.0)
+        return cls(
+            bound_s=0.0 if submit.num_moves else min(limits_s),
+            due_s=due_s + submit.waited_s if due_s else 0.0,
+            may_move=not submit.stays and submit.num_moves == 0,
+        )
+
+
+class RequestStats(msgspec.Struct, gc=False):
+    """What happened to a sequence in this engine, and when. Readings of the engine's clock; -1: not yet."""
+
+    queued_at_s: float
+    first_run_s: float = -1.0
+    first_token_s: float = -1.0
+    num_cached: int = -1  # prompt tokens found in the prefix cache at first admission
+    num_scored: int = 0  # prompt positions whose log-probabilities were sent
+    num_preemptions: int = 0
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds in the queue before it first ran."""
+        return self.first_run_s - self.queued_at_s
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds from its first step to its first token."""
+        return self.first_token_s - self.first_run_s
+
+
+class PolicyAccount(msgspec.Struct, gc=False):
+    """What the scheduling policy has noted of a sequence: the service that it received."""
+
+    num_given: int  # tokens of its submit, replayed ones included
+    num_paid: int = -1  # tokens known when it was last charged; -1: never
+    num_at_start: int = 0  # tokens known when it got its slot
+    level: int = -1  # for policies with levels; -1: not set
+
+
 class Request:
     """One sequence. While it has a slot, per-step state is kept in the scheduler's columns, and `_tokens` may lack the newest
-    tokens until `catch_up`."""
+    tokens until `catch_up`. `arrival` is its rank in the order of submits here, kept through preemptions."""
 
     __slots__ = (
         "_tokens",
+        "account",
         "arrival",
         "arrival_s",
-        "blocks",
         "client",
         "columns",
-        "due_s",
-        "first_run_s",
-        "first_token_s",
         "front",
-        "hashes",
         "itl_target_s",
         "key",
-        "level",
         "limit",
-        "may_move",
-        "num_adopted",
-        "num_at_start",
-        "num_cached",
-        "num_given",
-        "num_paid",
-        "num_preemptions",
         "num_prompt",
-        "num_scored",
-        "num_sealed",
         "params",
-        "patience_s",
         "priority",
-        "queued_at_s",
-        "queued_busy_s",
         "rid",
         "row",
-        "salt",
         "state",
+        "stats",
         "stops",
+        "table",
+        "wait",
     )
 
     def __init__(
@@ -89,42 +126,23 @@ class Request:
         self.front = front
         self.rid = submit.rid
         self.params = submit.params
-        self.salt = submit.salt
-        self.priority = submit.priority
-        self.may_move = (
-            not submit.stays and submit.num_moves == 0
-        )  # at most once in its life, and before it ran anywhere
         self.client = submit.client
         self.itl_target_s = submit.itl_target_s or itl_target  # seconds between its tokens; infinite: none
-        self.queued_at_s = now  # when it came to this engine
-        self.queued_busy_s = 0.0  # the same in busy time of this engine (see ServiceRate)
+        self.priority = submit.priority
+        self.arrival = arrival
         self.arrival_s = now - submit.waited_s  # when the client asked, possibly another engine
-        self.arrival = arrival  # rank in the order of submits here; kept through preemptions
-        limits_s = (submit.deadline_s, submit.total_s or submit.deadline_s)
-        self.patience_s = 0.0 if submit.num_moves else min(limits_s)  # maximum expected wait in seconds; 0: unlimited
-        due_s = min((limit for limit in (submit.deadline_s, submit.total_s) if limit > 0), default=0.0)
-        self.due_s = due_s + submit.waited_s if due_s else 0.0  # seconds after arrival_s; 0: none
         self._tokens = array("i", np.ascontiguousarray(submit.prompt, np.int32).tobytes())
-        self.num_given = len(self._tokens)
-        self.num_prompt = self.num_given - submit.num_replayed  # the user's part
-        self.key: tuple[float, ...] = ()  # its queue order, as set by the queue
-        self.level = -1  # for policies with levels; -1: not set
-        self.num_at_start = 0  # tokens known when it got its slot
-        self.num_paid = -1  # tokens known when the policy last charged it; -1: never
+        self.num_prompt = len(self._tokens) - submit.num_replayed  # the user's part
         self.limit = min(self.num_prompt + submit.params.max_tokens, max_len)  # tokens at which the sequence ends
         self.stops = frozenset((*submit.params.eos_token_ids, *submit.params.stop_token_ids))
         self.state = State.WAITING
+        self.key: tuple[float, ...] = ()  # its queue order, as set by the queue
         self.row = -1
-        self.blocks: list[int] = []
         self.columns: SlotColumns | None = None
-        self.hashes: list[bytes] = []  # chain over the full blocks hashed so far
-        self.num_adopted = 0  # leading blocks written by other sequences, or by this one before a preemption
-        self.num_sealed = 0  # leading blocks in the prefix cache's index
-        self.num_scored = 0  # prompt positions whose log-probabilities were sent
-        self.num_cached = -1  # prompt tokens found in the prefix cache at first admission
-        self.num_preemptions = 0
-        self.first_run_s = -1.0
-        self.first_token_s = -1.0
+        self.table = BlockTable(submit.salt)
+        self.wait = QueueWait.of(submit)
+        self.account = PolicyAccount(len(self._tokens))
+        self.stats = RequestStats(now)
 
     @property
     def tokens(self) -> array[int]:
@@ -204,9 +222,12 @@ class Request:
         return self.columns is not None and bool(self.columns.decoding[self.row])
 
     @property
-    def wants_scores(self) -> bool:
-        """Whether prompt log-probabilities were requested and not all sent."""
-        return self.params.prompt_logprobs >= 0 and self.num_scored < self.num_prompt - 1
+    def num_reusable(self) -> int:
+        """Leading tokens whose KV may come from the prefix cache: not the last one, and none whose prompt log-probabilities are
+        still owed."""
+        num_scored = self.stats.num_scored
+        owes_scores = self.params.prompt_logprobs >= 0 and num_scored < self.num_prompt - 1
+        return min(self.num_tokens - 1, num_scored) if owes_scores else self.num_tokens - 1
 
     def move(self, state: State) -> None:
         """The only way to change state. Raises EngineError naming both states for an illegal transition."""
@@ -226,7 +247,7 @@ class Request:
         columns.tail[row, :begun] = self._tokens[count - begun :]
         columns.known[row] = count
         self.row, self.columns = row, columns
-        self.num_at_start = count
+        self.account.num_at_start = count
 
     def forget_kv(self) -> None:
         """Resets to nothing computed; the caller has released the blocks and the slot."""
@@ -234,8 +255,7 @@ class Request:
             self.catch_up()
             self.columns.decoding[self.row] = False
             self.columns.known[self.row] = 0
-        self.blocks = []
-        self.num_adopted = self.num_sealed = 0
+        self.table.clear()
         self.row, self.columns = -1, None
 
     def __repr__(self) -> str:

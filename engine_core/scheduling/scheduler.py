@@ -74,19 +74,23 @@ class Scheduler:
         self.running: list[Request] = []  # in policy order, as are its two parts:
         self.prefilling: list[Request] = []  # sequences with known tokens to compute
         self.decode_batch = decode_batch_of([])  # sequences that decode
-        self._num_parts = 1 if ahead else depth  # steps over which pipeline stages spread the decoding sequences
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.in_flight: deque[PendingStep] = deque()
         self.step = 0  # newest step planned
-        self.completed = 0  # newest step answered
         self.admits = True  # False: only sequences that have begun continue
         self.num_preemptions = 0
         self._freed: list[int] = []  # batch slots that workers still believe occupied
         self._joining: list[Request] = []  # sequences whose last chunk is planned: they decode next
         self._answered: PendingStep | None = None  # the step whose answer came last
+        self._owed = 0  # blocks that partly prefilled sequences still need
         self.peers_target_s = inf  # the tightest target of sequences on lockstep peers
         self.times = StepTimeModel()
         self.budget = ChunkBudget(self.times, limits.max_num_tokens)
+
+    @property
+    def completed(self) -> int:
+        """The newest step answered."""
+        return self.step - len(self.in_flight)
 
     @property
     def num_running(self) -> int:
@@ -112,16 +116,16 @@ class Scheduler:
         Equal contents have equal prefixes: any sequence that read some of this has the first of these contents in its own chain.
         """
         first = first_token // self.limits.block_size
-        content = request.hashes[first : first + 1]
+        content = request.table.hashes[first : first + 1]
         if not content:
             return
         drafts = [*self.in_flight, *([self._answered] if self._answered else [])]
         rows = {id(row): row for row in chain((request,), self.running, *(pending.requests() for pending in drafts))}
-        alike = [row for row in rows.values() if row.hashes[first : first + 1] == content]
+        alike = [row for row in rows.values() if row.table.hashes[first : first + 1] == content]
         for row in alike:
-            self.cache.invalidate(row.hashes[first:])
+            self.cache.invalidate(row.table.hashes[first:])
         for row in alike:
-            if row.num_adopted > first:
+            if row.table.num_adopted > first:
                 self._preempt(row, sound=False)
 
     @property
@@ -142,7 +146,6 @@ class Scheduler:
         pending = self.in_flight.popleft()
         if self.in_flight:
             self.in_flight[0].started_s = now
-        self.completed = pending.step
         if pending.fenced:
             self.cache.release(pending.fenced)
             pending.fenced = []
@@ -221,7 +224,8 @@ class Scheduler:
     def _who_decodes(self, decode_batch: DecodeBatch) -> Mask | None:
         """The sequences whose token the workers can compute within budget and blocks, in policy order. None: all."""
         columns, slots = self.columns, decode_batch.slots
-        room = min(self.limits.max_num_tokens, -(-len(self.running) // self._num_parts))
+        num_parts = 1 if self.ahead else self.depth  # steps over which pipeline stages spread the decoding sequences
+        room = min(self.limits.max_num_tokens, -(-len(self.running) // num_parts))
         if self.ahead and len(decode_batch) <= min(room, self.cache.num_available):
             return None
         mask: Mask = columns.token[slots] != NOTHING
@@ -243,6 +247,8 @@ class Scheduler:
         context = int(pending.at.sum()) if target_s < inf else 0
         self.budget.open(StepShape(rows, context), target_s, late)
         pending.bound_s = self.budget.bound_s
+        cache = self.cache
+        self._owed = sum(cache.blocks_for(row.num_tokens) - len(row.table.blocks) for row in self.prefilling)
 
     def tightest_target(self, decode_batch: DecodeBatch | None) -> float:
         """The least seconds between tokens that any of these sequences asks for; infinite: none does."""
@@ -257,7 +263,7 @@ class Scheduler:
 
     def _longest_wait(self, now: float) -> float:
         """Seconds since the client asked, of the longest wait for a first token."""
-        rows = [row for row in self.prefilling if row.first_token_s < 0]
+        rows = [row for row in self.prefilling if row.stats.first_token_s < 0]
         if (head := self.waiting.peek()) is not None:
             rows.append(head)
         return max((now - row.arrival_s for row in rows), default=0.0)
@@ -286,9 +292,10 @@ class Scheduler:
         num_tokens = min(num_tokens, spare)
         if num_tokens <= 0:
             return
-        missing = self.cache.blocks_for(request.num_computed + num_tokens) - len(request.blocks)
+        missing = self.cache.blocks_for(request.num_computed + num_tokens) - len(request.table.blocks)
         if missing > 0:
             pending.grow(request.row, self.cache.extend(request, missing))
+            self._owed -= missing
         self._plan(pending, request, num_tokens)
 
     def _admit(self, pending: PendingStep, now: float) -> None:
@@ -308,8 +315,7 @@ class Scheduler:
         cache = self.cache
         if not self.free_rows or self._chunk(1, 0) < 1:
             return False
-        owed = sum(cache.blocks_for(row.num_tokens) - len(row.blocks) for row in self.prefilling)
-        spare = cache.num_available - owed - reserve
+        spare = cache.num_available - self._owed - reserve
         if spare < 1:
             return False
         hits = cache.match(request)
@@ -327,6 +333,7 @@ class Scheduler:
         cache.extend(request, cache.blocks_for(request.num_computed + num_tokens) - len(hits))
         self._plan(pending, request, num_tokens)
         pending.place(request)
+        self._owed += cache.blocks_for(request.num_tokens) - len(request.table.blocks)
         return True
 
     def _next_waiting(self) -> Request | None:
@@ -341,9 +348,9 @@ class Scheduler:
         request.move(State.RUNNING)
         request.take_slot(self.free_rows.pop(), self.columns)
         self.cache.adopt(request, hits)
-        if request.num_cached < 0:
-            request.num_cached = min(request.num_computed, request.num_prompt)
-            request.first_run_s = now
+        if request.stats.num_cached < 0:
+            request.stats.num_cached = min(request.num_computed, request.num_prompt)
+            request.stats.first_run_s = now
         if self.policy.is_metered:
             self.policy.settle((request,))
         insort(self.running, request, key=_key)
@@ -401,7 +408,8 @@ class Scheduler:
 
     def _preemptible(self) -> list[Request]:
         """Running sequences that may be preempted now: with `ahead` all, else those in no step in flight."""
-        return [row for row in self.running if self.ahead or row.last_step <= self.completed]
+        newest = self.step if self.ahead else self.completed
+        return [row for row in self.running if row.last_step <= newest]
 
     def _num_needing(self) -> int:
         """Number of sequences about to decode into a block that they do not have."""
@@ -428,7 +436,7 @@ class Scheduler:
     def _preempt(self, request: Request, *, sound: bool = True) -> None:
         """Moves a running request back to its old position in the queue, to be recomputed."""
         self._give_up(request, sound=sound)
-        request.num_preemptions += 1
+        request.stats.num_preemptions += 1
         self.num_preemptions += 1
         request.move(State.PREEMPTED)
         self.waiting.push(request)
@@ -446,9 +454,9 @@ class Scheduler:
             self._answered.dropped.add(request.row)
         if request.last_step > self.completed:
             newest = self.in_flight[request.last_step - self.completed - 1]
-            newest.fenced += request.blocks
+            newest.fenced += request.table.blocks
         else:
-            self.cache.release(request.blocks)
+            self.cache.release(request.table.blocks)
         del self.running[bisect_left(self.running, request.key, key=_key)]
         self._freed.append(request.row)
         self.free_rows.append(request.row)

@@ -19,7 +19,8 @@ from trireme.engine_core.loop import EngineLoop
 from trireme.engine_core.start import start_core
 from trireme.errors import ConfigError, EngineError, ModelError, TriremeError
 from trireme.launch.api.startup import Life, lives_of
-from trireme.launch.processes.supervisor import AllReady, Died, Event, Supervisor
+from trireme.launch.processes.events import AllReady, Died, Event
+from trireme.launch.processes.supervisor import Supervisor
 from trireme.phases import Phases
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.connect import client_over_sockets

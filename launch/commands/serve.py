@@ -20,8 +20,9 @@ from trireme.launch.api.startup import breakdown, line_of, lives_of, process_beg
 from trireme.launch.cli import print_error
 from trireme.launch.options import Invocation
 from trireme.launch.processes.connection_file import write_pass
+from trireme.launch.processes.events import AllReady, Died, Event, Restarted, Stopped, Stopping
 from trireme.launch.processes.interrupts import StartGuard
-from trireme.launch.processes.supervisor import AllReady, Died, Event, Restarted, Stopped, Stopping, Supervisor
+from trireme.launch.processes.supervisor import Supervisor
 from trireme.netloc import is_loopback, netloc
 from trireme.phases import PART
 from trireme.resolve import Prepared, describe, prepare
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from trireme.launch.console import Console
 
 _log = logging.getLogger("trireme.launch")
-# hosts that listen on all interfaces, IPv6 for both families (launch.processes.supervisor.listen)
+# hosts that listen on all interfaces, IPv6 for both families (launch/processes/listeners.py)
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 

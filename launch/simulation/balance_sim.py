@@ -27,7 +27,7 @@ from trireme.transport.wire.columns import unpack, unpack_ids
 from trireme.transport.wire.messages import Route, StepOutputs, Submit
 
 WIRE_S = (0.0001, 0.0005)  # message latency
-REPORT_S, VIEW_S = 0.02, 0.05  # as in engine_core/loop.py and coordinator/main.py
+REPORT_S, VIEW_S = 0.02, 0.05  # as in engine_core/reports.py and coordinator/main.py
 STEP_S, TOKEN_S, ROW_S = 0.004, 0.00005, 0.0001  # a step: at least, per token, per sequence
 VOCAB = 50_000
 ALONE = "alone"  # in place of a policy: no coordinator, each frontend uses its own counts and an old view

@@ -18,7 +18,7 @@ from random import Random
 from scripts.streams import Answer, ask, difference_of
 from tests.chaos.faults import Fault
 from tests.chaos.site import Injury, Site
-from trireme.launch.processes.supervisor import Died
+from trireme.launch.processes.events import Died
 
 CANCEL_ONE_IN = 8
 WATCH_S = 15.0  # beyond the limit, to tell late from never

@@ -11,7 +11,7 @@ from scripts.streams import Answer
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.rounds import judge_deaths, judge_notice, judge_streams
 from tests.chaos.site import Injury
-from trireme.launch.processes.supervisor import Died
+from trireme.launch.processes.events import Died
 
 PORT = 4242
 

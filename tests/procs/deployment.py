@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import msgspec
 
-from trireme.launch.processes.supervisor import ManagedProcess, Supervisor
+from trireme.launch.processes.managed_process import ManagedProcess
+from trireme.launch.processes.supervisor import Supervisor
 from trireme.transport.process.boot import Child, reap, spawn
 from trireme.transport.process.rundir import RunDir
 from trireme.transport.wire.messages import Boot, Ready, Role

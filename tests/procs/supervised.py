@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 from trireme.config import EngineConfig, LaunchConfig, ModelConfig, ParallelConfig, ServingConfig
+from trireme.launch.processes.events import AllReady, Event, Stopped
+from trireme.launch.processes.parts import Modules
 from trireme.launch.processes.restarts import RestartLimits
-from trireme.launch.processes.supervisor import AllReady, Event, Modules, Stopped, Supervisor, SupervisorTimeouts
+from trireme.launch.processes.supervisor import Supervisor, SupervisorTimeouts
 
 MODULES = Modules(engine="tests.procs.fake_engine", front="tests.procs.fake_front")
 TIMING = SupervisorTimeouts(

@@ -20,7 +20,8 @@ from tests.procs.deployment import descendants, is_alive, wait_for
 from tests.procs.supervised import MODULES, TIMING, config_for
 from tests.procs.undying import undying
 from trireme.errors import ConfigError
-from trireme.launch.processes.supervisor import AllReady, Died, Event, Restarted, Supervisor
+from trireme.launch.processes.events import AllReady, Died, Event, Restarted
+from trireme.launch.processes.supervisor import Supervisor
 from trireme.transport.wire.messages import Failed, Progress, Ready
 
 ROOT = Path(__file__).resolve().parent.parent.parent

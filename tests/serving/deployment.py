@@ -16,7 +16,7 @@ from tests.models.tiny import make_stub
 from tests.serving.engines import FakeEngine, client_of
 from trireme.config import EngineConfig, ModelConfig, SchedulerConfig, ServingConfig
 from trireme.launch.api.deployment import InProcess
-from trireme.launch.processes.supervisor import listen
+from trireme.launch.processes.listeners import listen
 from trireme.model.files import find_model
 from trireme.model.reader import read_arch
 from trireme.resolve import prepare

@@ -17,7 +17,7 @@ from trireme import AsyncHosts
 from trireme.errors import ConfigError
 from trireme.launch.api.http import ServerError, endpoint, get_json, stream
 from trireme.launch.commands.serve import url_of
-from trireme.launch.processes.supervisor import listen
+from trireme.launch.processes.listeners import listen
 from trireme.netloc import is_address, is_loopback, netloc, without_port
 
 

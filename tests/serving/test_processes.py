@@ -20,7 +20,9 @@ import pytest
 from tests.models.tiny import make_stub
 from tests.procs.deployment import Supervised, wait_for
 from trireme.config import EngineConfig, ModelConfig, ParallelConfig, ServingConfig
-from trireme.launch.processes.supervisor import Event, Modules, Supervisor
+from trireme.launch.processes.events import Event
+from trireme.launch.processes.parts import Modules
+from trireme.launch.processes.supervisor import Supervisor
 
 BODY = {"model": "model", "prompt": "hello", "stream": True}
 

@@ -12,8 +12,8 @@ from tests.sim.world import run_seed
 from trireme.coordinator.core import Coordinator
 from trireme.coordinator.ledger import Ledger
 from trireme.engine_core.core import EngineCore
+from trireme.engine_core.health import HealthCheck
 from trireme.engine_core.kv.cache import KVCache
-from trireme.engine_core.loop import EngineLoop
 from trireme.serving.engines.client import EngineClient
 from trireme.serving.engines.fallback_router import FallbackRouter
 from trireme.serving.engines.replay import Replay
@@ -69,8 +69,8 @@ def a_block_not_freed_on_abort(patch: pytest.MonkeyPatch) -> None:
     def leaking(self: EngineCore, front: str, rids: Iterable[int]) -> None:
         for rid in rids:
             request = self.requests.get((front, rid))
-            if request is not None and request.blocks:
-                request.blocks.pop()
+            if request is not None and request.table.blocks:
+                request.table.blocks.pop()
         abort(self, front, list(rids))
 
     patch.setattr(EngineCore, "abort", leaking)
@@ -176,7 +176,7 @@ def a_prefix_trusted_although_its_step_failed(patch: pytest.MonkeyPatch) -> None
 
 
 def an_engine_that_never_gives_up_a_stuck_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EngineLoop, "_check_health", lambda self, now: None)
+    patch.setattr(HealthCheck, "look", lambda self, now, *, is_awake: None)
 
 
 PLANTED: list[tuple[Planter, int, str]] = [

@@ -125,13 +125,13 @@ class EngineShell:
         self.wave = kind(rank, epoch, depth)
         self.fronts, self.coordinator = Inbox(), Inbox()
         poller = TurningPoller()
-        pace = Lockstep(self.core, self.wave, tell)
+        stepping = Lockstep(self.core, self.wave, tell)
         self.loop = EngineLoop(
             self.core,
             self.worker,  # type: ignore[arg-type]
             self.fronts,  # type: ignore[arg-type]
             poller,  # type: ignore[arg-type]
-            pace=pace,
+            stepping=stepping,
             clock=lambda: 0.0,
         )
         poller.add(self.coordinator, lambda: engine_main._on_coordinator(self.coordinator, self.loop))  # type: ignore[arg-type]

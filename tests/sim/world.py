@@ -230,7 +230,7 @@ class World:
             host.loop.drain(Drain(deadline_s=fault.seconds, notice_s=0.1))
             host.process.wake()
         elif fault.kind == "nap":
-            host.loop._sleep(1, lambda error: None)
+            host.loop.calls.sleep(1, lambda error: None)
             host.process.wake()
 
     def _fail_links(self, fault: Fault) -> None:

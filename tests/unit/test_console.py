@@ -22,7 +22,7 @@ from trireme.launch.cli import print_error
 from trireme.launch.commands.serve import ServeView, curl_line, merge_decisions, print_failed, url_of
 from trireme.launch.console import Console
 from trireme.launch.processes.connection_file import PASS_NAME
-from trireme.launch.processes.supervisor import AllReady, Died, Restarted, Stopped, Stopping
+from trireme.launch.processes.events import AllReady, Died, Restarted, Stopped, Stopping
 from trireme.machine.device import DeviceFacts
 from trireme.resolve import ModelFacts, Prepared
 from trireme.settings import load

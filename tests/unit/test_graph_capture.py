@@ -208,7 +208,7 @@ def test_the_loop_orders_between_requests_and_never_in_a_sleep() -> None:
     site.turns(6)
     assert site.core.is_idle
     assert [method for method, _ in site.calls] == ["adapt"]
-    site.loop._sleep(1, lambda error: None)
+    site.loop.calls.sleep(1, lambda error: None)
     assert [method for method, _ in site.calls] == ["adapt", "sleep"]
     for _, on_reply in site.calls:
         on_reply([worker("add 40")], "")
@@ -217,7 +217,7 @@ def test_the_loop_orders_between_requests_and_never_in_a_sleep() -> None:
     assert site.loop.stats()["state"] == "asleep"
     assert site.calls == []
     assert min(site.waits[-10:]) == 1.0
-    site.loop._rest.work_came()
+    site.loop.sleep_state.work_came()
     site.calls.pop()[1]([], "")
     site.turns(5)
     assert [method for method, _ in site.calls] == ["adapt"]

@@ -25,7 +25,7 @@ def make_request(prompt: list[int], *, salt: bytes = b"", prompt_logprobs: int =
 def fill(cache: KVCache, request: Request) -> None:
     """Computes a whole request, as the scheduler would."""
     cache.adopt(request, cache.match(request))
-    cache.extend(request, cache.blocks_for(len(request.tokens)) - len(request.blocks))
+    cache.extend(request, cache.blocks_for(len(request.tokens)) - len(request.table.blocks))
     request.num_computed = len(request.tokens)
     cache.seal(request)
 
@@ -80,9 +80,9 @@ def test_the_longest_prefix_is_found_and_one_token_is_left_to_compute() -> None:
     cache = KVCache(16, 4)
     first = make_request(list(range(12)))
     fill(cache, first)
-    assert cache.match(make_request([*range(12), 99])) == first.blocks
-    assert cache.match(make_request(list(range(12)))) == first.blocks[:2]
-    assert cache.match(make_request([*range(8), 77, 78, 79, 80, 81])) == first.blocks[:2]
+    assert cache.match(make_request([*range(12), 99])) == first.table.blocks
+    assert cache.match(make_request(list(range(12)))) == first.table.blocks[:2]
+    assert cache.match(make_request([*range(8), 77, 78, 79, 80, 81])) == first.table.blocks[:2]
     assert cache.match(make_request([1, *range(12)])) == []
 
 
@@ -90,8 +90,8 @@ def test_prefixes_of_released_rows_survive_tail_first_eviction() -> None:
     cache = KVCache(4, 4)
     first = make_request(list(range(16)))
     fill(cache, first)
-    head = first.blocks[:2]
-    cache.release(first.blocks)
+    head = first.table.blocks[:2]
+    cache.release(first.table.blocks)
     other = make_request([200, 201, 202, 203, 204])
     fill(cache, other)
     assert cache.match(make_request([*range(16), 99])) == head
@@ -109,10 +109,10 @@ def test_the_chain_is_the_public_one() -> None:
     cache = KVCache(16, 4)
     request = make_request(list(range(10)), salt=b"s")
     fill(cache, request)
-    assert [cache.pool.hash_of[block] for block in request.blocks[:2]] == block_hashes(
+    assert [cache.pool.hash_of[block] for block in request.table.blocks[:2]] == block_hashes(
         np.arange(10, dtype=np.int32), 4, salt=b"s"
     )
-    assert cache.pool.hash_of[request.blocks[2]] is None
+    assert cache.pool.hash_of[request.table.blocks[2]] is None
 
 
 def test_a_row_that_owes_prompt_logprobs_reads_no_prefix_it_has_not_scored() -> None:
@@ -120,9 +120,9 @@ def test_a_row_that_owes_prompt_logprobs_reads_no_prefix_it_has_not_scored() -> 
     fill(cache, make_request(list(range(12))))
     scored = make_request(list(range(12)), prompt_logprobs=0)
     assert cache.match(scored) == []
-    scored.num_scored = 9
+    scored.stats.num_scored = 9
     assert len(cache.match(scored)) == 2
-    scored.num_scored = 11
+    scored.stats.num_scored = 11
     assert len(cache.match(scored)) == 2
 
 
@@ -131,7 +131,7 @@ def test_without_prefix_cache_nothing_is_hashed() -> None:
     request = make_request(list(range(12)))
     fill(cache, request)
     assert cache.match(make_request(list(range(12)))) == []
-    cache.release(request.blocks)
+    cache.release(request.table.blocks)
     assert len(cache.pool.free) == 16
 
 
@@ -140,7 +140,7 @@ def test_work_lost_counts_what_no_other_row_holds() -> None:
     first, second = make_request(list(range(12))), make_request([*range(8), 50, 51, 52])
     fill(cache, first)
     fill(cache, second)
-    assert second.blocks[:2] == first.blocks[:2]
+    assert second.table.blocks[:2] == first.table.blocks[:2]
     assert cache.work_lost(first) == 4
     assert cache.work_lost(second) == 3
 
@@ -149,5 +149,5 @@ def test_distrust_unseals_from_the_failed_chunk_on() -> None:
     cache = KVCache(16, 4)
     request = make_request(list(range(12)))
     fill(cache, request)
-    cache.invalidate(request.hashes[1:])
-    assert cache.match(make_request([*range(12), 99])) == request.blocks[:1]
+    cache.invalidate(request.table.hashes[1:])
+    assert cache.match(make_request([*range(12), 99])) == request.table.blocks[:1]

@@ -13,7 +13,7 @@ from tests.unit.engine_driver import Driver, Row, make_limits
 from trireme.engine_core.scheduling.policies.base import POLICIES, Policy, PolicySettings
 from trireme.engine_core.scheduling.policies.fair import MAX_CLIENTS, OUTPUT_COST, PROMPT_COST, FairShare
 from trireme.engine_core.scheduling.policies.feedback import QUANTUM, first_level
-from trireme.engine_core.scheduling.request import State
+from trireme.engine_core.scheduling.request import PolicyAccount, QueueWait, RequestStats, State
 from trireme.engine_core.scheduling.waiting import WaitingQueue
 from trireme.errors import ConfigError
 
@@ -120,24 +120,28 @@ def test_aging_bounds_how_long_anybody_is_overtaken(arrivals: list[tuple[int, fl
             head = queue.peek()
             assert head is not None
             for other in waiting:
-                levels = other.priority - head.priority + head.num_preemptions
+                levels = other.priority - head.priority + head.stats.num_preemptions
                 assert head.arrival_s - other.arrival_s <= max(0, levels) * aging_s + 1e-9
             queue.discard(head)
             waiting.remove(head)
 
 
-def fake_request(arrival: int, now: float, **values: object) -> SimpleNamespace:
-    known = {
-        "priority": 0,
-        "client": b"",
-        "due_s": 0.0,
-        "num_preemptions": 0,
-        "num_tokens": 1,
-        "num_prompt": 1,
-        "level": -1,
-        "key": (),
-    }
-    return SimpleNamespace(state=State.WAITING, arrival=arrival, arrival_s=now, **{**known, **values})
+def fake_request(
+    arrival: int, now: float, *, priority: int = 0, client: bytes = b"", due_s: float = 0.0, num_preemptions: int = 0
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        state=State.WAITING,
+        arrival=arrival,
+        arrival_s=now,
+        priority=priority,
+        client=client,
+        num_tokens=1,
+        num_prompt=1,
+        key=(),
+        wait=QueueWait(bound_s=0.0, due_s=due_s, may_move=False),
+        stats=RequestStats(now, num_preemptions=num_preemptions),
+        account=PolicyAccount(1),
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -150,7 +154,7 @@ def test_earliest_deadline_is_always_first(arrivals: list[tuple[float, float]], 
         waiting.append(fake_request(arrival, now, due_s=due_s))
         queue.push(waiting[-1])
         if dice.random() < 0.6:
-            head = min(waiting, key=lambda row: (row.arrival_s + (row.due_s or 60.0), row.arrival))
+            head = min(waiting, key=lambda row: (row.arrival_s + (row.wait.due_s or 60.0), row.arrival))
             assert queue.peek() is head
             queue.discard(head)
             waiting.remove(head)

@@ -16,7 +16,7 @@ from trireme.launch.bench.startup import phases_of, tree_memory
 from trireme.launch.cli import main
 from trireme.launch.commands.serve import timeline
 from trireme.launch.plot import Line, _ceiling, bars, lines
-from trireme.launch.processes.supervisor import AllReady
+from trireme.launch.processes.events import AllReady
 from trireme.transport.wire.messages import Ready
 
 

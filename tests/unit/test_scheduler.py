@@ -215,9 +215,9 @@ def test_o19_last_chunk_when_the_prompt_is_a_multiple_of_the_block_size(length: 
     (request,) = driver.core.requests.values()
     while not row.tokens:
         driver.step()
-    assert len(request.blocks) == -(-length // 4)
+    assert len(request.table.blocks) == -(-length // 4)
     driver.plan()
-    assert len(request.blocks) == length // 4 + 1, "the first decoded token has a slot"
+    assert len(request.table.blocks) == length // 4 + 1, "the first decoded token has a slot"
     driver.run()
     driver.check_tokens(row)
     assert len(row.tokens) == 6

@@ -29,13 +29,13 @@ class Pair:
         self.downs: list[deque[WaveOrder]] = [deque(), deque()]
         self.entered: list[deque[tuple[Ballot, StepResult]]] = [deque(), deque()]
         self.rows: list[tuple[int, Row]] = []
-        self.paces = [
+        self.steppings = [
             Lockstep(driver.core, Wave(i, 0, 2 if ahead else 1), lambda report, i=i: self._tell(i, report))  # type: ignore[misc]
             for i, driver in enumerate(self.drivers)
         ]
-        for i, pace in enumerate(self.paces):
+        for i, stepping in enumerate(self.steppings):
             self.waves.connected(i, 0)
-            pace.settle()
+            stepping.settle()
 
     def _tell(self, i: int, report: WaveReport) -> bool:
         self.ups[i].append(report)
@@ -43,13 +43,13 @@ class Pair:
 
     def submit(self, i: int, length: int, max_tokens: int) -> None:
         self.rows.append((i, self.drivers[i].submit(length, max_tokens)))
-        self.paces[i].settle()
+        self.steppings[i].settle()
 
     def abort(self, at: int) -> None:
         if self.rows:
             i, row = self.rows[at % len(self.rows)]
             self.drivers[i].abort(row)
-            self.paces[i].settle()
+            self.steppings[i].settle()
 
     def direct(self, mode: Mode) -> int:
         number = self.waves.direct(mode)
@@ -66,15 +66,15 @@ class Pair:
     def on_order(self, i: int) -> bool:
         if not self.downs[i]:
             return False
-        self.paces[i].on_order(self.downs[i].popleft())
+        self.steppings[i].on_order(self.downs[i].popleft())
         self.drivers[i].collect()
-        self.paces[i].settle()
+        self.steppings[i].settle()
         return True
 
     def step(self, i: int) -> bool:
         """Plans one step, if this engine may take one; its outcome waits for the other engine."""
         driver = self.drivers[i]
-        plan = self.paces[i].next_plan(driver.now)
+        plan = self.steppings[i].next_plan(driver.now)
         if plan is None:
             return False
         assert plan.ballot is not None
@@ -94,8 +94,8 @@ class Pair:
             return False
         result = driver.answers[0]
         driver.answer()
-        self.paces[i].on_result(result)
-        self.paces[i].settle()
+        self.steppings[i].on_result(result)
+        self.steppings[i].settle()
         return True
 
     def run(self) -> None:
@@ -161,25 +161,25 @@ def test_nothing_steps_while_a_pause_stands(events: list[tuple[Any, ...]], mode:
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_an_engine_alone_answers_when_its_steps_are_over(mode: Mode) -> None:
     driver = Driver(make_limits())
-    pace, answers = Independent(driver.core), list[str]()
+    stepping, answers = Independent(driver.core), list[str]()
     row = driver.submit(9, 6)
     driver.plan()
-    pace.direct(mode, answers.append)
-    pace.settle()
+    stepping.direct(mode, answers.append)
+    stepping.settle()
     assert answers == []
     late = driver.submit(5, 2)
     driver.answer()
-    pace.settle()
+    stepping.settle()
     assert answers == ([] if mode == "wait" else [""])
-    while (plan := pace.next_plan(driver.now)) is not None:
+    while (plan := stepping.next_plan(driver.now)) is not None:
         assert mode == "wait"
         driver.answers += [result for worker in driver.workers if (result := worker.execute(plan)) is not None]
         driver.answer()
-        pace.settle()
+        stepping.settle()
     assert answers == [""]
     assert [len(row.ends), len(late.ends)] == [0 if mode == "keep" else 1, 0]
-    pace.direct("", answers.append)
-    pace.settle()
+    stepping.direct("", answers.append)
+    stepping.settle()
     driver.run()
     assert answers == ["", ""]
     driver.check_tokens(row)

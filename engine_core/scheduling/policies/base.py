@@ -92,7 +92,7 @@ class Priority(Policy):
     shortest_first = False
 
     def key(self, request: Request) -> Key:
-        level = request.priority - (1 if request.num_preemptions else 0)
+        level = request.priority - (1 if request.stats.num_preemptions else 0)
         return (level * self.settings.aging_s + request.arrival_s,)
 
     def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
@@ -105,7 +105,7 @@ class Deadline(Policy):
     shortest_first = False
 
     def key(self, request: Request) -> Key:
-        return (request.arrival_s + (request.due_s or self.settings.due_s),)
+        return (request.arrival_s + (request.wait.due_s or self.settings.due_s),)
 
     def victim(self, candidates: Sequence[Request], lost: Lost) -> Request:
         return max(candidates, key=lambda row: (self.key(row), row.arrival_s, row.arrival))

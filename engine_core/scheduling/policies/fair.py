@@ -45,13 +45,13 @@ class FairShare(Policy):
     def settle(self, rows: Iterable[Request]) -> None:
         """Charges prompt tokens once (without cached ones) and output tokens since the last call to their clients."""
         for row in rows:
-            served = 0.0
-            if row.num_paid < 0:
-                served = PROMPT_COST * (row.num_given - row.num_cached)
-                row.num_paid = row.num_given
-            if (count := row.num_tokens) > row.num_paid:
-                served += OUTPUT_COST * (count - row.num_paid)
-                row.num_paid = count
+            served, account = 0.0, row.account
+            if account.num_paid < 0:
+                served = PROMPT_COST * (account.num_given - row.stats.num_cached)
+                account.num_paid = account.num_given
+            if (count := row.num_tokens) > account.num_paid:
+                served += OUTPUT_COST * (count - account.num_paid)
+                account.num_paid = count
             if served:
                 self.counters[row.client] = self.standing(row.client) + served
 

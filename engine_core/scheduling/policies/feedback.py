@@ -26,7 +26,7 @@ def first_level(num_prompt: int) -> int:
 
 
 class Feedback(Policy):
-    """`request.level` holds the level; 0 goes first."""
+    """`request.account.level` holds the level; 0 goes first."""
 
     takes_slots = True
 
@@ -39,12 +39,12 @@ class Feedback(Policy):
 
     def is_spent(self, row: Request, head: Request) -> bool:
         level = self._level(row)
-        return row.num_tokens - row.num_at_start >= quantum(level) and self._level(head) <= level
+        return row.num_tokens - row.account.num_at_start >= quantum(level) and self._level(head) <= level
 
     def demote(self, row: Request) -> None:
-        row.level = min(NUM_LEVELS - 1, self._level(row) + 1)
+        row.account.level = min(NUM_LEVELS - 1, self._level(row) + 1)
 
     def _level(self, request: Request) -> int:
-        if request.level < 0:
-            request.level = first_level(request.num_prompt)
-        return request.level
+        if request.account.level < 0:
+            request.account.level = first_level(request.num_prompt)
+        return request.account.level

@@ -109,33 +109,12 @@ def _attend(
     do_not_specialize_on_alignment=["table", "places", "firsts", "bounds", "contexts"],
 )
 def _piece_kernel(
-    q_base,
-    out_base,
-    k_base,
-    v_base,
-    table,
-    places,
-    firsts,
-    bounds,
-    contexts,
-    sinks,
-    num_pieces,
-    q_stride,
-    out_stride,
-    table_stride,
-    block_stride,
-    scale,
-    softcap,
-    v_scale,
-    GROUP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-):
+    q_base, out_base, k_base, v_base,
+    table, places, firsts, bounds, contexts, sinks, num_pieces,
+    q_stride, out_stride, table_stride, block_stride, scale, softcap, v_scale,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # last tiles have the longest context: start them first
     head = tl.program_id(0)
     piece = _piece_of(bounds, num_pieces, tile, QUERIES)
