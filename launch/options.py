@@ -45,6 +45,16 @@ PEER = Setting(
     optional=True,
 )
 
+SLO = Setting(
+    "",
+    "slo",
+    "list",
+    (),
+    "latencies that a good request keeps, as ttft=1s,itl=50ms,e2e=20s or some of these: first token within ttft, the "
+    "request's own p99 gap between tokens within itl, last token within e2e; adds goodput (good requests per second) and "
+    "attainment (their share)",
+)
+
 COMMON_ENGINE = ("max_len", "kv_memory", "dp", "tp", "pp", "threads", "log_level")
 
 
@@ -203,6 +213,7 @@ COMMANDS: tuple[Command, ...] = (
         (_MODEL,),
         (
             Setting("", "concurrency", "list", ("1", "8", "32"), "clients at once; several values give several rows"),
+            SLO,
             NUM_REQUESTS,
             INPUT_LEN,
             OUTPUT_LEN,
@@ -214,7 +225,7 @@ COMMANDS: tuple[Command, ...] = (
         ),
         (
             "trireme bench serve smollm2",
-            "trireme bench serve --url http://127.0.0.1:8000 --concurrency 1,4,16",
+            "trireme bench serve --url http://127.0.0.1:8000 --concurrency 1,4,16 --slo ttft=1s,itl=50ms",
             "trireme bench serve smollm2 --peer http://127.0.0.1:8080 --json",
         ),
         COMMON_ENGINE,
@@ -227,6 +238,7 @@ COMMANDS: tuple[Command, ...] = (
         (
             Setting("", "concurrency", "list", ("1", "2", "4", "8", "16", "32"), "the steps, as clients at once"),
             Setting("", "rate", "list", (), "the steps, as requests per second with random arrivals (open loop)"),
+            SLO,
             NUM_REQUESTS,
             INPUT_LEN,
             OUTPUT_LEN,

@@ -80,6 +80,8 @@ def test_a_model_that_is_none(command: str, model: str, capfd: pytest.CaptureFix
         ("bench serve --url=", "--url is ''"),
         ("bench serve --url http://[::1", "--url is no address"),
         ("bench serve --url http://..:1", "--url is no address"),
+        ("bench serve --slo ttft=1s,itl=50", "itl is '50'; it must be a time with its unit"),
+        ("bench sweep --slo=", "it takes ttft, itl, e2e"),
         ("control --url http://" + LONG, "--url is no address"),
         ("chat --url http://me:sesame@127.0.0.1:1", "--url has a user name or a password"),
         ("chat --url http://127.0.0.1:99999", "--url is no address"),
