@@ -1,4 +1,4 @@
-"""One load on an HTTP server from streaming clients in this process, and what these see. Called by serve.py.
+"""One load on an HTTP server from streaming clients in this process, and what these see. Called by serve.py and highest_rate.py.
 
 A load point is a number of closed-loop clients, or a rate of open-loop (Poisson) arrivals. Several addresses are one server:
 clients are spread over them in turn.
@@ -62,10 +62,17 @@ class Workload(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """What came of a load."""
+    """What came of a load. `lag_s`: how late the last request of an open loop was sent, of arrivals over `due_s`."""
 
     samples: list[Sample]
     wall_s: float
+    due_s: float = 0.0
+    lag_s: float = 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """The clients themselves could not keep up with the rate, so the server has not seen it."""
+        return self.lag_s > 0.5 + 0.05 * self.due_s
 
 
 async def connect(name: str, addresses: list[Endpoint]) -> Target:
@@ -83,7 +90,7 @@ async def apply(target: Target, load: Workload, view: ProgressView, name: str) -
     first = zlib.crc32(f"{point.name} {load.repeat}".encode()) << _SEEDS_BITS
     prompts = iter([make_text(shape.input_len, seed) for seed in range(first, first + load.num_requests)])
     samples: list[Sample] = []
-    moment = 0.0
+    lag_s = moment = 0.0
 
     def on_done() -> None:
         view.on_progress(Progress(name, "requests", len(samples), load.num_requests))
@@ -98,7 +105,9 @@ async def apply(target: Target, load: Workload, view: ProgressView, name: str) -
             await send(which, prompt)
 
     async def visitor(which: int, prompt: str, after_s: float) -> None:
+        nonlocal lag_s
         await asyncio.sleep(after_s)
+        lag_s = time.perf_counter() - begun - after_s
         await send(which, prompt)
 
     on_done()
@@ -112,7 +121,7 @@ async def apply(target: Target, load: Workload, view: ProgressView, name: str) -
             await asyncio.gather(*visits)
         else:
             await asyncio.gather(*(client(which) for which in range(int(point.amount))))
-        return Applied(samples, time.perf_counter() - begun)
+        return Applied(samples, time.perf_counter() - begun, moment, lag_s)
     finally:
         view.close()
 

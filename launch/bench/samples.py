@@ -111,19 +111,27 @@ def report_errors(samples: Sequence[Sample]) -> None:
         show(f"{times} x {error}", to=sys.stderr)
 
 
-def publish(invocation: Invocation, model: str, rows: Sequence[RunSummary], config: EngineConfig | None) -> None:
-    """Prints the result. `config` is the resolved one of the engine measured; None for a server started by others."""
+def publish(
+    invocation: Invocation,
+    model: str,
+    rows: Sequence[RunSummary],
+    config: EngineConfig | None,
+    **more: dict[str, float],
+) -> None:
+    """Prints the result. `config` is the resolved one of the engine measured; None for a server started by others. `more` is
+    for the JSON document alone."""
     if invocation.options["json"]:
-        print(json.dumps(_document(invocation, model, rows, config), indent=1))
+        print(json.dumps(_document(invocation, model, rows, config) | more, indent=1))
         return
     from trireme.launch.console import Console
 
     names = list(dict.fromkeys(name for row in rows for name in row.figures))
-    cells = [[row.name, *(_figure(row.figures.get(name)) for name in names)] for row in rows]
+    cells = [[row.name, *(shown_figure(row.figures.get(name)) for name in names)] for row in rows]
     Console(sys.stdout).table(["", *names], cells)
 
 
-def _figure(value: float | None) -> str:
+def shown_figure(value: float | None) -> str:
+    """Three digits, or all of a whole number; `-` for none."""
     if value is None or value != value:
         return "-"
     return f"{value:.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"

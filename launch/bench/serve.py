@@ -1,12 +1,14 @@
-"""`trireme bench serve` and `bench sweep`: load on an HTTP server (launch/bench/load.py), as its clients see it.
+"""`trireme bench serve` and `bench sweep`: given loads on an HTTP server, or the highest rate at which it keeps its objectives.
 
 The server is the one at --url, or a whole process tree started for the purpose. With --peer each load is applied to both servers
-in turn, with the same prompts, so that the ratio holds on a noisy machine.
+in turn, with the same prompts, so that the ratio holds on a noisy machine. How load is made: launch/bench/load.py; the search:
+launch/bench/highest_rate.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,24 +20,33 @@ from trireme.errors import ConfigError
 from trireme.launch.api.deployment import UnderSupervisor
 from trireme.launch.api.http import Endpoint, endpoint
 from trireme.launch.api.view import ProgressView
+from trireme.launch.bench.highest_rate import HIGHEST_RATE, Found, Goal, find_highest
 from trireme.launch.bench.load import RATE_S, LoadPoint, RequestShape, Workload, apply, connect
 from trireme.launch.bench.samples import RunSummary, publish, ratio_row, report_errors, summarize
-from trireme.launch.bench.slo import Slo, parse_slo
-from trireme.launch.options import Invocation
+from trireme.launch.bench.slo import EXAMPLE, Slo, parse_slo
+from trireme.launch.options import ATTAINMENT, Invocation
+from trireme.launch.terminal import show
 from trireme.resolve import prepare
 
+CONCURRENCY = ("1", "2", "4", "8", "16", "32")  # steps of a sweep for which none are given
 OWN, PEER = "trireme", "peer"
 
 
 def run(invocation: Invocation) -> int:
-    """Prints one result per load point, repeat and server, then the ratios."""
+    """Prints one result per load point, repeat and server, then the ratios; or what a search for the highest rate finds."""
     options = invocation.options
     slo, steps = parse_slo(options["slo"]), steps_of(options)
+    goal = _goal(slo, options)
     with _server(invocation) as (server, config):
         servers = {OWN: server}
         if options["peer"] is not None:
             servers[PEER] = _endpoints(options["peer"])
-        rows, model = asyncio.run(_measure(options, servers, steps, slo))
+        if goal is None:
+            rows, model = asyncio.run(_measure(options, servers, steps, slo))
+        else:
+            found, model = asyncio.run(_search(options, servers, goal))
+    if goal is not None:
+        return _publish_search(invocation, found, model, config)
     publish(invocation, model, rows, config)
     return 1 if any(row.figures.get("errors") for row in rows) else 0
 
@@ -98,10 +109,55 @@ def _default_count(step: LoadPoint) -> int:
     return max(4, round(RATE_S * step.amount)) if step.is_open else round(3 * step.amount)
 
 
+# ---------------------------------------------------------------- search
+
+
+def _goal(slo: Slo | None, options: dict[str, Any]) -> Goal | None:
+    """What to search the highest rate for; None when load points are given, or no objectives. Raises ConfigError."""
+    rates = options.get("rate", ())
+    if slo is not None and not options["concurrency"] and len(rates) < 2:
+        if rates and float(rates[0]) > HIGHEST_RATE:
+            raise ConfigError(f"--rate is {rates[0]}; a search starts at {HIGHEST_RATE:g} at most")
+        return Goal(slo, options["attainment"])
+    if options.get("attainment", ATTAINMENT.default) != ATTAINMENT.default:
+        raise ConfigError(
+            "--attainment is of a search for the highest rate, which needs --slo and at most one --rate",
+            hint=f"{EXAMPLE} --attainment {options['attainment']:g}",
+        )
+    return None
+
+
+async def _search(
+    options: dict[str, Any], servers: dict[str, list[Endpoint]], goal: Goal
+) -> tuple[dict[str, Found], str]:
+    """The servers one after the other: rates that only one of them is asked for have no pair."""
+    targets = [await connect(name, to) for name, to in servers.items()]
+    found = {}
+    for target in targets:
+        prefix = f"{target.name} " if len(servers) > 1 else ""
+        found[target.name] = await find_highest(target, goal, options, prefix=prefix)
+    return found, targets[0].model
+
+
+def _publish_search(invocation: Invocation, found: dict[str, Found], model: str, config: EngineConfig | None) -> int:
+    """The rates tried as rows, then a line for each server with its highest one."""
+    rows = [row for one in found.values() for row in one.rows]
+    publish(invocation, model, rows, config, highest_rate={name: one.rate for name, one in found.items()})
+    for name, one in found.items():
+        show(
+            f"{name}: {one.conclusion}" if len(found) > 1 else one.conclusion,
+            to=sys.stderr if invocation.options["json"] else None,
+        )
+    return 0 if all(one.rate for one in found.values()) else 1
+
+
+# ---------------------------------------------------------------- load points
+
+
 def steps_of(options: dict[str, Any]) -> list[LoadPoint]:
     """The load points that the flags ask for. Raises ConfigError."""
     what = "rate" if options.get("rate") else "concurrency"
-    words = options[what]
+    words = options[what] or CONCURRENCY
     try:
         amounts = [float(word) if what == "rate" else int(word) for word in words]
     except ValueError as error:

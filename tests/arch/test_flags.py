@@ -37,8 +37,8 @@ COMMAND_FLAGS = {
     "bench latency": "--input-len --output-len --repeats --json --config",
     "bench throughput": "--num-requests --input-len --output-len --repeats --json --config",
     "bench serve": "--concurrency --slo --num-requests --input-len --output-len --repeats --url --peer --json --config",
-    "bench sweep": "--concurrency --rate --slo --num-requests --input-len --output-len --repeats --url --peer --json "
-    "--config",
+    "bench sweep": "--concurrency --rate --slo --attainment --num-requests --input-len --output-len --repeats --url --peer "
+    "--json --config",
     "bench ipc": "--running --output-len --json",
     "bench balance": "--fronts --num-requests --json",
     "bench startup": "--repeats --json --config",

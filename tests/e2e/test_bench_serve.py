@@ -1,8 +1,9 @@
-"""`trireme bench serve` and `bench sweep` against running servers: one, two that count as one, with objectives."""
+"""`trireme bench serve` and `bench sweep` against running servers: one, two that count as one, objectives, a search for a rate."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,3 +68,30 @@ def test_goodput_of_closed_loops(one_at_a_time: Deployment) -> None:
         assert row["goodput_req_s"] == pytest.approx(6 / row["wall_s"])
         assert row["itl_p50_ms"] <= row["itl_p95_ms"] <= row["itl_p99_ms"] <= row["itl_max_ms"]
         assert row["ttft_p50_ms"] <= row["ttft_p95_ms"] <= row["ttft_p99_ms"]
+
+
+def test_a_sweep_finds_the_highest_rate(one_at_a_time: Deployment) -> None:
+    """At 33 requests a second and more the queue only grows; of a burst, the server takes five requests at most."""
+    words = ["sweep", *lengths(one_at_a_time), "--num-requests", "12", "--slo", "ttft=300ms", "--attainment", "0.8"]
+    done = bench(*words)
+    rows = rows_of(done)
+    rates = [row["rate"] for row in rows]
+    kept = [row["rate"] for row in rows if row["attainment"] >= 0.8]
+    missed = rates[len(kept) :]
+    assert rates == sorted(set(rates))
+    assert kept == rates[: len(kept)]
+    assert json.loads(done.stdout)["highest_rate"] == {"trireme": kept[-1]}
+    assert kept[-1] < missed[0] <= 1.05 * kept[-1]
+    line = f"highest rate that keeps ttft 300 ms for 80 % of requests: {kept[-1]:.3g} requests/s"
+    assert done.stderr.splitlines()[-1] == line
+    for rate in rates:
+        assert re.search(rf"^  r={rate:g}/s +(kept|missed) .* % of 12 requests good", done.stderr, re.MULTILINE)
+
+
+def test_a_sweep_of_a_goal_that_nothing_keeps_ends_at_once(one_at_a_time: Deployment) -> None:
+    done = bench("sweep", *lengths(one_at_a_time), "--slo", f"e2e={STEP_S * OUTPUT_LEN * 900:g}ms")
+    assert done.returncode == 1
+    assert "no rate keeps e2e 27 ms for 90 % of requests: not even one request at a time does" in done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["name"], row["attainment"], row["goodput_req_s"]) == ("c=1", 0.0, 0.0)
+    assert json.loads(done.stdout)["highest_rate"] == {"trireme": 0.0}

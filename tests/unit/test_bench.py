@@ -11,6 +11,7 @@ import pytest
 from trireme.errors import ConfigError
 from trireme.launch.api.batch import InFlight
 from trireme.launch.api.http import ServerError, endpoint, get_json, stream
+from trireme.launch.bench.load import Applied
 from trireme.launch.bench.samples import WORDS, Sample, make_ids, make_text, summarize
 from trireme.launch.bench.slo import Slo
 
@@ -64,6 +65,11 @@ def test_goodput_of_known_samples():
 
 def test_summary_of_failures_only_has_no_times():
     assert math.isnan(summarize([Sample(0.0, (), 0, 0, "x")], 1.0)["ttft_p50_ms"])
+
+
+def test_clients_that_fall_behind_a_rate_are_late():
+    assert not Applied([], 12.0, due_s=10.0, lag_s=0.9).is_late
+    assert Applied([], 12.0, due_s=10.0, lag_s=1.1).is_late
 
 
 def test_prompts_are_repeatable_and_share_no_beginning():
