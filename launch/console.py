@@ -24,6 +24,7 @@ from trireme.launch.terminal import printable
 from trireme.sizes import MIB, format_bytes
 
 PLAIN_EVERY_S = 5.0
+GAP = 2  # characters between columns of a table
 
 
 class _Amount(ProgressColumn):
@@ -184,10 +185,35 @@ class Console:
         self._rich.print(Text("  " + also, style="dim"))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Right-aligned figures under headings; the first column is text."""
-        table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
+        """Right-aligned figures under headings; the first column is text. A table wider than the output is turned: a line for
+        each heading, and as many rows side by side as fit."""
+        if _width((columns, *rows)) <= self._rich.width or not rows:
+            self._print_table(columns, rows)
+            return
+        start = 0
+        while start < len(rows):
+            end = start + 1
+            while end < len(rows) and _width(_turned(columns, rows[start : end + 1])) <= self._rich.width:
+                end += 1
+            head, *lines = _turned(columns, rows[start:end])
+            self._print_table(head, lines)
+            start = end
+
+    def _print_table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        table = Table(box=None, pad_edge=False, padding=(0, GAP // 2), header_style="bold")
         for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+            table.add_column(_text(column), justify="left" if i == 0 else "right", no_wrap=True)
         for row in rows:
             table.add_row(*map(_text, row))
         self._rich.print(table, soft_wrap=False)
+
+
+def _width(lines: Sequence[Sequence[str]]) -> int:
+    """Width of a table, headings included, in characters."""
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return sum(widths) + GAP * (len(widths) - 1)
+
+
+def _turned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """The table with rows as columns; its first line is the headings."""
+    return list(zip(columns, *rows, strict=True))

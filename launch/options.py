@@ -45,6 +45,25 @@ PEER = Setting(
     optional=True,
 )
 
+SLO = Setting(
+    "",
+    "slo",
+    "list",
+    (),
+    "latencies that a good request keeps, as ttft=1s,itl=50ms,e2e=20s or some of these: first token within ttft, the "
+    "request's own p99 gap between tokens within itl, last token within e2e; adds goodput (good requests per second) and "
+    "attainment (their share)",
+)
+ATTAINMENT = Setting(
+    "",
+    "attainment",
+    "real",
+    0.9,
+    "share of requests that must be good at the rate that is searched",
+    low=0.01,
+    high=1,
+)
+
 COMMON_ENGINE = ("max_len", "kv_memory", "dp", "tp", "pp", "threads", "log_level")
 
 
@@ -203,6 +222,7 @@ COMMANDS: tuple[Command, ...] = (
         (_MODEL,),
         (
             Setting("", "concurrency", "list", ("1", "8", "32"), "clients at once; several values give several rows"),
+            SLO,
             NUM_REQUESTS,
             INPUT_LEN,
             OUTPUT_LEN,
@@ -214,20 +234,37 @@ COMMANDS: tuple[Command, ...] = (
         ),
         (
             "trireme bench serve smollm2",
-            "trireme bench serve --url http://127.0.0.1:8000 --concurrency 1,4,16",
+            "trireme bench serve --url http://127.0.0.1:8000 --concurrency 1,4,16 --slo ttft=1s,itl=50ms",
             "trireme bench serve smollm2 --peer http://127.0.0.1:8080 --json",
         ),
         COMMON_ENGINE,
     ),
     Command(
         "bench sweep",
-        "raise the load on an HTTP server step by step: clients at once, or requests a second",
+        "raise the load on an HTTP server step by step, or find the highest rate that keeps objectives",
         "trireme.launch.bench.serve",
         (_MODEL,),
         (
-            Setting("", "concurrency", "list", ("1", "2", "4", "8", "16", "32"), "the steps, as clients at once"),
-            Setting("", "rate", "list", (), "the steps, as requests per second with random arrivals (open loop)"),
-            NUM_REQUESTS,
+            Setting(
+                "",
+                "concurrency",
+                "list",
+                (),
+                "the steps, as clients at once; default: 1,2,4,8,16,32, or with --slo the highest rate is searched",
+            ),
+            Setting(
+                "",
+                "rate",
+                "list",
+                (),
+                "the steps, as requests per second with random arrivals (open loop); with --slo a single value is where the "
+                "search starts (default: an estimate): doubling, then bisection to within 5 %",
+            ),
+            SLO,
+            ATTAINMENT,
+            NUM_REQUESTS._replace(
+                help="requests per row; default: 3 per client, 20 s of arrivals at a rate, at least 20 in a search"
+            ),
             INPUT_LEN,
             OUTPUT_LEN,
             REPEATS._replace(default=1),
@@ -238,6 +275,7 @@ COMMANDS: tuple[Command, ...] = (
         ),
         (
             "trireme bench sweep smollm2",
+            "trireme bench sweep --url http://127.0.0.1:8000 --slo ttft=1s,itl=50ms",
             "trireme bench sweep --url http://127.0.0.1:8000 --rate 0.5,1,2,4",
             "trireme bench sweep smollm2 --json > A.json && trireme report A.json",
         ),

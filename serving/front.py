@@ -21,7 +21,7 @@ from trireme.serving.engines.engine import EngineState
 from trireme.serving.engines.replay import RequestLimits
 from trireme.serving.http.bodies import Bodies, IncomingBody, read_body
 from trireme.serving.http.sse import Look, Ticker
-from trireme.serving.metrics.telemetry import Snapshot, Telemetry
+from trireme.serving.metrics.telemetry import Histogram, Snapshot, Telemetry
 from trireme.serving.shared_state import SharedState, alone
 from trireme.serving.text.chat_prompt import ChatPromptFields, ChatRenderer, Segments
 from trireme.serving.text.detokenizer import TokenText
@@ -330,6 +330,7 @@ class Front:
         """Metrics of this front end alone, since it started. Called regularly."""
         self.choices.tell()
         counts = self.client.counts()
+        gaps = self.client.token_gaps
         return self.telemetry.snapshot(
             {
                 "trireme_routing_fallbacks": float(self.client.num_fallbacks),
@@ -337,7 +338,8 @@ class Front:
                 "trireme_quarantined": float(self.client.num_quarantined),
                 "trireme_frames_malformed|front": float(counts.get("malformed", 0)),
                 "trireme_messages_dropped|front": float(counts.get("gaps", 0)),
-            }
+            },
+            {"trireme_inter_token_seconds": Histogram(list(gaps.counts), gaps.total_s)},
         )
 
     async def snapshots(self) -> list[Snapshot]:

@@ -6,14 +6,18 @@ A result names the model, the machine and the settings; the table goes to stdout
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trireme import __version__
 from trireme.config import EngineConfig
+from trireme.launch.bench.slo import Slo
 from trireme.launch.options import Invocation
+from trireme.launch.terminal import show
 from trireme.machine.device import read_device
 from trireme.metrics import percentile
 from trireme.settings import SECRET, table
@@ -47,25 +51,36 @@ class RunSummary(NamedTuple):
     series: str = ""
 
 
-def summarize(samples: Sequence[Sample], wall_s: float) -> dict[str, float]:
-    """Rates over the wall time; percentiles of first-token and inter-token times in milliseconds."""
-    good = [sample for sample in samples if not sample.error and sample.times]
-    first_ms = [(s.times[0] - s.sent) * 1e3 for s in good]
-    gaps_ms = [(b - a) * 1e3 for s in good for a, b in zip(s.times, s.times[1:], strict=False)]
-    outputs, prompts = sum(s.num_output for s in good), sum(s.num_prompt for s in good)
-    streams = [(s.num_output - 1) / (s.times[-1] - s.times[0]) for s in good if s.num_output > 1 and len(s.times) > 1]
-    return {
+def summarize(samples: Sequence[Sample], wall_s: float, slo: Slo | None = None) -> dict[str, float]:
+    """Rates over the wall time; percentiles in milliseconds of the time to the first token (one value a request) and of the time
+    between tokens (every gap of every request); with an `slo` also goodput and attainment."""
+    answered = [sample for sample in samples if not sample.error and sample.times]
+    first_ms = [(s.times[0] - s.sent) * 1e3 for s in answered]
+    gaps_ms = [(b - a) * 1e3 for s in answered for a, b in zip(s.times, s.times[1:], strict=False)]
+    outputs, prompts = sum(s.num_output for s in answered), sum(s.num_prompt for s in answered)
+    streams = [
+        (s.num_output - 1) / (s.times[-1] - s.times[0]) for s in answered if s.num_output > 1 and len(s.times) > 1
+    ]
+    figures = {
         "requests": float(len(samples)),
-        "errors": float(len(samples) - len(good)),
+        "errors": float(len(samples) - len(answered)),
         "wall_s": wall_s,
         "output_tok_s": outputs / wall_s,
         "total_tok_s": (outputs + prompts) / wall_s,
         "stream_tok_s": percentile(streams, 50),
         "ttft_p50_ms": percentile(first_ms, 50),
+        "ttft_p95_ms": percentile(first_ms, 95),
         "ttft_p99_ms": percentile(first_ms, 99),
         "itl_p50_ms": percentile(gaps_ms, 50),
+        "itl_p95_ms": percentile(gaps_ms, 95),
         "itl_p99_ms": percentile(gaps_ms, 99),
+        "itl_max_ms": percentile(gaps_ms, 100),
     }
+    if slo is not None:
+        num_good = sum(slo.is_kept(sample.sent, sample.times) for sample in answered)
+        figures["goodput_req_s"] = num_good / wall_s
+        figures["attainment"] = num_good / len(samples) if samples else math.nan
+    return figures
 
 
 def make_text(num_words: int, seed: int) -> str:
@@ -90,19 +105,33 @@ def ratio_row(name: str, pairs: Sequence[tuple[dict[str, float], dict[str, float
     return RunSummary(name, figures, "ratio")
 
 
-def publish(invocation: Invocation, model: str, rows: Sequence[RunSummary], config: EngineConfig | None) -> None:
-    """Prints the result. `config` is the resolved one of the engine measured; None for a server started by others."""
+def report_errors(samples: Sequence[Sample]) -> None:
+    """Tells on stderr which errors there were, and how often."""
+    for error, times in Counter(sample.error for sample in samples if sample.error).items():
+        show(f"{times} x {error}", to=sys.stderr)
+
+
+def publish(
+    invocation: Invocation,
+    model: str,
+    rows: Sequence[RunSummary],
+    config: EngineConfig | None,
+    **more: dict[str, float],
+) -> None:
+    """Prints the result. `config` is the resolved one of the engine measured; None for a server started by others. `more` is
+    for the JSON document alone."""
     if invocation.options["json"]:
-        print(json.dumps(_document(invocation, model, rows, config), indent=1))
+        print(json.dumps(_document(invocation, model, rows, config) | more, indent=1))
         return
     from trireme.launch.console import Console
 
     names = list(dict.fromkeys(name for row in rows for name in row.figures))
-    cells = [[row.name, *(_figure(row.figures.get(name)) for name in names)] for row in rows]
+    cells = [[row.name, *(shown_figure(row.figures.get(name)) for name in names)] for row in rows]
     Console(sys.stdout).table(["", *names], cells)
 
 
-def _figure(value: float | None) -> str:
+def shown_figure(value: float | None) -> str:
+    """Three digits, or all of a whole number; `-` for none."""
     if value is None or value != value:
         return "-"
     return f"{value:.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"

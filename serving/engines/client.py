@@ -31,6 +31,7 @@ from trireme.errors import (
     TriremeError,
 )
 from trireme.hashing import prompt_keys
+from trireme.metrics import BY_NAME
 from trireme.serving.engines.engine import Connect, EngineLink, EngineState
 from trireme.serving.engines.migration import judge
 from trireme.serving.engines.pauses import Pauses
@@ -38,6 +39,7 @@ from trireme.serving.engines.placement import Placement
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.resubmit import Moves
 from trireme.serving.engines.stream import PromptLogprobs, Stream, StreamChoice
+from trireme.serving.engines.token_gaps import TokenGaps
 from trireme.topology.lockstep import Mode
 from trireme.transport.sockets.names import Disconnected
 from trireme.transport.wire.columns import unpack, unpack_ids
@@ -120,6 +122,7 @@ class EngineClient:
             clock=clock,
         )
         self.num_moved = self.num_quarantined = 0
+        self.token_gaps = TokenGaps(BY_NAME["trireme_inter_token_seconds"].buckets)
         self._migration_limit = migration_limit
         self._engine_wait_s = engine_wait_s
         self._moves: Moves[StreamChoice] = Moves(self._place_again)
@@ -460,12 +463,20 @@ class EngineClient:
         for entry in message.logprobs:
             if (row := rows.get(entry.rid)) is not None:
                 row.stream.pending.append((row.index, entry))
+        now_s = self._clock()
+        num_by_last_s: dict[
+            float, int
+        ] = {}  # tokens, by when the one before came; mostly the same for all rows of a step
         for rid, token in zip(unpack_ids(message.rids).tolist(), unpack(message.tokens).tolist(), strict=True):
             if (row := rows.get(rid)) is not None:
                 row.replay.emitted.append(token)
                 row.has_gained = True
+                last_s = row.last_token_s
+                num_by_last_s[last_s] = num_by_last_s.get(last_s, 0) + 1
+                row.last_token_s = now_s
                 row.stream.pending.append((row.index, token))
                 touched[row.stream] = None
+        self.token_gaps.add(now_s, num_by_last_s)
         for end in message.ends:
             self._finish(engine, end.rid, end)
         if message.returned:

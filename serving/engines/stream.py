@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 from trireme.errors import TriremeError
 from trireme.serving.engines.replay import Replay
 from trireme.serving.engines.resubmit import Probe
+from trireme.serving.engines.token_gaps import NO_TOKEN_S
 from trireme.transport.wire.messages import End, First, LogprobRow
 
 
@@ -33,6 +34,7 @@ class StreamChoice:
         "has_gained",
         "index",
         "label",
+        "last_token_s",
         "num_scored",
         "pin",
         "replay",
@@ -54,6 +56,7 @@ class StreamChoice:
         self.was_placed = False  # has run on its engine
         self.has_gained = False  # a token there
         self.num_scored = 0  # prompt positions whose log-probabilities came from there
+        self.last_token_s = NO_TOKEN_S  # when its last token came, from whichever engine
         self.trial: Probe | None = None
         self.pin = -1
         self.label = label

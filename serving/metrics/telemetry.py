@@ -89,22 +89,23 @@ class Telemetry:
         self.count("trireme_generation_tokens", usage.completion_tokens)
         self.observe("trireme_request_generation_tokens", usage.completion_tokens)
         self.observe("trireme_request_seconds", time.monotonic() - generation.start)
-        if generation.first is None or generation.last is None:
+        if generation.first is None:
             return
         self.observe("trireme_queue_seconds", generation.queued_s)
         self.observe("trireme_prefill_seconds", generation.prefill_s)
         self.observe("trireme_time_to_first_token_seconds", generation.first - generation.start)
-        gaps = usage.completion_tokens // len(generation.replays) - 1
-        if gaps > 0:
-            self.observe("trireme_inter_token_seconds", (generation.last - generation.first) / gaps, times=gaps)
 
     def refused(self, code: str) -> None:
         self.count(f"trireme_requests_refused|{code}")
 
-    def snapshot(self, kept_elsewhere: Mapping[str, float] | None = None) -> Snapshot:
-        """Numbers for the page."""
+    def snapshot(
+        self, kept_elsewhere: Mapping[str, float] | None = None, histograms: Mapping[str, Histogram] | None = None
+    ) -> Snapshot:
+        """Numbers for the page, with counters and histograms that others have kept."""
         return Snapshot(
-            {**self.counters, **(kept_elsewhere or {})}, {"trireme_streams_open": self.open}, self._histograms
+            {**self.counters, **(kept_elsewhere or {})},
+            {"trireme_streams_open": self.open},
+            {**self._histograms, **(histograms or {})},
         )
 
 

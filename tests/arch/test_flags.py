@@ -37,8 +37,9 @@ COMMAND_FLAGS = {
     "models inspect": "--json",
     "bench latency": "--input-len --output-len --repeats --json --config",
     "bench throughput": "--num-requests --input-len --output-len --repeats --json --config",
-    "bench serve": "--concurrency --num-requests --input-len --output-len --repeats --url --peer --json --config",
-    "bench sweep": "--concurrency --rate --num-requests --input-len --output-len --repeats --url --peer --json --config",
+    "bench serve": "--concurrency --slo --num-requests --input-len --output-len --repeats --url --peer --json --config",
+    "bench sweep": "--concurrency --rate --slo --attainment --num-requests --input-len --output-len --repeats --url --peer "
+    "--json --config",
     "bench ipc": "--running --output-len --json",
     "bench balance": "--fronts --num-requests --json",
     "bench startup": "--repeats --json --config",

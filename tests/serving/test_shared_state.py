@@ -267,7 +267,7 @@ async def test_a_front_end_goes_on_counting_where_its_former_life_ended(tmp_path
         assert seen.counters["trireme_requests|complete"] == 6 + life
         assert seen.counters["trireme_requests|error"] == 2
         assert seen.counters["trireme_requests_received|chat"] == 8 + life
-        assert seen.histograms["trireme_inter_token_seconds"].buckets[4] == 6 + life
+        assert seen.histograms["trireme_inter_token_seconds"].buckets[6] == 6 + life  # 16 to 20 ms
         assert seen.gauges["trireme_streams_open"] == 0
         again.close()
     first.close()

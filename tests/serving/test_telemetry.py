@@ -46,7 +46,7 @@ def test_the_page_parses_and_holds_engines() -> None:
     assert free.labels == {"engine": "0", "state": "free"}
     assert 'trireme_requests_refused_total{code="overloaded"} 1.0' in text
     assert 'trireme_inter_token_seconds_bucket{le="0.025"} 1.0' in text
-    assert 'trireme_inter_token_seconds_bucket{le="0.01"} 0.0' in text
+    assert 'trireme_inter_token_seconds_bucket{le="0.016"} 0.0' in text
 
 
 def test_what_an_engine_counts_of_its_graphs_is_exported() -> None:

@@ -11,7 +11,9 @@ import pytest
 from trireme.errors import ConfigError
 from trireme.launch.api.batch import InFlight
 from trireme.launch.api.http import ServerError, endpoint, get_json, stream
+from trireme.launch.bench.load import Applied
 from trireme.launch.bench.samples import WORDS, Sample, make_ids, make_text, summarize
+from trireme.launch.bench.slo import Slo
 
 
 def test_summary_of_known_samples():
@@ -28,10 +30,46 @@ def test_summary_of_known_samples():
     assert figures["ttft_p50_ms"] == pytest.approx(150)
     assert figures["itl_p50_ms"] == pytest.approx(150)
     assert figures["stream_tok_s"] == pytest.approx((10 + 5) / 2)
+    assert figures["ttft_p95_ms"] == pytest.approx(195)  # of 100 and 200
+    assert (
+        figures["itl_p95_ms"] == figures["itl_p99_ms"] == figures["itl_max_ms"] == pytest.approx(200)
+    )  # of 2 x 100, 2 x 200
+    assert not {"goodput_req_s", "attainment"} & figures.keys()
+
+
+def test_every_gap_of_every_request_counts():
+    """A stall among 101 tokens is the largest gap and is not in the mean of its request: of 200 gaps one is 1000 ms."""
+    steady = Sample(0.0, tuple(0.5 + 0.01 * i for i in range(101)), 8, 101)
+    stalled = steady._replace(times=(*steady.times[:50], *(at + 0.99 for at in steady.times[50:])))
+    figures = summarize([steady, stalled], 10.0)
+    assert [figures[f"itl_p{percent}_ms"] for percent in (50, 95, 99)] == pytest.approx([10, 10, 10])
+    assert figures["itl_max_ms"] == pytest.approx(1000)
+
+
+def test_goodput_of_known_samples():
+    """Of five requests in 4 s: good, late first token, one long gap, good with a single token, failed."""
+    good = Sample(1.0, (1.1, 1.15, 1.2), 8, 3)
+    samples = [
+        good,
+        good._replace(times=(2.3, 2.35, 2.4)),
+        good._replace(times=(1.1, 1.15, 1.5)),
+        good._replace(times=(1.2,)),
+        good._replace(error="the server answered 503"),
+    ]
+    figures = summarize(samples, 4.0, Slo(ttft_ms=1000, itl_ms=100))
+    assert figures["goodput_req_s"] == 2 / 4
+    assert figures["attainment"] == 2 / 5
+    assert summarize(samples, 4.0, Slo(e2e_ms=450))["attainment"] == 2 / 5  # 200, 1400, 500 and 200 ms
+    assert summarize(samples[4:], 4.0, Slo(e2e_ms=450))["attainment"] == 0
 
 
 def test_summary_of_failures_only_has_no_times():
     assert math.isnan(summarize([Sample(0.0, (), 0, 0, "x")], 1.0)["ttft_p50_ms"])
+
+
+def test_clients_that_fall_behind_a_rate_are_late():
+    assert not Applied([], 12.0, due_s=10.0, lag_s=0.9).is_late
+    assert Applied([], 12.0, due_s=10.0, lag_s=1.1).is_late
 
 
 def test_prompts_are_repeatable_and_share_no_beginning():

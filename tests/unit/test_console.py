@@ -65,6 +65,25 @@ def test_tables_line_up_and_hold_no_escape_codes(console, out):
     assert len({len(line.rstrip()) for line in text.splitlines()[:3]}) == 1
 
 
+def test_a_table_that_is_too_wide_is_turned_and_loses_no_figure(console, out):
+    columns = ["", *(f"figure_{i}" for i in range(30))]
+    rows = [[f"row {r}", *(str(1000 * r + i) for i in range(30))] for r in range(40)]
+    console.table(columns, rows)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 200
+    heads = [line.split() for line in lines if "row" in line]
+    assert len(heads) == 2  # (40 rows do not fit side by side)
+    assert [word for head in heads for word in head if word != "row"] == [str(r) for r in range(40)]
+    for i in range(30):
+        parts = [line.split()[1:] for line in lines if line.split()[0] == f"figure_{i}"]
+        assert [int(figure) for part in parts for figure in part] == [1000 * r + i for r in range(40)]
+
+
+def test_a_table_without_rows_is_its_headings(console, out):
+    console.table(["", "x" * 150, "y" * 150], [])
+    assert "x" in out.getvalue()
+
+
 def test_nothing_is_shown_when_nobody_wants_it(capsys):
     view = ProgressView(False)
     view.on_progress(Progress("a", "b", 1, 1))

@@ -88,6 +88,7 @@ def test_ratios_are_medians_of_pairs_and_leave_counts_out():
 def test_steps_of_a_sweep():
     assert [s.name for s in steps_of({"concurrency": ("1", "32")})] == ["c=1", "c=32"]
     assert [s.name for s in steps_of({"concurrency": ("1",), "rate": ("0.5", "2")})] == ["r=0.5/s", "r=2/s"]
+    assert [s.amount for s in steps_of({"concurrency": (), "rate": ()})] == [1, 2, 4, 8, 16, 32]
     for words in (("x",), ("0",), ("-1",)):
         with pytest.raises(ConfigError, match="--concurrency"):
             steps_of({"concurrency": words})
