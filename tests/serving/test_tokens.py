@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -76,6 +77,7 @@ def assert_same(expected: Reference, *tokenizers: Tokenizer) -> None:
 # ---------------------------------------------------------------- the packaged model
 
 
+@functools.cache
 def _smollm2_tokens() -> set[str]:
     return set(read_gguf(find_model("smollm2").path).texts("tokenizer.ggml.tokens"))
 
