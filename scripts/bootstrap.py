@@ -90,7 +90,8 @@ def run_steps(steps: list[Step]) -> bool:
                 beside.append(compiler.submit(run_step, step, shown))
                 continue
             if number == len(steps):
-                stale |= any([future.result() for future in beside])
+                for future in beside:
+                    stale |= future.result()
             stale |= run_step(step, shown)
     return stale
 
