@@ -21,11 +21,19 @@ from trireme.models.arch.layer_config import attention_scale_of
 from trireme.models.arch.norms import norm_each_head, whole_columns
 from trireme.models.arch.rope import depends_on_length, step_table
 from trireme.models.cpu import ops
+from trireme.models.cpu.embed_head import ColumnShard
 from trireme.models.cpu.embedding import Embedding
 from trireme.models.cpu.linear import Linear
 from trireme.models.cpu.norm import Norm
 from trireme.models.cpu.packed_linear import PackedLinear
-from trireme.models.cpu.stage_weights import LayerWeights, NormWeights, StageWeights, sizes_of, soft_capped
+from trireme.models.cpu.stage_weights import (
+    ColumnShares,
+    LayerWeights,
+    NormWeights,
+    StageWeights,
+    sizes_of,
+    soft_capped,
+)
 from trireme.models.forward import ForwardBatch, Group, KVLayer
 from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import WeightSource
@@ -51,6 +59,47 @@ class _DecoderLayer:
         self.cos_sin = torch.from_numpy(weights.cos_sin)
 
 
+class _Activations:
+    """Buffers of a step's activations: hidden states, normed, qkv, attended, gate and up, their product. They grow to the largest
+    step seen."""
+
+    def __init__(self, arch: ArchSpec, shares: ColumnShares, rank: int) -> None:
+        q, kv, ffn = shares.q[rank].size, shares.kv[rank].size, shares.ffn[rank].size
+        self._widths = (arch.hidden, arch.hidden, q + 2 * kv, q, 2 * ffn, ffn)
+        self._buffers = self._allocate(0)
+
+    def views(self, num_tokens: int) -> list[Tensor]:
+        """All buffers, sliced to the step."""
+        if self._buffers[0].shape[0] < num_tokens:
+            self._buffers = self._allocate(max(num_tokens, 2 * self._buffers[0].shape[0]))
+        return [buffer[:num_tokens] for buffer in self._buffers]
+
+    def _allocate(self, num_tokens: int) -> list[Tensor]:
+        return [torch.empty(num_tokens, width) for width in self._widths]
+
+
+class _Head:
+    """Final norm and output head of the last stage; every rank has some of the vocabulary."""
+
+    def __init__(self, arch: ArchSpec, matrix: PackedLinear, norm: Norm | None, vocab: ColumnShard) -> None:
+        assert norm is not None
+        self._arch = arch
+        self._linear = Linear(matrix)
+        self._norm = norm
+        self._vocab = vocab
+
+    def logits(self, hidden: Tensor, index: Tensor, group: Group) -> Tensor:
+        """Logits [S, V] of the tokens `index`, on every rank."""
+        num_tokens = index.shape[0]
+        if num_tokens == 0:
+            return torch.empty(0, self._arch.vocab_size)
+        tokens = hidden if num_tokens == hidden.shape[0] else hidden.index_select(0, index)
+        logits = torch.empty(num_tokens, self._linear.n)
+        self._linear(self._norm(tokens), logits)
+        soft_capped(logits.numpy(), self._arch)
+        return self._vocab.gather(logits, group)
+
+
 class TorchDecoder:
     """One stage on one rank; satisfies models.forward.TensorModel. `weight_bytes` counts packed matrices and tables."""
 
@@ -68,27 +117,20 @@ class TorchDecoder:
         self.arch = arch
         self.vocab_size = arch.vocab_size
         self.head_dim = arch.head_dim
-        self._mesh = mesh
+        self._rank = rank = mesh.tp_rank
         self._group = group
         weights = self.weights = StageWeights(arch, mesh, source, dense=dense, progress=progress, max_len=max_len)
-        build, rank = weights.shares, mesh.tp_rank
+        shares = self._shares = weights.shares
         self.num_kv_layers = len(weights.layers)
-        self.kv_heads = build.kv[rank].size // arch.head_dim
+        self.kv_heads = shares.kv[rank].size // arch.head_dim
         self._layers = [_DecoderLayer(layer, self._norm_of) for layer in weights.layers]
-        self._head = None if weights.head is None else Linear(weights.head)
-        self._norm = self._norm_of(weights.norm)
-        self._vocab_sizes = sizes_of(build.vocab)
-        self._embedding = self._embedding_of(weights.embedding, build.vocab[rank])
-        self._q_sizes, self._ffn_sizes, self._hidden_sizes = (
-            sizes_of(build.q),
-            sizes_of(build.ffn),
-            sizes_of(build.hidden),
-        )
-        q, kv, ffn = build.q[rank].size, build.kv[rank].size, build.ffn[rank].size
-        self._widths = (arch.hidden, arch.hidden, q + 2 * kv, q, 2 * ffn, ffn)
-        self._buffers = self._allocate(0)
-        self._kv_sizes = sizes_of(build.kv)
-        self._q_spans, self._kv_spans = build.q, build.kv
+        self._embedding = self._embedding_of(weights.embedding, shares.vocab[rank])
+        vocab, norm = ColumnShard(sizes_of(shares.vocab), rank), self._norm_of(weights.norm)
+        self._head = None if weights.head is None else _Head(arch, weights.head, norm, vocab)
+        self._q_columns = ColumnShard(sizes_of(shares.q), rank)
+        self._ffn_columns = ColumnShard(sizes_of(shares.ffn), rank)
+        self._hidden_columns = ColumnShard(sizes_of(shares.hidden), rank)
+        self._activations = _Activations(arch, shares, rank)
         self._gate = _GATES[arch.activation]
 
     def _norm_of(self, weights: NormWeights | None) -> Norm | None:
@@ -108,7 +150,7 @@ class TorchDecoder:
     def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor | None:
         """Logits [S, V] float32 on the last stage, None elsewhere. Never returns views of internal buffers."""
         num_tokens = batch.token_ids.shape[0]
-        buffers = self._views(num_tokens)
+        buffers = self._activations.views(num_tokens)
         hidden = buffers[0]
         if self._embedding is not None:
             self._embedding(batch.token_ids, hidden)
@@ -121,7 +163,7 @@ class TorchDecoder:
         if self._head is None:
             self._group.send_next(hidden)
             return None
-        return self._logits(hidden, batch.logits_index)
+        return self._head.logits(hidden, batch.logits_index, self._group)
 
     def _run_layers(
         self, batch: ForwardBatch, kv: list[KVLayer], buffers: list[Tensor], table: Tensor | None = None
@@ -142,7 +184,7 @@ class TorchDecoder:
             self._gate(gate_up, product)
             if is_parallel:
                 self._join(hidden, branch, None)
-            self._join(hidden, self._project(layer.down, product, self._ffn_sizes), layer.ffn_post)
+            self._join(hidden, self._project(layer.down, product, self._ffn_columns), layer.ffn_post)
 
     def _attend(
         self,
@@ -172,16 +214,16 @@ class TorchDecoder:
             eps=arch.norm_eps,
             out=attended,
         )
-        return self._project(layer.o, attended, self._q_sizes)
+        return self._project(layer.o, attended, self._q_columns)
 
     def _norm_qk(self, layer: _DecoderLayer, qkv: Tensor) -> None:
         """q and k norms other than one weight vector shared by all heads, in place."""
-        rank, eps = self._mesh.tp_rank, self.arch.norm_eps
-        q_width, kv_width = self._q_sizes[rank], self._kv_sizes[rank]
+        rank, eps, shares = self._rank, self.arch.norm_eps, self._shares
+        q_width, kv_width = shares.q[rank].size, shares.kv[rank].size
         q, k, _v = qkv.split([q_width, kv_width, kv_width], dim=1)
         assert layer.q_norm is not None
         assert layer.k_norm is not None
-        for part, weight, spans in ((q, layer.q_norm, self._q_spans), (k, layer.k_norm, self._kv_spans)):
+        for part, weight, spans in ((q, layer.q_norm, shares.q), (k, layer.k_norm, shares.kv)):
             if self.arch.qk_norm_kind == "heads":
                 norm_each_head(part.unflatten(1, (-1, self.head_dim)), weight, eps)
             elif self._group.size == 1:
@@ -190,11 +232,10 @@ class TorchDecoder:
                 whole = whole_columns(part, spans, self._group)
                 part.copy_(ops.rms_norm(whole, weight, eps)[:, spans[rank].start : spans[rank].stop])
 
-    def _project(self, last: Linear, x: Tensor, sizes: list[int]) -> Tensor:
-        """All output columns [T, H] of a linear layer over column-sharded x; `sizes` are the columns of x on each rank."""
-        gather = self._group.all_gather
-        part = torch.empty(x.shape[0], self._hidden_sizes[self._mesh.tp_rank])
-        return gather(last(gather(x, sizes), part), self._hidden_sizes)
+    def _project(self, last: Linear, x: Tensor, columns: ColumnShard) -> Tensor:
+        """All output columns [T, H] of a linear layer over x, whose `columns` are sharded."""
+        part = torch.empty(x.shape[0], self._hidden_columns.own)
+        return self._hidden_columns.gather(last(columns.gather(x, self._group), part), self._group)
 
     def _join(self, hidden: Tensor, branch: Tensor, post: Norm | None) -> None:
         """Adds a branch to the residual stream, after the family's post-norm and scale."""
@@ -203,23 +244,3 @@ class TorchDecoder:
         if self.arch.residual_scale != 1.0:
             branch = branch * self.arch.residual_scale
         hidden += branch
-
-    def _logits(self, hidden: Tensor, index: Tensor) -> Tensor:
-        assert self._head is not None
-        num_rows = index.shape[0]
-        if num_rows == 0:
-            return torch.empty(0, self.vocab_size)
-        rows = hidden if num_rows == hidden.shape[0] else hidden.index_select(0, index)
-        logits = torch.empty(num_rows, self._head.n)
-        assert self._norm is not None
-        self._head(self._norm(rows), logits)
-        soft_capped(logits.numpy(), self.arch)
-        return logits if self._group.size == 1 else self._group.all_gather(logits, self._vocab_sizes)
-
-    def _views(self, num_tokens: int) -> list[Tensor]:
-        if self._buffers[0].shape[0] < num_tokens:
-            self._buffers = self._allocate(max(num_tokens, 2 * self._buffers[0].shape[0]))
-        return [buffer[:num_tokens] for buffer in self._buffers]
-
-    def _allocate(self, num_tokens: int) -> list[Tensor]:
-        return [torch.empty(num_tokens, width) for width in self._widths]

@@ -1,4 +1,4 @@
-"""Parts shared by the bodies models/cpu/{gpt,moe}.py: slicing a rank's shard, gathering column shards, and both ends of a
+"""Parts shared by the bodies models/cpu/{decoder,gpt,moe}.py: slicing a rank's shard, gathering column shards, and both ends of a
 model (embedding; final norm and head). Knows no layer.
 """
 

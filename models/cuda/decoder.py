@@ -27,8 +27,8 @@ from trireme.models.arch.rope import table_rows
 from trireme.models.cuda import ops
 from trireme.models.cuda.attention.prefill import Prompts
 from trireme.models.cuda.attention.registry import Need, choose_on_card
+from trireme.models.cuda.embed_head import CudaEmbedHead
 from trireme.models.cuda.layer_weights import CudaLayer, Parts, make_rotations
-from trireme.models.cuda.layers.linear import CudaLinear
 from trireme.models.cuda.layers.norm import CudaNorm
 from trireme.models.cuda.layers.protocol import LinearLayer, empty_quantized_like
 from trireme.models.cuda.layers.quantized_io import Product, QuantizedInput, multiply, narrowed
@@ -67,7 +67,8 @@ def refuse_uncovered(arch: ArchSpec, max_len: int) -> None:
 
 
 class CudaModel:
-    """The layers and ends of one stage, sharded to this rank, on the current device. `weight_bytes` counts device memory.
+    """The layers, embedding and head of one stage, sharded to this rank, on the current device. `weight_bytes` counts device
+    memory.
 
     `source` yields a rank's shard by name (models/weights/tp_shards.py).
     """
@@ -98,9 +99,8 @@ class CudaModel:
             raise ModelError(f"{arch.family} has {self.form.learned_positions} positions; {max_len} are asked for")
         self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
         self.vocab_size = arch.vocab_size
-        self.q_heads, self.kv_heads, self.head_dim = self.shares.q_heads, self.shares.kv_heads, arch.head_dim
+        self.q_heads, self.kv_heads = self.shares.q_heads, self.shares.kv_heads
         stage = mesh.layers(arch.num_layers)
-        self.num_kv_layers = stage.size
         parts = Parts(arch, self.form, self.shares, source, dtype)
         rotations = make_rotations(arch, source, max_len)
         self.table_rows = table_rows(arch.rope, max_len)
@@ -109,7 +109,7 @@ class CudaModel:
         for done, index in enumerate(range(stage.start, stage.stop)):
             progress("weights", done, total)
             self._layers.append(CudaLayer(parts, rotations, index))
-        self._build_ends(parts)
+        self._embed_head = CudaEmbedHead(parts, mesh, self.group)
         self.weight_bytes = parts.weight_bytes
         windows = [layer.window for layer in self._layers if layer.window]
         is_fp8 = self.kv_dtype == torch.float8_e4m3fn
@@ -127,23 +127,13 @@ class CudaModel:
         self._largest = RowAmax(2 * len(self._layers))
         progress("weights", total, total)
 
-    def _build_ends(self, parts: Parts) -> None:
-        """Embedding on the first stage, norm and head on the last; tied ends share one matrix."""
-        arch, rows, mesh = self.arch, self.shares.vocab.size, self.mesh
-        if mesh.is_last_stage:
-            self._norm = parts.norm("model.norm")
-        self._positions: Tensor | None = None
-        if mesh.is_first_stage and mesh.tp_rank == 0 and self.form.learned_positions:
-            name = "model.embed_positions.weight"
-            self._positions = parts.matrix(name, self.form.learned_positions, arch.hidden)
-        if mesh.is_first_stage or arch.tie_embeddings:
-            self._embedding = parts.matrix("model.embed_tokens.weight", rows, arch.hidden)
-        if arch.tie_embeddings:
-            self._head: LinearLayer = CudaLinear(self._embedding, None)
-        elif arch.unit_head and mesh.is_last_stage:
-            self._head = CudaLinear(parts.unit_matrix("lm_head.weight", rows, arch.hidden), None)
-        elif mesh.is_last_stage:
-            self._head = parts.linear("", [("lm_head", rows)], arch.hidden, bias=False)
+    @property
+    def num_kv_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def head_dim(self) -> int:
+        return self.arch.head_dim
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[CudaPagedKV]:
         """Zeroed KV caches of all layers."""
@@ -160,7 +150,7 @@ class CudaModel:
         returns them."""
         rows = self._rows(batch.token_ids.shape[0], batch.prompts)
         residual, normed, qkv, attended, gate_up, product = self._views(rows)
-        self._begin(batch, rows, residual, normed)
+        self._embed_head.begin(batch.token_ids, batch.positions, rows, residual, normed)
         largest = self._noted(rows.num)
         pending: Product | None = None
         for layer, cache in zip(self._layers, kv, strict=True):
@@ -197,18 +187,8 @@ class CudaModel:
             hidden = rows.whole(self._norm_into(rows, normed, None, residual, pending))
             self.group.send_next(hidden)
             return hidden
-        hidden = rows.whole(self._norm_into(rows, normed, self._norm, residual, pending))
-        return self._logits(hidden, batch)
-
-    def _logits(self, x: Tensor, batch: CudaBatch) -> Tensor:
-        """Logits [S, V] of the wanted tokens of x [T, H]."""
-        if batch.logits_index is not None:
-            x = x.index_select(0, batch.logits_index)
-            if not x.shape[0]:
-                return x.new_empty(0, self.vocab_size)
-        sizes = self.shares.vocab_sizes
-        own = torch.empty(x.shape[0], sizes[self.mesh.tp_rank], dtype=self.dtype, device="cuda")
-        return self._finished(self.group.all_gather(self._head(x, own), sizes))
+        hidden = rows.whole(self._norm_into(rows, normed, self._embed_head.norm, residual, pending))
+        return self._embed_head.logits(hidden, batch.logits_index)
 
     def _rows(self, num_tokens: int, prompts: Prompts | None) -> Rows:
         """Which tokens of a step's hidden states this rank keeps."""
@@ -221,19 +201,6 @@ class CudaModel:
         linears = (linear for layer in self._layers for linear in (layer.o, layer.experts or layer.down))
         rounding = (linear.input_dtype(num_rows) for linear in linears)
         return self._largest.cleared(num_rows) if any(rounding) else repeat(None)
-
-    def _begin(self, batch: CudaBatch, rows: Rows, residual: Tensor, spare: Tensor) -> None:
-        """Fills `residual` with token embeddings (summed over vocabulary shards) or the previous stage's hidden states.
-        Overwrites `spare`."""
-        x = residual[: rows.num]
-        if not self.mesh.is_first_stage:
-            x.copy_(self.group.recv_prev(tuple(x.shape), x.dtype))
-            return
-        first = self.shares.vocab.start
-        ops.gather_rows(self._embedding, batch.token_ids, x, first=first, scale=self.arch.embed_scale)
-        if self._positions is not None:
-            x.add_(ops.gather_rows(self._positions, batch.positions, spare[: rows.num]))
-        rows.summed(residual)
 
     def _activated(
         self,
@@ -391,14 +358,6 @@ class CudaModel:
         rest = qkv[decodes:], heads, cache, batch.prompts, layer.scale, layer.window, out[decodes:]
         found = self.prompt_attention(*rest, may_move=not decodes, sinks=layer.sinks)
         return out if decodes else found
-
-    def _finished(self, logits: Tensor) -> Tensor:
-        arch = self.arch
-        if arch.logit_scale != 1.0:
-            logits.mul_(arch.logit_scale)
-        if arch.logit_softcap:
-            logits.div_(arch.logit_softcap).tanh_().mul_(arch.logit_softcap)
-        return logits
 
     def _views(self, rows: Rows) -> list[Tensor]:
         """The buffers, sliced to the step; hidden states include the padding of sequence parallelism."""
