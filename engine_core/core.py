@@ -180,7 +180,7 @@ class EngineCore:
         seconds = self.step_times.own_s(began, now)
         self.step_times.note(num_tokens, seconds)
         if pending.chunks or seconds > LONG_S or not pending.step % SAMPLED:
-            scheduler.times.observe(pending.shape(), seconds)
+            scheduler.budget.times.observe(pending.shape(), seconds)
         if pending.chunks:
             self.admission.computed(pending.total_tokens - len(pending.at), seconds)
         if pending.chunks and pending.bound_s < inf:

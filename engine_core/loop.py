@@ -145,9 +145,9 @@ class EngineLoop:
         return {
             **found,
             **msgspec.to_builtins(core.counters),
-            "step_time_error": scheduler.times.errors()[0],
-            "step_time_error_p95": scheduler.times.errors()[1],
-            "step_time_level": scheduler.times.level,
+            "step_time_error": scheduler.budget.times.errors()[0],
+            "step_time_error_p95": scheduler.budget.times.errors()[1],
+            "step_time_level": scheduler.budget.times.level,
             "itl_target_s": core.limits.itl_target,
             "preemptions": scheduler.num_preemptions,
             "prefix_queries": cache.num_queried,

@@ -184,7 +184,7 @@ class Lockstep:
         if result.agreed is None:
             raise EngineError(f"step {result.step} ended without what the engines agreed on")
         self._wave.on_agreed(result.agreed)
-        self._core.scheduler.peers_target_s = result.agreed.target_us / 1e6 or inf
+        self._core.scheduler.budget.peers_target_s = result.agreed.target_us / 1e6 or inf
 
     def direct(self, mode: Mode, answer: Answer) -> None:
         answer("this engine steps together with others: the coordinator pauses them all")

@@ -22,21 +22,22 @@ LEAST_TOKENS = 16
 class ChunkBudget:
     """Of one scheduler: `open` starts a step, `take` spends. `bound_s` is the bound of the step, infinite for none."""
 
-    __slots__ = ("_most_tokens", "_shape", "_times", "bound_s", "late", "target_s")
+    __slots__ = ("_most_tokens", "_shape", "bound_s", "late", "peers_target_s", "target_s", "times")
 
     def __init__(self, times: StepTimeModel, most_tokens: int) -> None:
         """`most_tokens`: of any step, decoding sequences included."""
-        self._times = times
+        self.times = times
         self._most_tokens = most_tokens
         self._shape = StepShape()
         self.target_s = self.bound_s = inf
         self.late = 1.0
+        self.peers_target_s = inf  # the tightest target of sequences on lockstep peers
 
     def open(self, shape: StepShape, target_s: float, late: float = 1.0) -> None:
         """Starts a step that so far has the decoding sequences of `shape`. `target_s`: their tightest target, infinite for none.
         `late`: by which factor the longest wait for a first token exceeds its target, at least 1."""
         self._shape, self.target_s = shape, target_s
-        decode_s = self._times.decode_seconds(shape) if shape.rows else 0.0
+        decode_s = self.times.decode_seconds(shape) if shape.rows else 0.0
         self.bound_s = late * max(target_s, (1.0 + PROMPT_SHARE) * decode_s)
         self.late = late
 
@@ -57,7 +58,7 @@ class ChunkBudget:
         if self.bound_s == inf or most <= 0:
             return max(0, most)
         least = min(most, LEAST_TOKENS)
-        times = self._times
+        times = self.times
         room = times.room(self._shape, start, (1.0 - times.margin) * self.bound_s, most)
         if room < least:
             return 0 if self._shape.prompt else least

@@ -83,9 +83,7 @@ class Scheduler:
         self._joining: list[Request] = []  # sequences whose last chunk is planned: they decode next
         self._answered: PendingStep | None = None  # the step whose answer came last
         self._owed = 0  # blocks that partly prefilled sequences still need
-        self.peers_target_s = inf  # the tightest target of sequences on lockstep peers
-        self.times = StepTimeModel()
-        self.budget = ChunkBudget(self.times, limits.max_num_tokens)
+        self.budget = ChunkBudget(StepTimeModel(), limits.max_num_tokens)
 
     @property
     def completed(self) -> int:
@@ -240,7 +238,7 @@ class Scheduler:
         """Sizes the step for prompts. Only for steps that may have some."""
         rows, target_s = len(pending.at), inf
         if self.limits.chunk:
-            target_s = min(self.tightest_target(pending.decode_batch), self.peers_target_s)
+            target_s = min(self.tightest_target(pending.decode_batch), self.budget.peers_target_s)
         late, limit_s = 1.0, self.limits.ttft_target
         if limit_s and target_s < inf:
             late = max(1.0, self._longest_wait(now) / limit_s)

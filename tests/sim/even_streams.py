@@ -153,7 +153,7 @@ def run(
         engine.now,
         engine.bounded,
         engine.kept,
-        core.scheduler.times.errors(),
+        core.scheduler.budget.times.errors(),
         sum(visit.num_prompt + visit.num_output for visit in visits),
     )
 
