@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 TEXT = CSRC / "text"
 CUDA = CSRC / "cuda"
-CUDA_BINDINGS = [*sorted((CSRC / "bind").glob("cuda*.cpp")), CSRC / "bind" / "tensor_view.cpp"]
+CUDA_BINDINGS = sorted((CSRC / "bind").glob("cuda*.cpp"))
+TENSOR_VIEW = CSRC / "bind" / "tensor_view.cpp"  # of both extensions with kernels
 WORK = ROOT / "build" / "native"
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # No contraction: a*b+c is one rounding only where a kernel asks for it, so that results do not depend on the compiler.
@@ -125,7 +126,7 @@ def find_sources(extension: str) -> list[Path]:
     if extension == "trireme.serving._native":
         return sorted(TEXT.glob("*.cpp"))
     if extension == "trireme.models._cuda":
-        return [*CUDA_BINDINGS, *sorted(CUDA.rglob("*.cu"))]
+        return [*CUDA_BINDINGS, TENSOR_VIEW, *sorted(CUDA.rglob("*.cu"))]
     kernels = [path for path in sorted(CSRC.rglob("*.cpp")) if TEXT not in path.parents and path not in CUDA_BINDINGS]
     return [path for path in kernels if IS_X86 or not isa_flags(path)]
 
@@ -144,7 +145,7 @@ class NativeBuild:
 
     def run(self) -> None:
         self.work_dir.mkdir(parents=True, exist_ok=True)
-        with open(self.work_dir / f"{self.extension}.lock", "w") as lock:
+        with open(self.work_dir / "lock", "w") as lock:  # one for all extensions: they share an object
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._build()
 

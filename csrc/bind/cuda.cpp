@@ -123,7 +123,7 @@ void call_decode(const TensorView& q, int q_heads, const PagedCache& cache, cons
                  const TensorView& largest, StreamAddress stream) {
   constexpr const char* op = "decode_attention";
   need(q_heads > 0 && q_heads % cache.heads == 0, op,
-       std::to_string(q_heads) + " query heads are no multiple of the cache's " + std::to_string(cache.heads));
+       q_heads, " query heads are no multiple of the cache's ", cache.heads);
   need(splits > 0, op, "splits must be positive");
   const int64_t rows = block_table.shape[0], width = int64_t{q_heads} * cache.dim;
   operand(op, "block_table", block_table).is(DType::i32).rows(kAny, kAny);
@@ -180,7 +180,7 @@ void call_gather(const TensorView& table, const TensorView& ids, const TensorVie
   operand(op, "table", table).is(kFloats).dense({kAny, kAny}).aligned(kPackBytes);
   operand(op, "out", out).is(table.dtype).dense({kAny, table.shape[1]}).aligned(kPackBytes);
   operand(op, "ids", ids).is(DType::i32).holds(out.shape[0]);
-  need(count <= table.shape[0], op, std::to_string(count) + " rows of a table of " + std::to_string(table.shape[0]));
+  need(count <= table.shape[0], op, count, " rows of a table of ", table.shape[0]);
   gather_rows(table.data, ids.as<const int32_t>(), out.data, to_int(out.shape[0]), to_int(out.shape[1]), first,
               count < 0 ? to_int(table.shape[0]) : count, scale, to_type(table), to_stream(stream));
 }

@@ -3,9 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
-#include <stdexcept>
-#include <string>
 
 #include "bind/tensor_view.h"
 #include "cuda/ops.h"
@@ -23,15 +20,6 @@ static_assert(static_cast<int>(DType::f32) == static_cast<int>(Type::f32) && sta
               static_cast<int>(DType::bf16) == static_cast<int>(Type::bf16) && static_cast<int>(DType::fp8) == static_cast<int>(Type::fp8) &&
               static_cast<int>(DType::i8) == static_cast<int>(Type::int8));
 inline Type to_type(const TensorView& view) { return static_cast<Type>(view.dtype); }
-
-inline int to_int(int64_t size) {
-  if (size > std::numeric_limits<int>::max()) throw std::invalid_argument("a size of " + std::to_string(size) + " is too large for a kernel");
-  return static_cast<int>(size);
-}
-
-inline void need(bool is_so, const char* op, const std::string& what) {
-  if (!is_so) throw std::invalid_argument(std::string(op) + ": " + what);
-}
 
 constexpr std::initializer_list<DType> kFloats = {DType::f32, DType::f16, DType::bf16};
 constexpr std::initializer_list<DType> kHalves = {DType::f16, DType::bf16};

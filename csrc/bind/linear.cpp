@@ -1,71 +1,79 @@
-// Bindings of cpu/linear.h. Addresses come as integers; models/cpu/packed_ops.py has checked shapes and dtypes.
+// Bindings of cpu/linear/linear.h. models/weights/packed.py and models/cpu/packed_ops.py give them their names and defaults.
 #include <pybind11/pybind11.h>
 
 #include <optional>
-#include <stdexcept>
 #include <string>
 
+#include "bind/cpu_views.h"
 #include "cpu/linear/linear.h"
 
 namespace py = pybind11;
-using trireme::PackedWeight;
+using namespace trireme;
+using namespace trireme::cpu;
 
 namespace {
 
 // Short calls keep the interpreter lock: giving it away and queueing for it again costs more than they take.
 constexpr int64_t kReleaseGilWork = int64_t{8} << 20;  // multiply-adds
 
-template <class T>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-std::unique_ptr<PackedWeight> pack(int kind, std::uintptr_t raw, int n, int k) {
-  const bool is_too_long = kind == static_cast<int>(trireme::WeightKind::int8) && k > trireme::kMaxInt8Length;
-  if (kind < 0 || kind >= trireme::kNumWeightKinds || n < 0 || k < 1 || is_too_long) {
-    throw std::invalid_argument("pack_weight: kind " + std::to_string(kind) + ", n " + std::to_string(n) + ", k " + std::to_string(k));
-  }
-  py::gil_scoped_release release;
-  return trireme::pack_weight(static_cast<trireme::WeightKind>(kind), pointer<const uint8_t>(raw), n, k);
-}
-
-void quantize(int kind, std::uintptr_t values, int n, int k, std::uintptr_t raw) {
-  using trireme::WeightKind;
+WeightKind to_kind(const char* op, int kind, int64_t n, int64_t k) {
   const auto to = static_cast<WeightKind>(kind);
-  const bool is_block = (to == WeightKind::q8_0 || to == WeightKind::q4_0) && k % trireme::kBlock == 0;
-  if ((!is_block && to != WeightKind::int8) || n < 0 || k < 1) {
-    throw std::invalid_argument("quantize_weight: kind " + std::to_string(kind) + ", n " + std::to_string(n) + ", k " + std::to_string(k));
-  }
+  const bool is_known = kind >= 0 && kind < kNumWeightKinds && n >= 0 && k >= 1;
+  const bool fits = is_known && (to == WeightKind::int8 ? k <= kMaxInt8Length : k % block_form(to).raw_values == 0);
+  need(fits, op, "kind ", kind, ", n ", n, ", k ", k);
+  return to;
+}
+
+std::unique_ptr<PackedWeight> call_pack(int kind, const TensorView& raw, int n, int k) {
+  constexpr const char* op = "pack_weight";
+  const WeightKind to = to_kind(op, kind, n, k);
+  operand(op, "raw", raw).is(DType::u8).dense({n * static_cast<int64_t>(raw_row_bytes(to, k))});
   py::gil_scoped_release release;
-  trireme::quantize_weight(to, pointer<const float>(values), n, k, pointer<uint8_t>(raw));
+  return pack_weight(to, raw.as<const uint8_t>(), n, k);
 }
 
-void linear(const PackedWeight& weight, std::uintptr_t x, std::ptrdiff_t x_stride, int m, std::uintptr_t out,
-            std::ptrdiff_t out_stride, std::uintptr_t bias, bool accumulate) {
-  const trireme::LinearArgs args{pointer<const float>(x),   x_stride, m, pointer<float>(out), out_stride,
-                                 pointer<const float>(bias), accumulate};
+void call_quantize(int kind, const TensorView& values, const TensorView& raw) {
+  constexpr const char* op = "quantize_weight";
+  const int64_t n = values.shape[0], k = values.shape[1];
+  operand(op, "values", values).is(DType::f32).dense({kAny, kAny});
+  const WeightKind to = to_kind(op, kind, n, k);
+  need(to == WeightKind::q8_0 || to == WeightKind::q4_0 || to == WeightKind::int8, op, "nothing is rounded to kind ", kind);
+  operand(op, "raw", raw).is(DType::u8).dense({n, static_cast<int64_t>(raw_row_bytes(to, to_int(k)))});
+  py::gil_scoped_release release;
+  quantize_weight(to, values.as<const float>(), to_int(n), to_int(k), raw.as<uint8_t>());
+}
+
+void call_linear(const PackedWeight& weight, const TensorView& x, const TensorView& out, const TensorView& bias, bool accumulate) {
+  constexpr const char* op = "linear";
+  operand(op, "x", x).is(DType::f32).rows(kAny, weight.k);
+  operand(op, "out", out).is(DType::f32).rows(x.shape[0], weight.n);
+  const LinearArgs args{x.as<const float>(), x.stride[0], to_int(x.shape[0]), out.as<float>(), out.stride[0],
+                        optional_floats(op, "bias", bias, weight.n), accumulate};
   std::optional<py::gil_scoped_release> release;
-  if (static_cast<int64_t>(weight.n) * weight.k * m >= kReleaseGilWork) release.emplace();
-  trireme::linear(weight, args);
+  if (int64_t{weight.n} * weight.k * args.m >= kReleaseGilWork) release.emplace();
+  linear(weight, args);
 }
 
-void gather_rows(const PackedWeight& weight, std::uintptr_t ids, int count, std::uintptr_t out, std::ptrdiff_t out_stride) {
-  const auto* rows = pointer<const int32_t>(ids);
-  for (int i = 0; i < count; ++i) {
+void call_gather(const PackedWeight& weight, const TensorView& ids, const TensorView& out) {
+  constexpr const char* op = "gather_rows";
+  const int64_t count = ids.shape[0];
+  const int32_t* rows = int32_vector(op, "ids", ids, kAny);
+  operand(op, "out", out).is(DType::f32).rows(count, weight.k);
+  for (int64_t i = 0; i < count; ++i) {
     if (rows[i] < 0 || rows[i] >= weight.n) {
       throw py::index_error("row " + std::to_string(rows[i]) + " of a matrix of " + std::to_string(weight.n) + " rows");
     }
   }
-  trireme::gather_rows(weight, rows, count, pointer<float>(out), out_stride);
+  gather_rows(weight, rows, to_int(count), out.as<float>(), out.stride[0]);
 }
 
 }  // namespace
 
 void bind_linear(py::module_& m) {
+  using py::arg;
   py::class_<PackedWeight>(m, "PackedWeight").def_property_readonly("nbytes", &PackedWeight::nbytes);
-  m.def("pack_weight", &pack, py::arg("kind"), py::arg("raw"), py::arg("n"), py::arg("k"));
-  m.def("quantize_weight", &quantize, py::arg("kind"), py::arg("values"), py::arg("n"), py::arg("k"), py::arg("raw"));
-  m.def("linear", &linear, py::arg("weight"), py::arg("x"), py::arg("x_stride"), py::arg("m"), py::arg("out"),
-        py::arg("out_stride"), py::arg("bias"), py::arg("accumulate"));
-  m.def("gather_rows", &gather_rows, py::arg("weight"), py::arg("ids"), py::arg("count"), py::arg("out"), py::arg("out_stride"));
+  m.def("pack_weight", &call_pack, arg("kind"), arg("raw"), arg("n"), arg("k"));
+  m.def("quantize_weight", &call_quantize, arg("kind"), arg("values"), arg("raw"));
+  m.def("linear", &call_linear, arg("weight"), arg("x"), arg("out"), arg("bias"), arg("accumulate"));
+  m.def("gather_rows", &call_gather, arg("weight"), arg("ids"), arg("out"));
 }

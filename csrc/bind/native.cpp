@@ -1,8 +1,9 @@
-// The extension module models._native: threads and instruction set here, kernels in bind/*.cpp. Bindings take raw
-// addresses and sizes (no torch headers below the Python layer); the Python side checks shapes and dtypes.
+// The extension module models._native: threads and instruction set here, kernels in bind/*.cpp. Each function checks its operands and
+// raises ValueError where one does not fit.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bind/cpu_views.h"
 #include "cpu/cpuinfo.h"
 #include "cpu/threads.h"
 
@@ -33,16 +34,17 @@ PYBIND11_MODULE(_native, m) {
       },
       "Instruction sets of this machine, the best one last.");
   m.def("set_isa", [](const std::string& name) { trireme::set_isa(trireme::isa_from_name(name)); }, py::arg("name"));
-  // Adds task numbers into a sum, `rounds` times; used by tests and to time the wake-up of the pool.
   m.def(
       "parallel_probe",
-      [](int num_tasks, int rounds, std::uintptr_t counts) {
-        auto* out = reinterpret_cast<int*>(counts);
+      [](const trireme::TensorView& counts, int rounds) {
+        trireme::cpu::operand("parallel_probe", "counts", counts).is(trireme::DType::i32).dense({trireme::kAny});
+        auto* out = counts.as<int32_t>();
         for (int round = 0; round < rounds; ++round) {
-          trireme::parallel(num_tasks, [&](int task, int) { out[task] += 1; });
+          trireme::parallel(trireme::to_int(counts.shape[0]), [&](int task, int) { out[task] += 1; });
         }
       },
-      py::arg("num_tasks"), py::arg("rounds"), py::arg("counts"), py::call_guard<py::gil_scoped_release>());
+      py::arg("counts"), py::arg("rounds"), py::call_guard<py::gil_scoped_release>(),
+      "Counts a task for each of `counts`, `rounds` times; used by tests and to time the wake-up of the pool.");
   bind_linear(m);
   bind_ops(m);
   bind_collectives(m);

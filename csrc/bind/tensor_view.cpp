@@ -6,6 +6,10 @@ namespace py = pybind11;
 namespace trireme {
 namespace {
 
+// By DType, as torch and numpy call them.
+constexpr const char* kTypeNames[] = {"float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint8",
+                                      "int16",   "uint16",  "int32",    "int64",         "another type"};
+
 // ---- DLPack: what is used of its header, version 1 (https://github.com/dmlc/dlpack)
 
 struct DLTensor {
@@ -61,7 +65,7 @@ DType type_of(uint8_t code, uint8_t bits) {
   enum : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kFloat8E4m3fn = 10 };
   switch (code) {
     case kInt: return bits == 8 ? DType::i8 : bits == 16 ? DType::i16 : bits == 32 ? DType::i32 : bits == 64 ? DType::i64 : DType::other;
-    case kUInt: return bits == 8 ? DType::u8 : DType::other;
+    case kUInt: return bits == 8 ? DType::u8 : bits == 16 ? DType::u16 : DType::other;
     case kFloat: return bits == 32 ? DType::f32 : bits == 16 ? DType::f16 : DType::other;
     case kBfloat: return bits == 16 ? DType::bf16 : DType::other;
     case kFloat8E4m3fn: return bits == 8 ? DType::fp8 : DType::other;
@@ -73,9 +77,7 @@ void check_rank(int64_t rank) {
   if (rank > kMaxRank) throw std::invalid_argument("a tensor of " + std::to_string(rank) + " dimensions; kernels take up to " + std::to_string(kMaxRank));
 }
 
-TensorView read_exchanged(ReadTensor read, PyObject* value) {
-  DLTensor found;
-  if (read(value, &found) != 0) throw py::error_already_set();
+TensorView read_exchanged(const DLTensor& found) {
   check_rank(found.ndim);
   TensorView view;
   view.data = static_cast<char*>(found.data) + found.byte_offset;
@@ -84,6 +86,7 @@ TensorView read_exchanged(ReadTensor read, PyObject* value) {
     view.shape[i] = found.shape[i];
     view.stride[i] = found.strides[i];
   }
+  view.item_bytes = (found.bits * found.lanes + 7) / 8;
   view.dtype = found.lanes == 1 ? type_of(found.code, found.bits) : DType::other;
   view.device = found.device_type == 1 || found.device_type == 3 ? Device::cpu : found.device_type == 2 ? Device::cuda : Device::other;
   view.is_given = true;
@@ -113,10 +116,12 @@ TensorView read_buffer(PyObject* value) {
       case 'i':
       case 'l':
       case 'q': view.dtype = type_of(0, bits); break;
-      case 'B': view.dtype = DType::u8; break;
+      case 'B':
+      case 'H': view.dtype = type_of(1, bits); break;
       default: break;
     }
   }
+  view.item_bytes = static_cast<int>(buffer.itemsize);
   view.device = Device::cpu;
   view.is_given = true;
   const int rank = buffer.ndim;
@@ -128,9 +133,8 @@ TensorView read_buffer(PyObject* value) {
 // ---- classes like torch.Tensor without the table
 
 DType type_named(const std::string& name) {
-  constexpr const char* names[] = {"float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint8", "int16", "int32", "int64"};
   for (int i = 0; i < static_cast<int>(DType::other); ++i) {
-    if (name == std::string("torch.") + names[i]) return static_cast<DType>(i);
+    if (name == std::string("torch.") + kTypeNames[i]) return static_cast<DType>(i);
   }
   return DType::other;
 }
@@ -148,6 +152,7 @@ TensorView read_attributes(py::handle value) {
     view.shape[i] = shape[i].cast<int64_t>();
     view.stride[i] = strides[i].cast<int64_t>();
   }
+  view.item_bytes = value.attr("element_size")().cast<int>();
   view.dtype = type_named(py::str(value.attr("dtype")));
   view.device = value.attr("is_cuda").cast<bool>() ? Device::cuda : value.attr("is_cpu").cast<bool>() ? Device::cpu : Device::other;
   view.is_given = true;
@@ -156,10 +161,7 @@ TensorView read_attributes(py::handle value) {
 
 // ---- texts of errors
 
-const char* name_of(DType type) {
-  constexpr const char* names[] = {"float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint8", "int16", "int32", "int64", "another type"};
-  return names[static_cast<int>(type)];
-}
+const char* name_of(DType type) { return kTypeNames[static_cast<int>(type)]; }
 
 std::string list_of(const int64_t* values, int count) {
   std::string text = "[";
@@ -171,7 +173,12 @@ std::string list_of(const int64_t* values, int count) {
 
 TensorView view_of(PyObject* value) {
   if (value == Py_None) return {};
-  if (const ReadTensor read = find_reader(Py_TYPE(value))) return read_exchanged(read, value);
+  if (const ReadTensor read = find_reader(Py_TYPE(value))) {
+    DLTensor found;
+    if (read(value, &found) == 0) return read_exchanged(found);
+    PyErr_Clear();  // DLPack has no word for its device or its type; no kernel takes it either, and its check says so
+    return read_attributes(value);
+  }
   if (PyObject_CheckBuffer(value)) return read_buffer(value);
   return read_attributes(value);
 }
@@ -194,6 +201,11 @@ void Operand::fail_type(std::initializer_list<DType> types) const {
 void Operand::fail_rows(int64_t m, int64_t n, bool more_rows) const {
   const int64_t shape[] = {m, n};
   fail(list_of(shape, 2) + (more_rows ? " or more rows" : "") + " with the values of a row side by side");
+}
+
+void Operand::fail_heads(int64_t t, int64_t h, int64_t d) const {
+  const int64_t shape[] = {t, h, d};
+  fail(list_of(shape, 3) + " with the heads of a token side by side");
 }
 
 void Operand::fail_dense(std::initializer_list<int64_t> shape) const {

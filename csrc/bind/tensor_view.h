@@ -1,4 +1,4 @@
-// Tensors of Python as launchers see them, and the checks on operands. Included by bind/cuda*.cpp; knows no torch header and no kernel.
+// Tensors of Python as launchers see them, and the checks on operands. Included by all of bind/; knows no torch header and no kernel.
 //
 // A view owns nothing: it is valid during the call whose arguments it was read from. Three kinds of objects become one:
 //   torch tensors    by the table of functions that their class offers (DLPack 1.3, `__dlpack_c_exchange_api__`): no Python object
@@ -11,12 +11,14 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace trireme {
 
-enum class DType : uint8_t { f32, f16, bf16, fp8, i8, u8, i16, i32, i64, other };  // fp8: e4m3fn
+enum class DType : uint8_t { f32, f16, bf16, fp8, i8, u8, i16, u16, i32, i64, other };  // fp8: e4m3fn
 enum class Device : uint8_t { cpu, cuda, other };
 
 inline constexpr int kMaxRank = 4;
@@ -26,6 +28,7 @@ struct TensorView {
   int64_t shape[kMaxRank] = {};
   int64_t stride[kMaxRank] = {};  // in elements
   int rank = 0;
+  int item_bytes = 0;
   DType dtype = DType::other;
   Device device = Device::other;
   bool is_given = false;  // false: None
@@ -35,6 +38,7 @@ struct TensorView {
     for (int i = 0; i < rank; ++i) count *= shape[i];
     return count;
   }
+  int64_t nbytes() const { return numel() * item_bytes; }
   bool is_contiguous() const {
     int64_t step = 1;
     for (int i = rank - 1; i >= 0; --i) {
@@ -55,7 +59,8 @@ constexpr int64_t size_of(DType type) {
     case DType::i32: return 4;
     case DType::f16:
     case DType::bf16:
-    case DType::i16: return 2;
+    case DType::i16:
+    case DType::u16: return 2;
     case DType::i64: return 8;
     default: return 1;
   }
@@ -65,6 +70,26 @@ constexpr int64_t size_of(DType type) {
 TensorView view_of(PyObject* value);
 
 constexpr int64_t kAny = -1;  // a size that may be anything
+
+inline int to_int(int64_t size) {
+  if (size > std::numeric_limits<int>::max()) throw std::invalid_argument("a size of " + std::to_string(size) + " is too large for a kernel");
+  return static_cast<int>(size);
+}
+
+template <class Part>
+std::string text_of(const Part& part) {
+  if constexpr (std::is_arithmetic_v<Part>) {
+    return std::to_string(part);
+  } else {
+    return part;
+  }
+}
+
+// Refuses a call where `is_so` is false; the text is put together only then, out of strings and numbers.
+template <class... Parts>
+void need(bool is_so, const char* op, const Parts&... parts) {
+  if (!is_so) throw std::invalid_argument(((std::string(op) + ": ") + ... + text_of(parts)));
+}
 
 // One operand under its name. Each check throws std::invalid_argument (ValueError) that names it, what it is and what is needed.
 class Operand {
@@ -86,6 +111,17 @@ class Operand {
     const bool fits = view_.rank == 2 && (m == kAny || view_.shape[0] == m || (more_rows && view_.shape[0] > m)) &&
                       (n == kAny || view_.shape[1] == n);
     if (!fits || (view_.stride[1] != 1 && view_.shape[1] > 1 && view_.shape[0] > 0)) fail_rows(m, n, more_rows);
+    return on_device();
+  }
+  // [t, h, d] whose tokens may lie apart; the heads of a token are adjacent, and so are the values of a head.
+  const Operand& heads(int64_t t, int64_t h, int64_t d) const {
+    const int64_t sizes[] = {t, h, d};
+    bool fits = view_.rank == 3;
+    for (int i = 0; fits && i < 3; ++i) fits = sizes[i] == kAny || view_.shape[i] == sizes[i];
+    if (fits && view_.numel() > 0) {
+      fits = (view_.shape[2] == 1 || view_.stride[2] == 1) && (view_.shape[1] == 1 || view_.stride[1] == view_.shape[2]);
+    }
+    if (!fits) fail_heads(t, h, d);
     return on_device();
   }
   // Without gaps, of this shape.
@@ -121,6 +157,7 @@ class Operand {
   }
   [[noreturn]] void fail_type(std::initializer_list<DType> types) const;
   [[noreturn]] void fail_rows(int64_t m, int64_t n, bool more_rows) const;
+  [[noreturn]] void fail_heads(int64_t t, int64_t h, int64_t d) const;
   [[noreturn]] void fail_dense(std::initializer_list<int64_t> shape) const;
 
   const char* op_;

@@ -1,4 +1,4 @@
-"""Memory layout of paged KV: codes and shapes of its element types, and the layout of an integer block. Imports no torch.
+"""Memory layout of paged KV: shapes of its element types, and the layout of an integer block. Imports no torch.
 
 A float block holds only the elements of every head. In an integer block (int8, int16; head_dim D and block size S even)
 each head holds its elements, then one float32 scale ("unit") per token:
@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Keyed by numpy or torch dtype name; numpy has no bfloat16 and keeps its bits as uint16.
-KV_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "uint16": 2, "int8": 3, "int16": 4}
 LARGEST = {"int8": 127, "int16": 32767}
 Shape = tuple[int, int, int, int]
 _BF16_NAN = 0x7FC0

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trireme.model.reader import ArchSpec
 from trireme.models.arch.layer_config import attention_scale_of
 from trireme.models.arch.rope import depends_on_length, step_table
-from trireme.models.cpu.kv_layout import KV_CODES
 from trireme.models.cpu.stage_weights import LayerWeights, StageWeights, soft_capped
 from trireme.models.forward import Group, HostBatch, HostKV, Logits
 from trireme.models.native import load_native
-from trireme.models.weights.packed import Floats, address_of
+from trireme.models.weights.packed import Floats
 from trireme.models.weights.sources import WeightSource
 from trireme.topology.mesh import Mesh
 
@@ -36,7 +36,7 @@ class _Layers:
         sizes = (arch.hidden, q // dim, kv // dim, dim, ffn)
         scales = (arch.norm_eps, attention_scale_of(arch), arch.attn_softcap, arch.residual_scale)
         is_wide = arch.qk_norm_kind == "wide"
-        self._owners = weights.layers, table  # native code holds pointers into them
+        self._owners = weights.layers, table  # the stage keeps addresses in them, and in the caches of self._kv
         self._stage = load_native().DecoderStage(sizes, scales, is_wide, _ACTIVATION_CODES[arch.activation])
         self._kv: list[HostKV] | None = None
         for layer in weights.layers:
@@ -47,28 +47,19 @@ class _Layers:
         before, between, *after = [None if norm is None else norm.weight for norm in norms]
         vectors = (before, between, layer.q_norm, layer.k_norm, *after)
         self._stage.add_layer(
-            [0 if vector is None else address_of(vector) for vector in vectors],
+            vectors,
             layer.window or 0,
-            address_of(cos_sin),
-            cos_sin.shape[1],
+            cos_sin,
             [part.native_pieces() for part in (layer.qkv, layer.o, layer.gate_up, layer.down)],
         )
 
-    def run(self, batch: HostBatch, positions: int, kv: list[HostKV], buffers: list[int]) -> None:
-        """One step; `positions` and `buffers` are addresses. Releases the GIL throughout."""
+    def run(self, batch: HostBatch, positions: NDArray[np.int32], kv: list[HostKV], buffers: list[Floats]) -> None:
+        """One step, with the entries `positions` of the tables. Releases the GIL while the layers run."""
         if kv is not self._kv:
-            caches = [(address_of(layer.k), address_of(layer.v)) for layer in kv]
-            self._stage.bind_kv(KV_CODES[kv[0].k.dtype.name], kv[0].k.shape[3], caches)
+            self._stage.bind_kv([(layer.k, layer.v) for layer in kv])
             self._kv = kv
-        table = batch.block_table
-        rest = (batch.slots, batch.query_start, batch.context_len, table)
-        self._stage.run(
-            batch.token_ids.shape[0],
-            table.shape[0],
-            [positions, *(address_of(array) for array in rest)],
-            table.shape[1],
-            buffers,
-        )
+        inputs = (positions, batch.slots, batch.query_start, batch.context_len, batch.block_table)
+        self._stage.run(inputs, buffers)
 
 
 class NativeDecoder:
@@ -110,7 +101,7 @@ class NativeDecoder:
         self._begin(batch, hidden)
         table = step_table(self.weights.rope, batch) if depends_on_length(self.weights.rope) else None
         if table is None:
-            self._layers.run(batch, address_of(batch.positions), kv, self._addresses)
+            self._layers.run(batch, batch.positions, kv, self._buffers)
         else:
             self._run_varying(batch, table, kv)
         if self.weights.head is None:
@@ -128,9 +119,7 @@ class NativeDecoder:
             receive_prev(self._group, hidden)
             return
         (weight,) = self.weights.embedding.weights
-        self._native.gather_rows(
-            weight.native, address_of(batch.token_ids), hidden.shape[0], self._addresses[0], hidden.shape[1]
-        )
+        self._native.gather_rows(weight.native, batch.token_ids, hidden)
         if self.arch.embed_scale != 1.0:
             hidden *= np.float32(self.arch.embed_scale)
 
@@ -142,29 +131,19 @@ class NativeDecoder:
             self._varying = own, _Layers(self.weights, own)
         own, layers = self._varying
         own[:num_tokens] = table
-        places = np.arange(num_tokens, dtype=np.int32)
-        layers.run(batch, address_of(places), kv, self._addresses)
+        layers.run(batch, np.arange(num_tokens, dtype=np.int32), kv, self._buffers)
 
     def _logits(self, hidden: Floats, index: np.ndarray) -> Logits:
         head, norm = self.weights.head, self.weights.norm
         assert head is not None
         assert norm is not None
-        num_rows, width = index.shape[0], hidden.shape[1]
+        num_rows = index.shape[0]
         logits = np.empty((num_rows, self.vocab_size), np.float32)
         if num_rows == 0:
             return logits
         rows = hidden if num_rows == hidden.shape[0] else hidden[index]
         normed = np.empty_like(rows)
-        self._native.rms_norm(
-            address_of(rows),
-            width,
-            address_of(norm.weight),
-            address_of(normed),
-            width,
-            num_rows,
-            width,
-            self.arch.norm_eps,
-        )
+        self._native.rms_norm(rows, norm.weight, self.arch.norm_eps, normed)
         head.multiply(normed, logits)
         soft_capped(logits, self.arch)
         return logits
@@ -173,4 +152,3 @@ class NativeDecoder:
         self._buffers = [
             np.empty((min(num_tokens, most or num_tokens), width), np.float32) for width, most in self._widths
         ]
-        self._addresses = [address_of(buffer) for buffer in self._buffers]

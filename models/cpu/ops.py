@@ -1,6 +1,7 @@
 """The tensor ops of a decoder layer besides its matrix products: norms, rotary embedding with cache write, paged attention,
 gated activation. Every op has a plain torch twin `<op>_reference` of the same signature; the native kernel runs when the
-tensors are float32 on the CPU and the extension is built, the twin otherwise. Called by models/layers; knows no weights.
+first tensor is float32 on the CPU and the extension is built, the twin otherwise; the kernel's binding (csrc/bind/ops.cpp) raises
+ValueError, with the operand's name, for others that do not fit. Called by models/layers; knows no weights.
 
 Legend: T tokens of the step, H hidden, Hq query heads, Hk KV heads, D head_dim, F half the gate_up width, R rows.
 Per token, results do not depend on which other tokens are in the step, on chunking, or on the number of threads.
@@ -16,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trireme.models.cpu.kv_blocks import dtype_name, head_dim_of, read_blocks, write_tokens
-from trireme.models.cpu.kv_layout import KV_CODES
+from trireme.models.cpu.kv_blocks import head_dim_of, read_blocks, write_tokens
 from trireme.models.forward import ForwardBatch, KVLayer
 
 _native: Any = None
@@ -40,8 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
         return rms_norm_reference(x, weight, eps, out)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows, width = x.shape
-    _native.rms_norm(x.data_ptr(), x.stride()[0], weight.data_ptr(), out.data_ptr(), out.stride()[0], rows, width, eps)
+    _native.rms_norm(x, weight, eps, out)
     return out
 
 
@@ -57,19 +56,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
         return add_rms_norm_reference(x, residual, weight, eps, out)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows, width = x.shape
-    _native.add_rms_norm(
-        x.data_ptr(),
-        x.stride()[0],
-        residual.data_ptr(),
-        residual.stride()[0],
-        weight.data_ptr(),
-        out.data_ptr(),
-        out.stride()[0],
-        rows,
-        width,
-        eps,
-    )
+    _native.add_rms_norm(x, residual, weight, eps, out)
     return out
 
 
@@ -104,29 +91,7 @@ def rope_and_cache(
     """
     if not _runs_native(q):
         return rope_and_cache_reference(q, k, v, cos_sin, positions, slots, kv, q_norm, k_norm, eps)
-    _native.rope_and_cache(
-        q.data_ptr(),
-        q.stride()[0],
-        k.data_ptr(),
-        k.stride()[0],
-        v.data_ptr(),
-        v.stride()[0],
-        q.shape[0],
-        q.shape[1],
-        cos_sin.data_ptr(),
-        cos_sin.shape[1],
-        positions.data_ptr(),
-        slots.data_ptr(),
-        *_kv_arguments(kv),
-        0 if q_norm is None else q_norm.data_ptr(),
-        0 if k_norm is None else k_norm.data_ptr(),
-        eps,
-    )
-
-
-def _kv_arguments(kv: KVLayer) -> tuple[int, int, int, int, int, int]:
-    _, heads, _, block_size = kv.k.shape
-    return kv.k.data_ptr(), kv.v.data_ptr(), KV_CODES[dtype_name(kv)], heads, head_dim_of(kv), block_size
+    _native.rope_and_cache(q, k, v, cos_sin, positions, slots, kv.k, kv.v, q_norm, k_norm, eps)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -179,26 +144,10 @@ def paged_attention(
     """
     if not _runs_native(q):
         return paged_attention_reference(q, kv, batch, scale, window, out, softcap=softcap)
-    tokens, heads, dim = q.shape
     if out is None:
-        out = torch.empty(tokens, heads * dim)
-    table = batch.block_table
-    _native.paged_attention(
-        q.data_ptr(),
-        q.stride()[0],
-        heads,
-        *_kv_arguments(kv),
-        batch.query_start.data_ptr(),
-        batch.context_len.data_ptr(),
-        table.data_ptr(),
-        table.shape[0],
-        table.stride()[0],
-        scale,
-        window or 0,
-        softcap,
-        out.data_ptr(),
-        out.stride()[0],
-    )
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
+    starts, contexts, table = batch.query_start, batch.context_len, batch.block_table
+    _native.paged_attention(q, kv.k, kv.v, starts, contexts, table, scale, window or 0, softcap, out)
     return out
 
 
@@ -274,35 +223,25 @@ def rope_cache_attention(
             eps=eps,
             out=out,
         )
-    kv_arguments = _kv_arguments(kv)
-    tokens, width = qkv.shape
-    attended = width - 2 * kv_arguments[3] * kv_arguments[4]
     if out is None:
-        out = torch.empty(tokens, attended)
-    table = batch.block_table
+        out = torch.empty(qkv.shape[0], qkv.shape[1] - 2 * kv.k.shape[1] * head_dim_of(kv))
     _native.rope_cache_attention(
-        qkv.data_ptr(),
-        qkv.stride()[0],
-        tokens,
-        attended // kv_arguments[4],
-        *kv_arguments,
-        cos_sin.data_ptr(),
-        cos_sin.shape[1],
-        batch.positions.data_ptr(),
-        batch.slots.data_ptr(),
-        batch.query_start.data_ptr(),
-        batch.context_len.data_ptr(),
-        table.data_ptr(),
-        table.shape[0],
-        table.stride()[0],
+        qkv,
+        kv.k,
+        kv.v,
+        cos_sin,
+        batch.positions,
+        batch.slots,
+        batch.query_start,
+        batch.context_len,
+        batch.block_table,
         scale,
         window or 0,
         softcap,
-        0 if q_norm is None else q_norm.data_ptr(),
-        0 if k_norm is None else k_norm.data_ptr(),
+        q_norm,
+        k_norm,
         eps,
-        out.data_ptr(),
-        out.stride()[0],
+        out,
     )
     return out
 
@@ -350,10 +289,9 @@ def geglu_reference(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _gated(kernel: Callable[..., None], gate_up: Tensor, out: Tensor | None) -> Tensor:
-    tokens, width = gate_up.shape
     if out is None:
-        out = torch.empty(tokens, width // 2)
-    kernel(gate_up.data_ptr(), gate_up.stride()[0], out.data_ptr(), out.stride()[0], tokens, width // 2)
+        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    kernel(gate_up, out)
     return out
 
 

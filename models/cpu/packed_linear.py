@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trireme.models.native import load_native
-from trireme.models.weights.packed import Bytes, Floats, PackedWeight, address_of, pack
+from trireme.models.weights.packed import Bytes, Floats, PackedWeight, pack
 from trireme.models.weights.sources import RawMatrix
 
 
@@ -45,9 +45,10 @@ class PackedLinear:
             start = stop
         self.nbytes = sum(piece.weight.nbytes for piece in self.pieces)
 
-    def native_pieces(self) -> list[tuple[Any, int]]:
-        """(native weight, address of its bias or 0) of each slice, for the native stage. Valid while this object lives."""
-        return [(piece.weight.native, 0 if piece.bias is None else address_of(piece.bias)) for piece in self.pieces]
+    def native_pieces(self) -> list[tuple[Any, Floats | None]]:
+        """(native weight, its bias or None) of each slice, for the native stage. It keeps their addresses: valid while this object
+        lives."""
+        return [(piece.weight.native, piece.bias) for piece in self.pieces]
 
     @property
     def weights(self) -> list[PackedWeight]:
@@ -55,11 +56,10 @@ class PackedLinear:
         return [piece.weight for piece in self.pieces]
 
     def multiply(self, x: Floats, out: Floats) -> None:
-        """Writes x [T, k] W^T + b into `out` [T, n], both contiguous float32."""
-        linear, rows = load_native().linear, x.shape[0]
-        where, to = address_of(x), address_of(out)
-        for (native, bias), piece in zip(self.native_pieces(), self.pieces, strict=True):
-            linear(native, where, self.k, rows, to + 4 * piece.start, self.n, bias, False)
+        """Writes x [T, k] W^T + b into `out` [T, n], both float32."""
+        linear = load_native().linear
+        for start, stop, weight, bias in self.pieces:
+            linear(weight.native, x, out[:, start:stop], bias, False)
 
 
 def _pack_run(kind: str, run: list[RawMatrix], k: int) -> PackedWeight:

@@ -66,45 +66,24 @@ def linear(
     x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None, out: Tensor | None = None, accumulate: bool = False
 ) -> Tensor:
     """x @ weight.T (+ bias) into `out` [M, n] float32; accumulate adds to what `out` holds. x [M, k] float32, rows may be
-    strided. A value of x that is not finite spoils its own row only: all NaN with block types, NaN or inf with dense ones."""
-    # Lean on purpose: this runs for every matrix of every step. is_contiguous is the cheapest question about strides.
-    m, k = x.shape
-    n = weight.n
-    if k != weight.k or x.dtype is not _FLOAT32:
-        raise ValueError(f"linear wants float32 x [M, {weight.k}], got {x.dtype} {list(x.shape)}")
-    x_stride = k if x.is_contiguous() else _row_stride(x)
+    strided. A value of x that is not finite spoils its own row only: all NaN with block types, NaN or inf with dense ones.
+    Raises ValueError, with the operand's name, for tensors that do not fit."""
     if out is None:
         if accumulate:
             raise ValueError("accumulate needs out")
-        out = _empty(m, n, dtype=_FLOAT32)
-        out_stride = n
-    else:
-        if out.shape != (m, n) or out.dtype is not _FLOAT32:
-            raise ValueError(f"out must be float32 [{m}, {n}], got {out.dtype} {list(out.shape)}")
-        out_stride = n if out.is_contiguous() else _row_stride(out)
-    bias_address = 0
-    if bias is not None:
-        if bias.shape != (n,) or bias.dtype is not _FLOAT32 or not bias.is_contiguous():
-            raise ValueError(f"bias must be contiguous float32 [{n}], got {bias.dtype} {list(bias.shape)}")
-        bias_address = bias.data_ptr()
-    _linear(weight._handle, x.data_ptr(), x_stride, m, out.data_ptr(), out_stride, bias_address, accumulate)
+        out = _empty(x.shape[0], weight.n, dtype=_FLOAT32)
+    _linear(weight._handle, x, out, bias, accumulate)
     return out
-
-
-def _row_stride(x: Tensor) -> int:
-    row, column = x.stride()
-    if column != 1 and x.shape[1] != 1:
-        raise ValueError(f"values of a row must be adjacent, got strides {row}, {column}")
-    return row
 
 
 def gather_rows(weight: PackedWeight, ids: Tensor, out: Tensor | None = None) -> Tensor:
     """Rows of the matrix as float32 [T, k]: embedding lookup from the very copy that the output head multiplies with.
     ids [T] int32 or int64; one out of range raises IndexError."""
-    ids = ids.to(torch.int32).contiguous()
+    if ids.dtype is not torch.int32 or not ids.is_contiguous():
+        ids = ids.to(torch.int32).contiguous()
     if out is None:
         out = torch.empty((ids.numel(), weight.k), dtype=torch.float32)
-    _native.gather_rows(weight.native, ids.data_ptr(), ids.numel(), out.data_ptr(), out.stride(0))
+    _native.gather_rows(weight.native, ids, out)
     return out
 
 

@@ -89,16 +89,14 @@ def bytes_of(raw: NDArray[Any]) -> Bytes:
 
 
 def pack(kind: str, raw: NDArray[Any], n: int, k: int) -> PackedWeight:
-    """Packs a matrix of one of PACKED_KINDS. Raises ModelError for other kinds (see gguf_expand) and wrong sizes."""
+    """Packs a matrix of one of PACKED_KINDS. Raises ModelError for other kinds (see gguf_expand) and as row_bytes does, ValueError
+    for a `raw` of another size."""
     if kind not in PACKED_KINDS:
         raise ModelError(
             f"no kernel computes with {kind} as it is; expand it first. Kernels: {', '.join(PACKED_KINDS)}"
         )
-    data = bytes_of(raw)
-    if data.size != n * row_bytes(kind, k):
-        raise ModelError(f"a {kind} matrix of {n} x {k} has {n * row_bytes(kind, k)} bytes, not {data.size}")
-    handle = _native.pack_weight(PACKED_KINDS[kind], address_of(data), n, k)
-    return PackedWeight(handle, kind, n, k)
+    row_bytes(kind, k)  # raises
+    return PackedWeight(_native.pack_weight(PACKED_KINDS[kind], bytes_of(raw), n, k), kind, n, k)
 
 
 def quantize_rows(scheme: str, values: Floats) -> tuple[str, Bytes]:
@@ -106,9 +104,8 @@ def quantize_rows(scheme: str, values: Floats) -> tuple[str, Bytes]:
     equal to ggml's reference to the bit, and int8: signed bytes, the largest of a row 127, with one float32 scale for each row."""
     kind = SCHEMES[scheme]
     n, k = values.shape
-    values = np.ascontiguousarray(values)
     raw = np.empty((n, row_bytes(kind, k)), np.uint8)
-    _native.quantize_weight(PACKED_KINDS[kind], address_of(values), n, k, address_of(raw))
+    _native.quantize_weight(PACKED_KINDS[kind], np.ascontiguousarray(values), raw)
     return kind, raw
 
 

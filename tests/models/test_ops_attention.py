@@ -226,10 +226,8 @@ def test_rows_without_tokens_are_skipped_and_out_may_be_strided() -> None:
 
 
 def test_native_calls_check_their_argument_count() -> None:
-    with pytest.raises(TypeError, match="paged_attention takes [0-9]+ arguments, 1 were given"):
-        native.paged_attention(1)
-    with pytest.raises(TypeError):
-        native.swiglu(1, 1, 1, 1, 1, "x")
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        native.paged_attention(torch.zeros(1, 1, 8))
 
 
 def test_a_head_dim_beyond_the_kernels_is_refused() -> None:

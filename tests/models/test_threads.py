@@ -28,7 +28,7 @@ def keep_threads() -> Iterator[None]:
 
 def count_tasks(num_tasks: int, rounds: int) -> np.ndarray:
     counts = np.zeros(num_tasks, np.int32)
-    NATIVE.parallel_probe(num_tasks, rounds, counts.ctypes.data)
+    NATIVE.parallel_probe(counts, rounds)
     return counts
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -13,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from trireme.errors import CollectiveError, ConfigError
 from trireme.models.forward import SoloGroup
@@ -221,7 +221,17 @@ def test_the_ends_of_a_pipeline_have_no_neighbour() -> None:
     with create_arena(mesh, 1, 1, 1) as arena:
         comm = load_native().Comm(arena.path, 0, 0, 1.0, 1.0)
         with pytest.raises(RuntimeError, match="first stage"):
-            comm.recv_prev(0, 8)
+            comm.recv_prev(np.empty(2, np.float32))
+
+
+def test_a_tensor_of_another_width_is_named() -> None:
+    mesh = Mesh(1, 1, 2)
+    with create_arena(mesh, 1, 1, 1) as arena:
+        group = make_group(mesh, arena.path)
+        with pytest.raises(CollectiveError, match="all_gather: x is float32 .3, 3.* of 2 columns"):
+            group.all_gather(torch.zeros(3, 3), [2, 4])
+        with pytest.raises(CollectiveError, match="reduce_scatter: x is float32 .3, 3.* of 6 columns"):
+            group.reduce_scatter(torch.zeros(3, 3), [2, 4])
 
 
 def test_arena_close_twice_and_after_workers_mapped_it() -> None:
@@ -230,7 +240,5 @@ def test_arena_close_twice_and_after_workers_mapped_it() -> None:
     comm = load_native().Comm(arena.path, 0, 0, 0.05, 0.05)
     arena.close()
     arena.close()
-    buffer = bytearray(struct.pack("<4f", 1, 2, 3, 4))
-    address = ctypes.addressof((ctypes.c_char * 16).from_buffer(buffer))
     with pytest.raises(RuntimeError, match="did not come in time"):
-        comm.all_reduce(address, 4)
+        comm.all_reduce(np.array([1, 2, 3, 4], np.float32))

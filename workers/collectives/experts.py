@@ -28,7 +28,7 @@ class SplitExperts:
     def collect(self, x: Tensor, count: int) -> Tensor:
         """The first `count` of this engine's tokens, each summed over the outputs that all engines computed for it."""
         x = x.float().contiguous()
-        run(lambda: self._peers.comm.all_reduce(x.data_ptr(), x.numel()))
+        run(lambda: self._peers.comm.all_reduce(x))
         return self.own(x, count)
 
     def own(self, x: Tensor, count: int) -> Tensor:

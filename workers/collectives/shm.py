@@ -7,7 +7,6 @@ after which the engine must be restarted (with a new arena).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -41,7 +40,7 @@ class ShmGroup:
         if x.dtype is not torch.float32 or not x.is_contiguous():
             return x.copy_(self.all_reduce(x.float().contiguous()))
         try:
-            self._comm.all_reduce(x.data_ptr(), x.numel())
+            self._comm.all_reduce(x)
         except RuntimeError as error:
             raise CollectiveError(str(error)) from None
         return x
@@ -50,27 +49,23 @@ class ShmGroup:
         """Concatenate along the last dim; rank i contributes sizes[i] columns."""
         if self.size == 1:
             return x
-        _check_width(x, sizes[self.rank])
         x = x.contiguous()
         out = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype)
-        row_bytes = [size * x.itemsize for size in sizes]
-        _run(lambda: self._comm.all_gather(x.data_ptr(), out.data_ptr(), math.prod(x.shape[:-1]), row_bytes))
+        _run(lambda: self._comm.all_gather(x, out, sizes))
         return out
 
     def reduce_scatter(self, x: Tensor, sizes: list[int]) -> Tensor:
         """Sum over ranks; rank i keeps its sizes[i] columns of the last dim; float32."""
         if self.size == 1:
             return x
-        _check_width(x, sum(sizes))
         wide = x.float().contiguous()
         out = torch.empty(*x.shape[:-1], sizes[self.rank])
-        _run(lambda: self._comm.reduce_scatter(wide.data_ptr(), out.data_ptr(), math.prod(x.shape[:-1]), sizes))
+        _run(lambda: self._comm.reduce_scatter(wide, out, sizes))
         return out.to(x.dtype)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         """Copies rank `root`'s x to every rank, in place. x is contiguous."""
-        assert x.is_contiguous()
-        _run(lambda: self._comm.broadcast(x.data_ptr(), x.nbytes, root))
+        _run(lambda: self._comm.broadcast(x, root))
         return x
 
     def barrier(self) -> None:
@@ -80,12 +75,12 @@ class ShmGroup:
     def send_next(self, x: Tensor) -> None:
         """Sends hidden states to the same tp rank of the next stage. Returns once they are in the ring, usually at once."""
         x = x.contiguous()
-        _run(lambda: self._comm.send_next(x.data_ptr(), x.nbytes))
+        _run(lambda: self._comm.send_next(x))
 
     def recv_prev(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Receives hidden states from the previous stage; the shape must be the sent one."""
         out = torch.empty(shape, dtype=dtype)
-        _run(lambda: self._comm.recv_prev(out.data_ptr(), out.nbytes))
+        _run(lambda: self._comm.recv_prev(out))
         return out
 
     def abort(self) -> None:
@@ -96,10 +91,5 @@ class ShmGroup:
 def _run(call: Callable[[], T]) -> T:
     try:
         return call()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise CollectiveError(str(error)) from None
-
-
-def _check_width(x: Tensor, width: int) -> None:
-    if x.shape[-1] != width:
-        raise CollectiveError(f"a tensor with {width} columns was expected, got shape {tuple(x.shape)}")

@@ -36,17 +36,7 @@ def _native_logprob_row(native: Any, row: int, logits: Floats, targets: Tokens, 
     token_ids = np.empty((targets.size, 1 + k), np.int32)
     values = np.empty((targets.size, 1 + k), np.float32)
     ranks = np.empty(targets.size, np.int32)
-    native.logprob_rows(
-        logits.ctypes.data,
-        logits.strides[0] // logits.itemsize,
-        targets.size,
-        logits.shape[1],
-        targets.ctypes.data,
-        k,
-        token_ids.ctypes.data,
-        values.ctypes.data,
-        ranks.ctypes.data,
-    )
+    native.logprob_rows(logits, targets, token_ids, values, ranks)
     wrong = np.flatnonzero(ranks == _NOT_FINITE)
     if wrong.size:
         raise _not_finite(int(targets[wrong[0]]), float(logits[wrong[0]].max()))

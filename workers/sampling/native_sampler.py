@@ -59,19 +59,8 @@ class NativeSampler:
         jobs["position"] = batch.num_tokens[rows]
         held = [self._add_rules(jobs, i, slot, batch) for i, slot in enumerate(slots) if batch.rules[slot] is not None]
         answers = Answers(jobs["logprobs"])
-        self._native.sample_rows(
-            logits.ctypes.data,
-            logits.strides[0] // 4,
-            len(slots),
-            self._vocab_size,
-            jobs.ctypes.data,
-            answers.tokens.ctypes.data,
-            answers.peaks.ctypes.data,
-            answers.num_best,
-            answers.best_ids.ctypes.data,
-            answers.logprobs.ctypes.data,
-            answers.ranks.ctypes.data,
-        )
+        best = answers.best_ids, answers.logprobs, answers.ranks
+        self._native.sample_rows(logits, jobs.view(np.uint8), answers.tokens, answers.peaks, *best)
         del held
         return answers
 
