@@ -525,7 +525,7 @@ def what_is_missing() -> str:
     except ImportError:
         return "torch is not installed"
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no NVIDIA card"
+        return f"torch {torch.__version__} sees no NVIDIA GPU"
     return ""
 
 

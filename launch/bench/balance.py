@@ -31,7 +31,7 @@ def run(invocation: Invocation) -> int:
         raise ConfigError(f"--fronts is {fronts}; each must be 1..256", hint="--fronts 1,4,16")
     count = invocation.options["num_requests"]
     rows = [
-        RunSummary(f"{policy}, {number} front ends", measure(policy, number, count, seed=number), policy)
+        RunSummary(f"{policy}, {number} frontends", measure(policy, number, count, seed=number), policy)
         for policy in POLICIES
         for number in fronts
     ]

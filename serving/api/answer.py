@@ -112,7 +112,7 @@ def _label(scope: Scope) -> str:
         if name == b"x-trireme-label":
             if len(value) > MAX_LABEL or not value.isascii():
                 raise RequestError(
-                    f"X-Trireme-Label must be a label of at most {MAX_LABEL} ASCII characters", param="x-trireme-label"
+                    f"X-Trireme-Label must name a zone in at most {MAX_LABEL} ASCII characters", param="x-trireme-label"
                 )
             return str(value, "ascii")
     return ""

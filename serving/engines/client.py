@@ -59,7 +59,7 @@ from trireme.transport.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-DOUBTFUL = "this front end could not take in what the engine said, and may be out of memory"
+DOUBTFUL = "this frontend could not take in what the engine said, and may be out of memory"
 RESEND_S = 0.05  # after an engine took no message
 MIGRATION_LIMIT = 2  # most moves of one choice
 ENGINE_WAIT_S = 60.0  # for an engine to come up
@@ -136,9 +136,9 @@ class EngineClient:
         """Ends every row and closes the links."""
         self._migration_limit = 0
         self._moves.close()
-        self._fail_moving("the front end is closing", EngineDeadError.code)
+        self._fail_moving("the frontend is closing", EngineDeadError.code)
         for engine in self._engines:
-            self._lose(engine, "the front end is closing")
+            self._lose(engine, "the frontend is closing")
             if engine.link is not None:
                 engine.link.close()
         if self._placement.coordinator is not None:
@@ -339,7 +339,7 @@ class EngineClient:
             text = f"two engines died while they ran this request, the last one of this: {cause}; it is not tried again"
             self._end(row, End(row.rid, "error", error=text, error_code=QuarantinedError.code))
         for row in verdict.spent:
-            moves = f" after {row.replay.num_moves - 1} moves" if row.replay.num_moves > 1 else ""
+            moves = f" after {row.replay.num_moves - 1} resubmissions" if row.replay.num_moves > 1 else ""
             self._end(row, End(row.rid, "error", error=cause + moves, error_code=EngineDeadError.code))
         for row in rows:
             row.pin = -1
@@ -431,7 +431,9 @@ class EngineClient:
         """What an engine said was not taken in to the end, as for want of memory: its rows end with an error, since they would go
         on without tokens. May be tried again, should there be no memory for this either."""
         rids = list(engine.rows)
-        log.error("could not take in what an engine said, so its rows end engine=%d rows=%d", engine.index, len(rids))
+        log.error(
+            "could not take in what an engine said, so its choices end engine=%d choices=%d", engine.index, len(rids)
+        )
         for rid in rids:
             self._end(engine.rows[rid], End(rid, "error", error=DOUBTFUL, error_code=EngineError.code))
             del engine.rows[rid]

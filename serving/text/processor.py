@@ -193,7 +193,7 @@ class Processor:
         barred = {ids[0] for ids in bad if len(ids) == 1}
         if not self._leaves_any(params, barred):
             what = "the vocabulary" if params.allowed_token_ids is None else "allowed_token_ids"
-            raise RequestError(f"bad_words bars every token of {what}: nothing could be sampled", param="bad_words")
+            raise RequestError(f"bad_words masks every token of {what}: nothing could be sampled", param="bad_words")
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else end_ids)}
         if params.min_tokens and not self._leaves_any(params, barred | ends):
             raise RequestError(

@@ -153,7 +153,7 @@ async def test_a_row_moves_only_so_often(pair: tuple[FakeEngine, FakeEngine]) ->
         pair[0].revive()
     events = await drain(stream)
     assert ends(events) == [(0, "error", "engine_dead")]
-    assert "after 2 moves" in events[-1][1].error  # type: ignore[union-attr]
+    assert "after 2 resubmissions" in events[-1][1].error  # type: ignore[union-attr]
 
 
 async def test_an_abort_between_two_engines(pair: tuple[FakeEngine, FakeEngine]) -> None:

@@ -117,7 +117,7 @@ def check_card(formats: Iterable[str], capability: tuple[int, int], name: str) -
         if capability < LEAST_CAPABILITY.get(form, (0, 0)):
             least, have = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY[form], capability))
             raise ConfigError(
-                f"products of {form} weights need a GPU of compute capability {least}; {name} has {have}",
+                f"GEMMs of {form} weights need a GPU of compute capability {least}; {name} has {have}",
                 hint="--quantize int8 or q4_k, or weights of 16 bits",
             )
 

@@ -107,7 +107,7 @@ class CudaGroup:
         with self.watch.guard(MEET_S):
             self.barrier()
             self.ways = steps_from(self._agreed({size: dict(self._times(size)) for size in TRIED}))
-        return AllReduceChoice(describe(self.ways), "the fastest way of each size, measured at the start")
+        return AllReduceChoice(describe(self.ways), "the fastest algorithm for each size, measured at the start")
 
     def _lacks(self) -> str:
         return self._met.all_lacks() if self._met is not None else ""

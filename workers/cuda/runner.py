@@ -277,6 +277,6 @@ class GpuRunner:
             tokens = ticket.answer.read()
             same = self._placed[ticket.rows] <= launch
             for row in ticket.rows[same & (tokens < 0)].tolist():
-                self._batch.faults[row] = "this row got no token in an earlier step"
+                self._batch.faults[row] = "this sequence got no token in an earlier step"
             sound = same & (tokens >= 0)
             self._batch.fill_in(ticket.rows[sound], ticket.at[sound], tokens[sound])

@@ -23,7 +23,7 @@ from trireme.workers.sampling.logprobs import logprob_row, logprob_row_reference
 from trireme.workers.sampling.native_sampler import NOT_FINITE, NOTHING_LEFT, Answers, NativeSampler
 from trireme.workers.sampling.top_k_top_p import kept
 
-ALL_BARRED = "no token is left to sample: allowed_token_ids, bad_words and min_tokens together bar every one"
+ALL_BARRED = "no token is left to sample: allowed_token_ids, bad_words and min_tokens together mask every one"
 
 
 class NothingLeftError(ValueError):

@@ -405,6 +405,6 @@ def choose_on_card(need: Need, q_heads: int, kv_heads: int) -> AttentionChoice:
     if key not in _chosen:
         timings, left_out = try_kernels(need, q_heads, kv_heads)
         if not any(timing.kernel.way == "pieces" for timing in timings):
-            raise RuntimeError(f"no attention for prompts on this card: {'; '.join(left_out)}")
+            raise RuntimeError(f"no attention for prompts on this GPU: {'; '.join(left_out)}")
         _chosen[key] = choose(need, timings, left_out)
     return _chosen[key]
