@@ -23,13 +23,13 @@ def run(invocation: Invocation) -> int:
     try:
         if sys.stdin.isatty():
             note(f"{backend.name}   {HELP}")
-        talk(backend, invocation.options["system"])
+        converse(backend, invocation.options["system"])
     finally:
         backend.close()
     return 0
 
 
-def talk(backend: ChatBackend, system: str | None) -> None:
+def converse(backend: ChatBackend, system: str | None) -> None:
     """Runs turns until /exit or the end of the input. The text of an interrupted answer stays in the conversation."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
