@@ -111,7 +111,7 @@ def gpu_weight_bytes(model: ModelConfig, arch: ArchSpec, stored: Stored | None =
     return round(sum(FORMATS[name].weight * count for name, count in found.items()))
 
 
-def check_card(formats: Iterable[str], capability: tuple[int, int], name: str) -> None:
+def check_gpu(formats: Iterable[str], capability: tuple[int, int], name: str) -> None:
     """Raises ConfigError for a format whose GEMMs the GPU `name` does not support."""
     for form in formats:
         if capability < LEAST_CAPABILITY.get(form, (0, 0)):
