@@ -56,11 +56,11 @@ unit: setup-dev
 gpu: setup-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu $(FLAGS)
 
-# builds, tests and times the CUDA side; needs a card, nvcc and torch for CUDA, no network
+# builds, tests and times the CUDA side; needs a GPU, nvcc and torch for CUDA, no network
 gpu-check: check-python
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(FLAGS)
 
-# compiles csrc/cuda where nvcc is, card or not; CUDA_ARCHS="80;90" picks the architectures
+# compiles csrc/cuda where nvcc is, GPU or not; CUDA_ARCHS="80;90" picks the architectures
 cuda-compile: setup-dev
 	$(BIN)/python setup.py -q cuda_compile
 

@@ -1,4 +1,4 @@
-"""Model-free engine core benchmark: `python -m trireme.engine_core.bench [rows ...]` times plans and results of decode steps.
+"""Model-free engine core benchmark: `python -m trireme.engine_core.bench [sequences ...]` times plans and results of decode steps.
 
 Run by developers and by tests/unit; touches no socket and no worker. A step is next_plan + on_result + take_outputs.
 """
@@ -87,11 +87,11 @@ def measure(num_rows: int, num_steps: int = STEPS) -> StepTiming:
 
 def main(sizes: list[int]) -> None:
     """Prints one line of medians (microseconds) for each batch size in `sizes`."""
-    print(f"{'rows':>6} {'plan us':>9} {'result us':>10} {'outputs us':>11} {'steps/s':>9}")
+    print(f"{'sequences':>9} {'plan us':>9} {'result us':>10} {'outputs us':>11} {'steps/s':>9}")
     for num_rows in sizes:
         timing = measure(num_rows)
         print(
-            f"{timing.num_rows:>6} {timing.plan_us:>9.1f} {timing.result_us:>10.1f} {timing.outputs_us:>11.1f}"
+            f"{timing.num_rows:>9} {timing.plan_us:>9.1f} {timing.result_us:>10.1f} {timing.outputs_us:>11.1f}"
             f" {timing.steps_per_s:>9.0f}"
         )
 

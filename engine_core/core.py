@@ -388,7 +388,7 @@ class EngineCore:
         scored = {scores.rid for scores in chain(result.prompt_logprobs, result.logprobs)}
         if not (expected <= answered <= places.keys() and scored <= places.keys()) or len(answered) != named:
             raise EngineError(
-                f"step {result.step} asked for tokens of {len(expected)} rows; the worker named {named}: "
+                f"step {result.step} asked for tokens of {len(expected)} sequences; the worker named {named}: "
                 f"missing {sorted(expected - answered)[:8]}, unknown {sorted((answered | scored) - places.keys())[:8]}"
             )
 

@@ -62,10 +62,10 @@ def _check_rows(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) 
         raise _broken(f"{len(live)} live requests = {len(running)} running + {len(waiting)} waiting")
     for row in running:
         if row.state is not State.RUNNING:
-            raise _broken(f"running rows are RUNNING: {row}")
+            raise _broken(f"running sequences are RUNNING: {row}")
     for row in waiting:
         if row.state not in (State.WAITING, State.PREEMPTED) or row.table.blocks or row.row >= 0:
-            raise _broken(f"queued rows own nothing: {row} {row.table.blocks}")
+            raise _broken(f"queued sequences own nothing: {row} {row.table.blocks}")
     slots, total = [row.row for row in running], scheduler.limits.max_num_seqs
     if sorted(slots + scheduler.free_rows) != list(range(total)):
         raise _broken(f"slots: {sorted(slots)} used + {len(scheduler.free_rows)} free = {total}")
@@ -74,7 +74,7 @@ def _check_rows(scheduler: Scheduler, requests: dict[tuple[str, int], Request]) 
         raise _broken(f"queued tokens: {scheduler.waiting.num_tokens} counted = {num_tokens}")
     keys = [row.key for row in running]
     if keys != sorted(keys):
-        raise _broken(f"running rows are in policy order: {keys}")
+        raise _broken(f"running sequences are in policy order: {keys}")
 
 
 def _check_tables(scheduler: Scheduler) -> None:
@@ -93,7 +93,7 @@ def _check_tables(scheduler: Scheduler) -> None:
         if len(set(blocks)) != len(blocks):
             raise _broken(f"no block twice in a table: {row} {blocks}")
         if row.is_decoding and scheduler.columns.token[row.row] != NOTHING and row.num_left + num_coming != 1:
-            raise _broken(f"a row that decodes lacks one token: {row}, {num_coming} to come")
+            raise _broken(f"a decoding sequence lacks one token: {row}, {num_coming} to come")
 
 
 def _check_blocks(scheduler: Scheduler) -> Audit:

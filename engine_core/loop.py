@@ -133,7 +133,7 @@ class EngineLoop:
         if order.epoch == self.core.epoch:
             count = self.core.reclaim(min(order.count, len(self.core.requests)), order.to, self._clock())
             self.reports.has_news = True
-            log.info("gave back %s", facts(rows=count, asked=order.count, to=order.to))
+            log.info("reclaimed %s", facts(sequences=count, asked=order.count, to=order.to))
 
     def stats(self) -> dict[str, Any]:
         """All counters in one flat dictionary: load, totals, blocks, prefix cache, socket."""
@@ -179,9 +179,9 @@ class EngineLoop:
                 case Call():
                     self.calls.answer(peer, message)
                 case Hello():
-                    log.info("front end connected %s", facts(name=peer.name, epoch=peer.epoch, pid=peer.pid))
+                    log.info("frontend connected %s", facts(name=peer.name, epoch=peer.epoch, pid=peer.pid))
                 case Disconnected():
-                    log.info("front end left %s", facts(name=peer.name, epoch=peer.epoch, reason=repr(message.reason)))
+                    log.info("frontend left %s", facts(name=peer.name, epoch=peer.epoch, reason=repr(message.reason)))
                     self.core.front_gone(peer.name)
 
     def _send_outputs(self) -> None:

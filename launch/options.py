@@ -109,7 +109,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "chat",
-        "talk to a model in the terminal",
+        "chat with a model in the terminal",
         "trireme.launch.commands.chat",
         (_MODEL,),
         (SYSTEM, TEMPERATURE, MAX_TOKENS, SEED, URL, CONFIG),
@@ -429,7 +429,7 @@ def overview() -> str:
         "usage: trireme COMMAND [MODEL] [flags]",
         "",
         "examples:",
-        "  trireme chat smollm2                        talk to a model here",
+        "  trireme chat smollm2                        chat with a model here",
         "  trireme serve FILE.gguf --port 8001         serve it over HTTP with the OpenAI API",
         "  trireme bench serve smollm2                 measure what clients will see",
         "",

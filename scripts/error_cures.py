@@ -90,7 +90,7 @@ CURES: dict[str, Cure] = {
         "the engine restarts; the log has the worker's traceback, `dmesg` a kill for memory",
     ),
     "integrity_error": Cure(
-        "`--check` found blocks or rows that do not add up", "a fault of the scheduler; report it with the log"
+        "`--check` found blocks or sequences that do not add up", "a fault of the scheduler; report it with the log"
     ),
     "not_now": Cure("sleep, wake, pause or resume came at a wrong moment", "end the requests under way, or try again"),
     "not_implemented": Cure("no engine of this server could do it (sleep on a CPU)", "use `--device cuda`"),

@@ -272,13 +272,13 @@ def prompt_cases() -> Iterator[Case]:
     """Prefill attention by the kernel chosen for this GPU, bound by operations; the rival is torch's flash attention."""
     import torch
 
-    from trireme.models.cuda.attention.registry import KERNELS, AttentionTrial, Need, choose_on_card
+    from trireme.models.cuda.attention.registry import KERNELS, AttentionTrial, Need, choose_on_gpu
 
     need, tokens = Need(torch.bfloat16, DIM), 8192
     flash = next(kernel for kernel in KERNELS if kernel.name == "torch flash")
 
     def chosen(length: int) -> Callable[[], object]:
-        attention = choose_on_card(need, HEADS, KV_HEADS).attention()
+        attention = choose_on_gpu(need, HEADS, KV_HEADS).attention()
         return AttentionTrial(length, need, HEADS, KV_HEADS, tokens=tokens).launch(attention)
 
     def rival(length: int) -> Callable[[], object]:
@@ -525,7 +525,7 @@ def what_is_missing() -> str:
     except ImportError:
         return "torch is not installed"
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no NVIDIA card"
+        return f"torch {torch.__version__} sees no NVIDIA GPU"
     return ""
 
 

@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=96)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument(
-        "--ep", action="store_true", help="engines in lock step, with the experts of a mixture split over them"
+        "--ep", action="store_true", help="engines in lockstep, with the experts of an MoE model split over them"
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -184,7 +184,7 @@ class Front:
         self.is_draining = False  # told to leave: not ready any more
         self.is_refusing = False  # and the notice period is over
         self.num_inside = 0  # requests between the last byte of their body and their last byte out
-        self.choices = ChoiceCount(lambda: client.num_rows, self.shared.occupancy, self.shared.num_fronts)
+        self.choices = ChoiceCount(lambda: client.num_choices, self.shared.occupancy, self.shared.num_fronts)
         self.bodies = Bodies(max(MIN_BODY_BUDGET, 4 * config.serving.body_limit))
         self.progress: dict[str, dict[str, Any]] = {}  # start-up phases of engines, by source
         self._snapshots = snapshots
@@ -278,34 +278,34 @@ class Front:
         self.is_refusing = True
         self.bodies.refuse_all(_shutting_down())
 
-    def check_room(self, priority: int, num_rows: int = 1) -> None:
-        """Raises OverloadedError when there is no room for `num_rows` choices of this priority now."""
+    def check_room(self, priority: int, num_choices: int = 1) -> None:
+        """Raises OverloadedError when there is no room for `num_choices` choices of this priority now."""
         facts = [state.facts for state in self.client.states() if state.is_up and state.facts]
         room = self.admission.room(priority, sum(known.max_num_seqs for known in facts), self.client.capacity)
         under_way = self.choices.in_flight()
-        if under_way and under_way + num_rows > room:
+        if under_way and under_way + num_choices > room:
             urgency = " for requests of this priority" if room < self.client.capacity else ""
             raise OverloadedError(
-                f"{under_way} choices are running or queued: no room for {num_rows} more{urgency}; the limit is {room}"
+                f"{under_way} choices are running or queued: no room for {num_choices} more{urgency}; the limit is {room}"
             )
 
-    def admit_rows(self, num_rows: int, num_tokens: int, priority: int) -> None:
+    def admit_choices(self, num_choices: int, num_tokens: int, priority: int) -> None:
         """Raises RequestError for more choices or prompt tokens than engines ever queue, OverloadedError for more than fit now."""
         facts = self.client.facts
         assert facts is not None
         num_up = max(1, sum(state.is_up for state in self.client.states()))
-        if num_rows > 1 and num_rows > facts.max_waiting * num_up:
+        if num_choices > 1 and num_choices > facts.max_waiting * num_up:
             raise RequestError(
-                f"the request makes {num_rows} choices; this server queues at most {facts.max_waiting * num_up}",
+                f"the request makes {num_choices} choices; this server queues at most {facts.max_waiting * num_up}",
                 hint="send fewer prompts at once",
             )
-        if num_rows > 1 and num_tokens > facts.max_waiting_tokens * num_up:
+        if num_choices > 1 and num_tokens > facts.max_waiting_tokens * num_up:
             raise RequestError(
                 f"the request's choices have {num_tokens} prompt tokens together; "
                 f"this server queues at most {facts.max_waiting_tokens * num_up}",
                 hint="send fewer prompts at once",
             )
-        self.check_room(priority, num_rows)
+        self.check_room(priority, num_choices)
 
     # ------------------------------------------------------------ state
 

@@ -38,7 +38,7 @@ CLEANUP_S = 10.0
 RELINK_S, RELINK_WAIT_S = (
     1.0,
     5.0,
-)  # a restarted front end links to its engines before it takes connections from its siblings
+)  # a restarted frontend links to its engines before it takes connections from the others
 
 
 def main(channel: BootChannel) -> None:
@@ -56,19 +56,19 @@ def main(channel: BootChannel) -> None:
         client = client_over_sockets(channel.boot, config)
         is_alone = config.coordinator.load_balancing != "internal"  # on a port of its own: it tells its own numbers
         run_dir, index, num_fronts = channel.boot.run_dir, channel.boot.index, config.serving.api_servers
-        siblings = Aggregation(run_dir, index, num_fronts, lambda: front.own_snapshot(), is_alone=is_alone)
+        aggregation = Aggregation(run_dir, index, num_fronts, lambda: front.own_snapshot(), is_alone=is_alone)
         front = Front(
             config,
             client,
             tokenizer,
             model_name=config.model.served_name or files.name,
             eos_token_ids=eos,
-            snapshots=siblings.snapshots,
+            snapshots=aggregation.snapshots,
             shared=open_shared_state(run_dir, index, num_fronts, has_own_engines=is_alone),
             has_been_up=channel.boot.epoch > 0,  # parts are started again only when all have been ready once
         )
         counted = (0, 1) if is_alone else (index, num_fronts)  # a port of its own has connections of its own
-        await _serve(channel, front, siblings, _connection_counts(run_dir, *counted))
+        await _serve(channel, front, aggregation, _connection_counts(run_dir, *counted))
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(run())
@@ -90,7 +90,7 @@ def _connection_counts(run_dir: str, number: int, total: int) -> ConnectionCount
     return ConnectionCounts(Path(run_dir) / "front.connections", number, total, clock=time.monotonic)
 
 
-async def _serve(channel: BootChannel, front: Front, siblings: Aggregation, counts: ConnectionCounts | None) -> None:
+async def _serve(channel: BootChannel, front: Front, aggregation: Aggregation, counts: ConnectionCounts | None) -> None:
     boot = channel.boot
     loop = asyncio.get_running_loop()
     leaving: asyncio.Future[Drain] = loop.create_future()
@@ -110,7 +110,7 @@ async def _serve(channel: BootChannel, front: Front, siblings: Aggregation, coun
     beats = loop.create_task(_beat(channel))
     front.client.start()
     front.ticker.start()
-    await siblings.start()
+    await aggregation.start()
     if boot.epoch > 0:
         await _relinked(front)
     listener = Listener(
@@ -123,7 +123,7 @@ async def _serve(channel: BootChannel, front: Front, siblings: Aggregation, coun
     log.info("listening. %s", facts(fd=boot.listen_fd, model=front.model.name, template=front.renderer.template.name))
     order = await leaving
     await drain(front, listener, notice_s=order.notice_s, deadline_s=order.deadline_s, hurry=late)
-    siblings.close()
+    aggregation.close()
     front.close()
     beats.cancel()
     loop.remove_reader(channel.fileno())

@@ -50,10 +50,10 @@ def messages() -> list[tuple[str, Any, Any]]:
     ones, lengths = pack([1] * ROWS), pack([500] * ROWS)
     plan = StepPlan(9, [], [], pack(range(4)), pack(range(4)), [], rows, ones, lengths, rows, b"\1" * ROWS)
     return [
-        (f"StepPlan, {ROWS} decode rows", plan, CoreToWorker),
+        (f"StepPlan, {ROWS} decoding sequences", plan, CoreToWorker),
         ("NextToken, 4 new blocks", NextToken(9, pack(range(4)), pack(range(4))), CoreToWorker),
-        (f"StepResult, {ROWS} rows", StepResult(9, rows, rows), WorkerToCore),
-        (f"StepOutputs, {ROWS} rows", StepOutputs(0, 9, ids, rows), EngineToFront),
+        (f"StepResult, {ROWS} sequences", StepResult(9, rows, rows), WorkerToCore),
+        (f"StepOutputs, {ROWS} sequences", StepOutputs(0, 9, ids, rows), EngineToFront),
         ("Submit, 500 tokens", Submit(1, np.arange(500, dtype=np.int32), RowParams(max_tokens=9)), FrontToEngine),
         ("Submit, 100k tokens", Submit(1, np.arange(100_000, dtype=np.int32), RowParams(9)), FrontToEngine),
     ]

@@ -84,7 +84,7 @@ class Batch:
         failed = tokens < 0
         if failed.any():
             for row in rows[failed].tolist():
-                self.faults[row] = "this row got no token in an earlier step"
+                self.faults[row] = "this sequence got no token in an earlier step"
             rows, tokens = rows[~failed], tokens[~failed]
         self._append_tokens(rows, tokens)
 
@@ -118,7 +118,7 @@ class Batch:
     def row_params(self, row: int) -> RowParams:
         params = self.params[row]
         if params is None:
-            raise EngineError(f"row {row} is scheduled but holds no request")
+            raise EngineError(f"slot {row} is scheduled but holds no sequence")
         return params
 
     def _forget(self, row: int) -> None:
@@ -133,7 +133,7 @@ class Batch:
         row, params = new.row, new.params
         tokens = np.asarray(new.tokens, np.int32)
         if not 0 < tokens.size <= self.max_len:
-            raise ValueError(f"{tokens.size} tokens; this worker holds 1..{self.max_len} per row")
+            raise ValueError(f"{tokens.size} tokens; this worker holds 1..{self.max_len} per sequence")
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.vocab_size:
             wrong = low if low < 0 else high
@@ -154,11 +154,11 @@ class Batch:
         start = int(self.num_blocks[row])
         stop = start + len(blocks)
         if stop > self.blocks.shape[1]:
-            raise EngineError(f"row {row} was given {stop} blocks; {self.blocks.shape[1]} hold {self.max_len} tokens")
+            raise EngineError(f"slot {row} was given {stop} blocks; {self.blocks.shape[1]} hold {self.max_len} tokens")
         if blocks:
             highest = max(blocks)
             if not (min(blocks) >= 0 and highest < self._num_kv_blocks):
-                raise EngineError(f"row {row} was given blocks outside 0..{self._num_kv_blocks - 1}: {blocks}")
+                raise EngineError(f"slot {row} was given blocks outside 0..{self._num_kv_blocks - 1}: {blocks}")
             self.num_used_blocks = max(self.num_used_blocks, highest + 1)
         self.blocks[row, start:stop] = blocks
         self.num_blocks[row] = stop
@@ -178,14 +178,16 @@ class Batch:
         self.num_used_blocks = max(self.num_used_blocks, highest + 1)
         at = self.num_blocks[rows]
         if int(at.max(initial=0)) >= self.blocks.shape[1]:
-            raise EngineError(f"a row was given more than the {self.blocks.shape[1]} blocks for {self.max_len} tokens")
+            raise EngineError(
+                f"a sequence was given more than the {self.blocks.shape[1]} blocks for {self.max_len} tokens"
+            )
         self.blocks[rows, at] = blocks
         self.num_blocks[rows] = at + 1
 
     def _sound(self, column: Column) -> NDArray[np.int64]:
         rows = unpack(column).astype(np.int64)
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < len(self.params):
-            raise EngineError(f"a plan names rows outside 0..{len(self.params) - 1}: {rows.tolist()[:8]}")
+            raise EngineError(f"a plan names slots outside 0..{len(self.params) - 1}: {rows.tolist()[:8]}")
         return rows
 
     def _append_tokens(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
@@ -195,7 +197,7 @@ class Batch:
     def _count_up(self, rows: NDArray[np.int64], tokens: NDArray[np.int32] | np.int32) -> None:
         at = self.num_tokens[rows]
         if int(at.max(initial=0)) >= self.max_len:
-            raise EngineError(f"a row grew past {self.max_len} tokens: rows {rows[at >= self.max_len].tolist()}")
+            raise EngineError(f"a sequence grew past {self.max_len} tokens: slots {rows[at >= self.max_len].tolist()}")
         self.tokens[rows, at] = tokens
         self.num_tokens[rows] = at + 1
 

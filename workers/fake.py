@@ -178,7 +178,7 @@ class FakeWorker:
             del self.rows[row]
             self.failed.discard(row)
         for new in plan.new:
-            assert new.row not in self.rows, f"row {new.row} placed twice"
+            assert new.row not in self.rows, f"slot {new.row} is placed twice"
             self.rows[new.row] = _row_from_new(new)
         for row, block in zip(unpack(plan.grown_rows).tolist(), unpack(plan.grown_blocks).tolist(), strict=True):
             self.rows[row].blocks.append(block)
@@ -186,7 +186,7 @@ class FakeWorker:
             self.kv[destination] = self.kv[source]
         for row, token in zip(unpack(plan.rows).tolist(), unpack(plan.tokens).tolist(), strict=True):
             if token >= 0:
-                assert not self.config.runs_ahead, f"row {row} is told a token that this worker holds"
+                assert not self.config.runs_ahead, f"slot {row} is told a token that this worker holds"
                 self.rows[row].tokens.append(token)
 
     def _write(self, plan: StepPlan) -> list[RowFault]:
@@ -198,11 +198,11 @@ class FakeWorker:
                 continue
             row = self.rows[row_id]
             end = start + count
-            assert count > 0, f"row {row_id} has nothing to compute"
-            assert end <= len(row.tokens), f"row {row_id}: {end} tokens planned, {len(row.tokens)} known"
+            assert count > 0, f"slot {row_id} has nothing to compute"
+            assert end <= len(row.tokens), f"slot {row_id}: {end} tokens planned, {len(row.tokens)} known"
             chunk = row.tokens[start:end]
             if fake.crash_token in chunk:
-                raise RuntimeError(f"scripted crash in row {row_id}")
+                raise RuntimeError(f"scripted crash in slot {row_id}")
             if fake.die_token in chunk:
                 os.kill(os.getpid(), signal.SIGKILL)
             while fake.hang_token in chunk:
@@ -239,7 +239,7 @@ class FakeWorker:
                 if row.params.logprobs >= 0:
                     logprobs.append(self._logprobs(row_id, row, end - 1, [token], row.params.logprobs))
                 if self.config.runs_ahead:
-                    assert end == len(row.tokens), f"row {row_id} samples after {end} of {len(row.tokens)} tokens"
+                    assert end == len(row.tokens), f"slot {row_id} samples after {end} of {len(row.tokens)} tokens"
                     row.tokens.append(token)
         elapsed = time.monotonic() - started
         return StepResult(plan.step, pack(rows), pack(tokens), logprobs, prompt_logprobs, faults, elapsed)

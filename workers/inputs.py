@@ -152,7 +152,7 @@ def check_rows(batch: Batch, step: StepRows, context: Column) -> None:
     if bad.any():
         i = int(bad.argmax())
         raise EngineError(
-            f"row {step.rows[i]} is planned for tokens {step.num_computed[i]}..{context[i]} "
+            f"slot {step.rows[i]} is planned for tokens {step.num_computed[i]}..{context[i]} "
             f"but has {known[i]} tokens and blocks for {room[i]}"
         )
 

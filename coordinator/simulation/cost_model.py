@@ -94,7 +94,7 @@ class SimulatedWorker:
                 faults.append(RowFault(slot, "a fault in an earlier step"))
                 continue
             if count < 1 or end > len(row.tokens):
-                raise WrongPlanError(f"row {slot}: {count} tokens planned at {start}, {len(row.tokens)} known")
+                raise WrongPlanError(f"slot {slot}: {count} tokens planned at {start}, {len(row.tokens)} known")
             shape = (
                 shape.plus(count, start)
                 if count > 1
@@ -126,7 +126,7 @@ class SimulatedWorker:
             del self.rows[slot]
         for new in plan.new:
             if new.row in self.rows:
-                raise WrongPlanError(f"row {new.row} placed twice")
+                raise WrongPlanError(f"slot {new.row} is placed twice")
             self.rows[new.row] = _Row(new.tokens.tolist(), new.params, list(new.blocks))
         if plan.grown_rows:
             for slot, block in zip(

@@ -232,7 +232,7 @@ class Request:
     def move(self, state: State) -> None:
         """The only way to change state. Raises EngineError naming both states for an illegal transition."""
         if (self.state, state) not in TRANSITIONS:
-            raise EngineError(f"row {self.front}/{self.rid} cannot go from {self.state.value} to {state.value}")
+            raise EngineError(f"sequence {self.front}/{self.rid} cannot go from {self.state.value} to {state.value}")
         self.state = state
 
     def token_array(self) -> np.ndarray:

@@ -53,7 +53,7 @@ class PromptSource(NamedTuple):
         return cls(ids=plain.token_ids(param, prompt.tolist() if isinstance(prompt, np.ndarray) else prompt))
 
     @classmethod
-    def talk(cls, messages: Sequence[Mapping[str, Any]]) -> PromptSource:
+    def conversation(cls, messages: Sequence[Mapping[str, Any]]) -> PromptSource:
         return cls(messages=messages)
 
 

@@ -129,7 +129,7 @@ class AsyncSession:
         self, messages: Messages, params: SamplingParams | None = None, *, salt: str | None = None
     ) -> RequestOutput:
         """The answer to a conversation, through the model's chat template."""
-        return await self.run(self.prepare(PromptSource.talk(messages), params, salt))
+        return await self.run(self.prepare(PromptSource.conversation(messages), params, salt))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | None = None
@@ -141,7 +141,7 @@ class AsyncSession:
         self, messages: Messages, params: SamplingParams | None = None, *, salt: str | None = None
     ) -> AsyncGenerator[OutputDelta, None]:
         """The answer to a conversation, token by token."""
-        return self._stream(PromptSource.talk(messages), params, salt)
+        return self._stream(PromptSource.conversation(messages), params, salt)
 
     def prepare(self, source: PromptSource, params: SamplingParams | None, salt: str | None = None) -> BatchRequest:
         """Tokenizes and checks; raises RequestError before anything is sent."""
@@ -313,7 +313,7 @@ class Session:
         """The answer to one conversation (a list of messages), or the answers to a list of conversations."""
         messages = series("messages", messages, "a list of messages, or a list of such lists")
         many = not (messages and isinstance(messages[0], Mapping))
-        sources = [PromptSource.talk(talk) for talk in (messages if many else [messages])]
+        sources = [PromptSource.conversation(conversation) for conversation in (messages if many else [messages])]
         outputs = self._run_all(sources, params, salt, progress)
         return outputs if many else outputs[0]
 

@@ -12,13 +12,13 @@ from trireme.errors import ConfigError
 from trireme.launch.bench import route as bench_route
 from trireme.launch.bench.samples import RunSummary, publish
 from trireme.launch.options import Invocation
-from trireme.launch.simulation.balance_sim import ALONE, Asked, World, burst, talk
+from trireme.launch.simulation.balance_sim import ALONE, Asked, World, burst, conversation
 from trireme.metrics import percentile
 
 POLICIES = ("random", "round_robin", "p2c", "least", "prefix", "prefix_least", ALONE)
 NUM_ENGINES = 4
 NUM_ROUTES = 2000
-NUM_TALKS, NUM_TURNS, TALKS_BEGIN_S, BURST_AT_S = 40, 6, 2.0, 4.0
+NUM_CONVERSATIONS, NUM_TURNS, CONVERSATIONS_BEGIN_S, BURST_AT_S = 40, 6, 2.0, 4.0
 
 
 def run(invocation: Invocation) -> int:
@@ -31,7 +31,7 @@ def run(invocation: Invocation) -> int:
         raise ConfigError(f"--fronts is {fronts}; each must be 1..256", hint="--fronts 1,4,16")
     count = invocation.options["num_requests"]
     rows = [
-        RunSummary(f"{policy}, {number} front ends", measure(policy, number, count, seed=number), policy)
+        RunSummary(f"{policy}, {number} frontends", measure(policy, number, count, seed=number), policy)
         for policy in POLICIES
         for number in fronts
     ]
@@ -49,21 +49,21 @@ def measure(policy: str, num_fronts: int, count: int = 400, seed: int = 0) -> di
     alone = burst(idle, count)
     idle.run()
     busy = World(policy, num_engines=NUM_ENGINES, num_fronts=num_fronts, seed=seed)
-    talked: list[Asked] = []
+    conversed: list[Asked] = []
     amid: list[Asked] = []
-    for number in range(NUM_TALKS):
-        start_s = busy.rng.uniform(0.0, TALKS_BEGIN_S)
-        busy.after(start_s, lambda number=number: talk(busy, number % num_fronts, NUM_TURNS, talked))  # type: ignore[misc]
+    for number in range(NUM_CONVERSATIONS):
+        start_s = busy.rng.uniform(0.0, CONVERSATIONS_BEGIN_S)
+        busy.after(start_s, lambda number=number: conversation(busy, number % num_fronts, NUM_TURNS, conversed))  # type: ignore[misc]
     busy.after(BURST_AT_S, lambda: amid.extend(burst(busy, count)))
     busy.run()
-    first_ms = [(asked.first_s - asked.sent_s) * 1e3 for asked in (*talked, *amid)]
+    first_ms = [(asked.first_s - asked.sent_s) * 1e3 for asked in (*conversed, *amid)]
     return {
         "fronts": float(num_fronts),
         "burst_least": float(min(per_engine(alone))),
         "burst_most": float(max(per_engine(alone))),
         "burst_spread": float(max(per_engine(alone)) - min(per_engine(alone))),
         "amid_spread": float(max(per_engine(amid)) - min(per_engine(amid))),
-        "hit_share": sum(asked.num_cached for asked in talked) / sum(asked.num_reachable for asked in talked),
+        "hit_share": sum(asked.num_cached for asked in conversed) / sum(asked.num_reachable for asked in conversed),
         "ttft_p50_ms": percentile(first_ms, 50),
         "ttft_p99_ms": percentile(first_ms, 99),
         "route_us": percentile(idle.route_s + busy.route_s, 50) * 1e6,

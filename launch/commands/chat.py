@@ -14,7 +14,7 @@ from trireme.launch.options import Invocation
 from trireme.launch.stdio import utf8_only
 from trireme.launch.terminal import show
 
-HELP = "/exit ends   /new forgets the talk   /help   Ctrl-C stops an answer"
+HELP = "/exit ends   /new forgets the conversation   /help   Ctrl-C stops an answer"
 
 
 def run(invocation: Invocation) -> int:
@@ -23,13 +23,13 @@ def run(invocation: Invocation) -> int:
     try:
         if sys.stdin.isatty():
             note(f"{backend.name}   {HELP}")
-        talk(backend, invocation.options["system"])
+        converse(backend, invocation.options["system"])
     finally:
         backend.close()
     return 0
 
 
-def talk(backend: ChatBackend, system: str | None) -> None:
+def converse(backend: ChatBackend, system: str | None) -> None:
     """Runs turns until /exit or the end of the input. The text of an interrupted answer stays in the conversation."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -69,7 +69,7 @@ def read_line() -> str | None:
             note("")
             return None
         except KeyboardInterrupt:
-            note("\n(/exit ends the talk)")
+            note("\n(/exit ends the conversation)")
 
 
 def say_answer(backend: ChatBackend, messages: list[dict[str, str]]) -> str:

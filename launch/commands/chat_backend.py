@@ -76,7 +76,7 @@ class RemoteChatBackend:
     def __init__(self, to: Endpoint, wanted: dict[str, Any]) -> None:
         self._to = to
         self._wanted = wanted
-        self._loop = LoopThread("talk")
+        self._loop = LoopThread("chat")
         try:
             self.name = self._loop.wait(first_model(to))
         except BaseException:

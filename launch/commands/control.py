@@ -52,7 +52,7 @@ async def _by_http(to: Endpoint, action: str, level: int, mode: str) -> list[dic
     try:
         return msgspec.to_builtins(msgspec.convert(found, _SleepReport).engines)  # type: ignore[no-any-return]
     except msgspec.ValidationError as error:
-        raise ServerError(f"what answers at {to.url} does not say how its engines rest: {error}") from error
+        raise ServerError(f"what answers at {to.url} does not say how its engines sleep: {error}") from error
 
 
 class _Engine(msgspec.Struct):

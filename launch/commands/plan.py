@@ -91,7 +91,7 @@ def make_plan(config: EngineConfig, model: ModelFacts, device: DeviceFacts, gpu:
     token_bytes = kv_token_bytes(model.arch, resolved.cache.kv_dtype, mesh) if has_kv else 0
     held = kv_tokens_of(resolved, token_bytes)
     if is_on_gpu:
-        weights = _weights_of_card(resolved, model)
+        weights = _weights_of_gpu(resolved, model)
         shares = gpu_shares(resolved, model.arch, weights, held * token_bytes)
     else:
         weights = loaded_bytes(resolved.model, model.arch, model.weight_bytes)
@@ -135,7 +135,7 @@ def _with_memory_of(device: DeviceFacts, gpu: GpuFacts) -> DeviceFacts:
     return msgspec.structs.replace(device, memory_free=gpu.memory_free, memory_total=gpu.memory_total, memory_held=0)
 
 
-def _weights_of_card(config: EngineConfig, model: ModelFacts) -> int:
+def _weights_of_gpu(config: EngineConfig, model: ModelFacts) -> int:
     """Approximate weight bytes per GPU: every GPU of an engine has an equal share."""
     return -(-gpu_weight_bytes(config.model, model.arch, model.stored) // (config.parallel.tp * config.parallel.pp))
 
@@ -145,7 +145,7 @@ def _sized_for(config: EngineConfig, model: ModelFacts, gpu: GpuFacts) -> Engine
     cache = config.cache
     if cache.kv_memory is not None or cache.num_blocks is not None:
         return config
-    weights = _weights_of_card(config, model)
+    weights = _weights_of_gpu(config, model)
     taken = gpu.memory_total - gpu.memory_free + sum(s.total for s in gpu_shares(config, model.arch, weights, 0))
     left = max(int(gpu.memory_total * cache.gpu_memory) - taken, 0)
     return msgspec.structs.replace(config, cache=msgspec.structs.replace(cache, kv_memory=f"{left // MIB}MiB"))

@@ -172,8 +172,8 @@ def url_of(host: str, port: int) -> str:
 
 def curl_line(address: str, config: EngineConfig) -> str:
     """A curl command that gets an answer."""
-    talk = [{"role": "user", "content": "What is a trireme?"}]
-    body = msgspec.json.encode({"model": config.model.served_name, "messages": talk}).decode()
+    conversation = [{"role": "user", "content": "What is a trireme?"}]
+    body = msgspec.json.encode({"model": config.model.served_name, "messages": conversation}).decode()
     key = " \\\n  -H 'Authorization: Bearer '\"$TRIREME_API_KEY\"" if config.serving.api_key else ""
     return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {shlex.quote(body)}"
 

@@ -343,7 +343,7 @@ class Supervisor:
         if part.beats.is_stuck(part.child, now):
             self._on_reports(part)  # beats may be unread when the supervisor itself was stopped
             if part.child is not None and part.beats.is_stuck(part.child, now):
-                self._kill(part, f"{part.name} made no turn of its loop for {self.timing.stuck_s:g} s")
+                self._kill(part, f"{part.name} made no iteration of its loop for {self.timing.stuck_s:g} s")
 
     def _start_ends(self, part: ManagedProcess) -> float:
         """The start deadline of a part. A frontend waits for the engines, so its own is later than those of engines still

@@ -133,7 +133,7 @@ class World:
         self._last_arrival: dict[object, float] = {}
         self._limits = limits
         self._by_prefix = policy.startswith("prefix")
-        self._choosers = [FallbackRouter(random.Random(seed + i)) for i in range(num_fronts)] if policy == ALONE else []
+        self._routers = [FallbackRouter(random.Random(seed + i)) for i in range(num_fronts)] if policy == ALONE else []
         self.coordinator = Coordinator(
             num_engines,
             "p2c" if policy == ALONE else policy,
@@ -145,7 +145,7 @@ class World:
         for engine in self.engines:
             self.coordinator.engine_connected(engine.core.engine, 0)
             self.coordinator.engine_reported(engine.core.stats(0.0))
-        if self._choosers:
+        if self._routers:
             self._publish()
 
     # ------------------------------------------------------------ time
@@ -180,10 +180,10 @@ class World:
         self._asked[rid] = asked
         asked.sent_s = self.now
         asked.num_reachable = self._reachable(asked.prompt)
-        if self._choosers:
-            chooser = self._choosers[asked.front]
-            engine = chooser.choose(range(len(self.engines)))
-            chooser.started(engine)
+        if self._routers:
+            router = self._routers[asked.front]
+            engine = router.choose(range(len(self.engines)))
+            router.started(engine)
             self._submit(rid, asked, engine, 0)
         else:
             keys = prompt_keys(asked.prompt, self._limits.block_size) if self._by_prefix else b""
@@ -212,8 +212,8 @@ class World:
         for end in outputs.ends:
             assert end.reason == "length", end
             asked = self._asked.pop(end.rid)
-            if self._choosers:
-                self._choosers[asked.front].ended(asked.engine)
+            if self._routers:
+                self._routers[asked.front].ended(asked.engine)
             written = np.concatenate([asked.prompt, np.array(asked.tokens[:-1], np.int32)])
             self._known.update(block_hashes(written, self._limits.block_size))
             if asked.on_end is not None:
@@ -227,8 +227,8 @@ class World:
 
     def _publish(self) -> None:
         view = self.coordinator.view()
-        for chooser in self._choosers:
-            chooser.on_view(view)
+        for router in self._routers:
+            router.on_view(view)
         self.after(VIEW_S, self._publish, keeps_running=False)
 
 
@@ -247,7 +247,7 @@ def burst(world: World, count: int, num_tokens: int = 128, max_tokens: int = 16)
     return requests
 
 
-def talk(
+def conversation(
     world: World, front: int, turns: int, found: list[Asked], *, think_s: float = 1.0, max_tokens: int = 32
 ) -> None:
     """One conversation: each turn's prompt is the previous one, its answer, and 40 to 200 more tokens. Its requests are appended

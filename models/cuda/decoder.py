@@ -26,7 +26,7 @@ from trireme.models.arch.norms import norm_each_head, whole_columns
 from trireme.models.arch.rope import table_rows
 from trireme.models.cuda import ops
 from trireme.models.cuda.attention.prefill import Prompts
-from trireme.models.cuda.attention.registry import Need, choose_on_card
+from trireme.models.cuda.attention.registry import Need, choose_on_gpu
 from trireme.models.cuda.embed_head import CudaEmbedHead
 from trireme.models.cuda.layer_weights import CudaLayer, Parts, make_rotations
 from trireme.models.cuda.layers.norm import CudaNorm
@@ -121,7 +121,7 @@ class CudaModel:
             sinks=any(layer.sinks is not None for layer in self._layers),
             fp8_cache=is_fp8,
         )
-        self.chosen_attention = choose_on_card(need, self.q_heads, self.kv_heads)
+        self.chosen_attention = choose_on_gpu(need, self.q_heads, self.kv_heads)
         self.prompt_attention = self.chosen_attention.attention(arch.attn_softcap)
         self.buffers = self._allocate(0)
         self._largest = RowAmax(2 * len(self._layers))

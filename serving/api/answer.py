@@ -45,7 +45,7 @@ async def answer(
     EngineDeadError and RequestError before the first byte."""
     front, caller, scope = admitted.front, admitted.caller, admitted.scope
     pin, label = _pin(scope), _label(scope)
-    front.admit_rows(len(rows), sum(len(row.prompt) for row in rows), rows[0].priority)
+    front.admit_choices(len(rows), sum(len(row.prompt) for row in rows), rows[0].priority)
     generation = Generation(front.client, front.table, rows, params, echoed=delivery.echoed)
     form = format_of(generation)
     front.telemetry.received(route, generation, len(rows))
@@ -112,7 +112,7 @@ def _label(scope: Scope) -> str:
         if name == b"x-trireme-label":
             if len(value) > MAX_LABEL or not value.isascii():
                 raise RequestError(
-                    f"X-Trireme-Label must be a label of at most {MAX_LABEL} ASCII characters", param="x-trireme-label"
+                    f"X-Trireme-Label must name a zone in at most {MAX_LABEL} ASCII characters", param="x-trireme-label"
                 )
             return str(value, "ascii")
     return ""

@@ -25,7 +25,7 @@ async def load(front: Front, scope: Scope, receive: Receive, send: Send) -> None
     loads = await front.client.loads(STATISTICS_TIMEOUT_S)
     answer = {
         "status": front.readiness().phase,
-        "num_rows": front.client.num_rows,
+        "num_rows": front.client.num_choices,
         "capacity": front.client.capacity,
         "engines": [{"engine": engine, **load} for engine, load in sorted(loads.items())],
     }

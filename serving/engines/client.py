@@ -1,8 +1,8 @@
 """EngineClient: submits choices to engines, sends them on when one is lost, and turns engine messages into events per request.
 
-Owned by a front end process or by the Python API; free of HTTP and of text. Lives on one asyncio loop and needs no locks.
-An engine's death concerns its own rows only, and these go on elsewhere (serving/engines/migration.py; where to:
-serving/engines/placement.py). A request's task is woken at most once per engine message, however many rows it has.
+Owned by a frontend process or by the Python API; free of HTTP and of text. Lives on one asyncio loop and needs no locks.
+An engine's death concerns its own choices only, and these go on elsewhere (serving/engines/migration.py; where to:
+serving/engines/placement.py). A request's task is woken at most once per engine message, however many choices it has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trireme.serving.engines.migration import judge
 from trireme.serving.engines.pauses import Pauses
 from trireme.serving.engines.placement import Placement
 from trireme.serving.engines.replay import Replay
-from trireme.serving.engines.resubmit import Moves
+from trireme.serving.engines.resubmit import Resubmissions
 from trireme.serving.engines.stream import PromptLogprobs, Stream, StreamChoice
 from trireme.serving.engines.token_gaps import TokenGaps
 from trireme.topology.lockstep import Mode
@@ -62,7 +62,7 @@ from trireme.transport.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-DOUBTFUL = "this front end could not take in what the engine said, and may be out of memory"
+DOUBTFUL = "this frontend could not take in what the engine said, and may be out of memory"
 RESEND_S = 0.05  # after an engine took no message
 MIGRATION_LIMIT = 2  # most moves of one choice
 ENGINE_WAIT_S = 60.0  # for an engine to come up
@@ -97,7 +97,7 @@ class EngineClient:
         first_engine: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Rows of an engine that dies move at most `migration_limit` times. While no engine is up, requests wait for one for at
+        """Choices of an engine that dies move at most `migration_limit` times. While no engine is up, requests wait for one for at
         most `engine_wait_s`. Engines `in_lockstep` die together: with the first, all are lost. `label` is the place of this front
         end: the coordinator prefers engines with the same one. With `tells_prefix` it learns what prompts begin with.
         `first_engine` is the number of the first of `engines`, where these are not all that there are."""
@@ -109,7 +109,7 @@ class EngineClient:
         self._engines = [EngineLink(first_engine + i) for i in range(len(engines))]
         if in_lockstep:
             for engine in self._engines:
-                engine.company = self._engines
+                engine.lockstep_peers = self._engines
         self._rids = itertools.count(1)
         self._placement = Placement(self._engines, self._rids, clock, is_coordinated=coordinator is not None, rng=rng)
         self._calls: dict[int, tuple[EngineLink, asyncio.Future[CallReply]]] = {}
@@ -125,7 +125,7 @@ class EngineClient:
         self.token_gaps = TokenGaps(BY_NAME["trireme_inter_token_seconds"].buckets)
         self._migration_limit = migration_limit
         self._engine_wait_s = engine_wait_s
-        self._moves: Moves[StreamChoice] = Moves(self._place_again)
+        self._resubmissions: Resubmissions[StreamChoice] = Resubmissions(self._place_again)
 
     # ------------------------------------------------------------ life
 
@@ -137,23 +137,23 @@ class EngineClient:
             self._placement.coordinator = self._connect_coordinator(self._on_coordinator)
 
     def close(self) -> None:
-        """Ends every row and closes the links."""
+        """Ends every choice and closes the links."""
         self._migration_limit = 0
-        self._moves.close()
-        self._fail_moving("the front end is closing", EngineDeadError.code)
+        self._resubmissions.close()
+        self._fail_moving("the frontend is closing", EngineDeadError.code)
         for engine in self._engines:
-            self._lose(engine, "the front end is closing")
+            self._lose(engine, "the frontend is closing")
             if engine.link is not None:
                 engine.link.close()
         if self._placement.coordinator is not None:
             self._placement.coordinator.close()
 
     def end_all(self, reason: str) -> None:
-        """Ends every row with an explicit error, and tells the engines. What waits for an engine, or will, ends likewise."""
+        """Ends every choice with an explicit error, and tells the engines. What waits for an engine, or will, ends likewise."""
         self._placement.give_up(reason)
         self._fail_moving(reason, OverloadedError.code)
         for engine in self._engines:
-            rids = list(engine.rows)
+            rids = list(engine.choices)
             for rid in rids:
                 self._finish(engine, rid, End(rid=rid, reason="error", error=reason, error_code=OverloadedError.code))
             if rids and engine.link is not None:
@@ -176,20 +176,20 @@ class EngineClient:
     _last_facts: EngineFacts | None = None
 
     @property
-    def num_rows(self) -> int:
-        """Rows on engines, and between two of them."""
-        return sum(len(engine.rows) for engine in self._engines) + len(self._moves)
+    def num_choices(self) -> int:
+        """Choices on engines, and between two of them."""
+        return sum(len(engine.choices) for engine in self._engines) + len(self._resubmissions)
 
     @property
     def capacity(self) -> int:
-        """Rows that the engines now up can run and queue, all front ends together; while none is up, as if one were."""
+        """Choices that the engines now up can run and queue, all frontends together; while none is up, as if one were."""
         up = [engine.welcome.facts for engine in self._engines if engine.is_up and engine.welcome]
         if not up:
             up = [self._last_facts]
         return sum(facts.max_num_seqs + facts.max_waiting for facts in up if facts)
 
     async def loads(self, timeout_s: float = 1.0) -> dict[int, dict[str, Any]]:
-        """What the engines of this front end have to do, by engine: as the coordinator knows it, or by asking them."""
+        """What the engines of this frontend have to do, by engine: as the coordinator knows it, or by asking them."""
         if (
             self._placement.view is not None
             and self._placement.coordinator is not None
@@ -292,30 +292,32 @@ class EngineClient:
                 )
                 index += 1
 
-    def _send(self, row: StreamChoice, engine: EngineLink, ticket: int) -> None:
-        engine.rows[row.rid] = row
+    def _send(self, choice: StreamChoice, engine: EngineLink, ticket: int) -> None:
+        engine.choices[choice.rid] = choice
         self._placement.fallback_router.started(engine.index)
-        row.stream.rids[row.index] = row.rid
+        choice.stream.rids[choice.index] = choice.rid
         now = self._clock()
-        submit = row.replay.submit(row.rid, ticket, passed_s=now - row.stream.began, waited_s=now - row.since)
+        submit = choice.replay.submit(
+            choice.rid, ticket, passed_s=now - choice.stream.began, waited_s=now - choice.since
+        )
         if engine.link is None or not engine.link.send(submit):
-            del engine.rows[row.rid]
+            del engine.choices[choice.rid]
             self._placement.fallback_router.ended(engine.index)
-            self._on_unsent(row, f"engine {engine.index} takes no more messages" if engine.is_up else engine.reason)
+            self._on_unsent(choice, f"engine {engine.index} takes no more messages" if engine.is_up else engine.reason)
 
-    def _on_unsent(self, row: StreamChoice, why: str) -> None:
+    def _on_unsent(self, choice: StreamChoice, why: str) -> None:
         """The engine's queue is full, or its link is about to be down: once more, soon."""
-        if self._clock() + RESEND_S < row.wait_until:
-            self._moves.start([row], [], RESEND_S)
+        if self._clock() + RESEND_S < choice.wait_until:
+            self._resubmissions.start([choice], [], RESEND_S)
         else:
-            self._end(row, End(row.rid, "error", error=why, error_code=EngineDeadError.code))
+            self._end(choice, End(choice.rid, "error", error=why, error_code=EngineDeadError.code))
 
     def _abort(self, rids: Iterable[int]) -> None:
-        self._moves.drop(rids)
+        self._resubmissions.drop(rids)
         for engine in self._engines:
-            mine = [rid for rid in rids if rid in engine.rows]
+            mine = [rid for rid in rids if rid in engine.choices]
             for rid in mine:
-                engine.rows.pop(rid).settle()
+                engine.choices.pop(rid).settle()
             if mine:
                 self._placement.fallback_router.ended(engine.index, len(mine))
                 if engine.link is not None:
@@ -324,67 +326,67 @@ class EngineClient:
     # ------------------------------------------------------------ moves
 
     def _resubmit(self, source: EngineLink, returned: Iterable[tuple[int, int, float]]) -> None:
-        """Rows that an engine has given back, without an end and without having run them, go on elsewhere (at the engine it
+        """Choices that an engine has given back, without an end and without having run them, go on elsewhere (at the engine it
         names, if that is up). What they have waited counts against their deadlines."""
-        rows = []
+        choices = []
         for rid, to, waited_s in returned:
-            if (row := source.rows.pop(rid, None)) is not None:
-                row.pin = to if self._placement.has(to) else -1
-                row.replay.has_waited(waited_s)
-                rows.append(row)
-        self._placement.fallback_router.ended(source.index, len(rows))
-        self._send_on(rows, [])
+            if (choice := source.choices.pop(rid, None)) is not None:
+                choice.pin = to if self._placement.has(to) else -1
+                choice.replay.has_waited(waited_s)
+                choices.append(choice)
+        self._placement.fallback_router.ended(source.index, len(choices))
+        self._send_on(choices, [])
 
-    def _move(self, rows: Sequence[StreamChoice], cause: str, *, is_death: bool) -> None:
-        """These rows have lost their engine: they go on elsewhere, or end with an error that says why not."""
-        verdict = judge(rows, self._migration_limit, is_death=is_death)
-        for row in verdict.poison:
+    def _move(self, choices: Sequence[StreamChoice], cause: str, *, is_death: bool) -> None:
+        """These choices have lost their engine: they go on elsewhere, or end with an error that says why not."""
+        verdict = judge(choices, self._migration_limit, is_death=is_death)
+        for choice in verdict.poison:
             self.num_quarantined += 1
             text = f"two engines died while they ran this request, the last one of this: {cause}; it is not tried again"
-            self._end(row, End(row.rid, "error", error=text, error_code=QuarantinedError.code))
-        for row in verdict.spent:
-            moves = f" after {row.replay.num_moves - 1} moves" if row.replay.num_moves > 1 else ""
-            self._end(row, End(row.rid, "error", error=cause + moves, error_code=EngineDeadError.code))
-        for row in rows:
-            row.pin = -1
-        self._send_on(verdict.free, verdict.trials)
+            self._end(choice, End(choice.rid, "error", error=text, error_code=QuarantinedError.code))
+        for choice in verdict.exhausted:
+            moves = f" after {choice.replay.num_moves - 1} resubmissions" if choice.replay.num_moves > 1 else ""
+            self._end(choice, End(choice.rid, "error", error=cause + moves, error_code=EngineDeadError.code))
+        for choice in choices:
+            choice.pin = -1
+        self._send_on(verdict.free, verdict.probes)
 
-    def _send_on(self, free: Sequence[StreamChoice], trials: Sequence[Sequence[StreamChoice]]) -> None:
-        for row in (*free, *itertools.chain.from_iterable(trials)):
+    def _send_on(self, free: Sequence[StreamChoice], probes: Sequence[Sequence[StreamChoice]]) -> None:
+        for choice in (*free, *itertools.chain.from_iterable(probes)):
             self.num_moved += 1
-            row.started_over(self._wait_until(row.replay))
-        self._moves.start(free, trials)
+            choice.started_over(self._wait_until(choice.replay))
+        self._resubmissions.start(free, probes)
 
-    async def _place_again(self, row: StreamChoice) -> None:
-        """Sends a row that has no engine to one. Never raises for want of an engine: the row ends then."""
+    async def _place_again(self, choice: StreamChoice) -> None:
+        """Sends a choice that has no engine to one. Never raises for want of an engine: the choice ends then."""
         try:
-            engine, ticket = await self._place_soon(row)
+            engine, ticket = await self._place_soon(choice)
         except TriremeError as error:
-            if self._moves.take(row):
-                self._end(row, End(row.rid, "error", error=error.message, error_code=error.code))
+            if self._resubmissions.take(choice):
+                self._end(choice, End(choice.rid, "error", error=error.message, error_code=error.code))
             return
-        if not self._moves.take(row):  # it was aborted meanwhile
+        if not self._resubmissions.take(choice):  # it was aborted meanwhile
             if ticket and engine.welcome is not None:
-                self._placement.release(Routed(row.rid, engine.index, engine.welcome.epoch, ticket))
+                self._placement.release(Routed(choice.rid, engine.index, engine.welcome.epoch, ticket))
             return
-        row.rid = next(self._rids)
-        self._send(row, engine, ticket)
+        choice.rid = next(self._rids)
+        self._send(choice, engine, ticket)
 
-    async def _place_soon(self, row: StreamChoice) -> tuple[EngineLink, int]:
+    async def _place_soon(self, choice: StreamChoice) -> tuple[EngineLink, int]:
         """At the engine that it is meant for, if it is there at once; else as any other."""
-        route = self._route_for(row.replay, 1, row.pin, row.label)
+        route = self._route_for(choice.replay, 1, choice.pin, choice.label)
         if route.pin >= 0:
             with contextlib.suppress(EngineDeadError):
                 return await self._placement.place_once(route)
             route = msgspec.structs.replace(route, pin=-1)
-        return await self._placement.place(route, row.wait_until)
+        return await self._placement.place(route, choice.wait_until)
 
     def _fail_moving(self, reason: str, code: str) -> None:
-        for row in self._moves.take_all():
-            self._end(row, End(row.rid, "error", error=reason, error_code=code))
+        for choice in self._resubmissions.take_all():
+            self._end(choice, End(choice.rid, "error", error=reason, error_code=code))
 
     def _wait_until(self, replay: Replay) -> float:
-        """How long a row may be without an engine."""
+        """How long a choice may be without an engine."""
         wait_s = self._engine_wait_s
         if replay.deadline_s > 0:
             wait_s = min(wait_s, replay.deadline_s)
@@ -406,7 +408,7 @@ class EngineClient:
         if isinstance(message, StepOutputs):
             if engine.has_missed:
                 self._end_doubtful(engine)
-            engine.has_missed = True  # should the next line raise: some rows have what it says then, and some do not
+            engine.has_missed = True  # should the next line raise: some choices have what it says then, and some do not
             try:
                 self._on_outputs(engine, message)
             except Exception:
@@ -432,13 +434,15 @@ class EngineClient:
             engine.reason = message.reason
 
     def _end_doubtful(self, engine: EngineLink) -> None:
-        """What an engine said was not taken in to the end, as for want of memory: its rows end with an error, since they would go
-        on without tokens. May be tried again, should there be no memory for this either."""
-        rids = list(engine.rows)
-        log.error("could not take in what an engine said, so its rows end engine=%d rows=%d", engine.index, len(rids))
+        """What an engine said was not taken in to the end, as for want of memory: its choices end with an error, since they would
+        go on without tokens. May be tried again, should there be no memory for this either."""
+        rids = list(engine.choices)
+        log.error(
+            "could not take in what an engine said, so its choices end engine=%d choices=%d", engine.index, len(rids)
+        )
         for rid in rids:
-            self._end(engine.rows[rid], End(rid, "error", error=DOUBTFUL, error_code=EngineError.code))
-            del engine.rows[rid]
+            self._end(engine.choices[rid], End(rid, "error", error=DOUBTFUL, error_code=EngineError.code))
+            del engine.choices[rid]
         self._placement.fallback_router.ended(engine.index, len(rids))
         if rids and engine.link is not None:
             engine.link.send(Abort(rids=rids))
@@ -446,36 +450,36 @@ class EngineClient:
 
     def _on_outputs(self, engine: EngineLink, message: StepOutputs) -> None:
         """The hot path: appends events to the streams concerned and wakes each once."""
-        rows = engine.rows
+        choices = engine.choices
         touched: dict[Stream, None] = {}  # in order
         for rid in message.placed:
-            if (row := rows.get(rid)) is not None:
-                row.was_placed = True
-                row.stream.unplaced.discard(row.index)
+            if (choice := choices.get(rid)) is not None:
+                choice.was_placed = True
+                choice.stream.unplaced.discard(choice.index)
         for first in message.firsts:
-            if (row := rows.get(first.rid)) is not None:
-                self._on_first(row, first)
-                touched[row.stream] = None
+            if (choice := choices.get(first.rid)) is not None:
+                self._on_first(choice, first)
+                touched[choice.stream] = None
         for entry in message.prompt_logprobs:
-            if (row := rows.get(entry.rid)) is not None and (fresh := row.unseen(entry)) is not None:
-                row.stream.pending.append((row.index, PromptLogprobs(fresh)))
-                touched[row.stream] = None
+            if (choice := choices.get(entry.rid)) is not None and (fresh := choice.unseen(entry)) is not None:
+                choice.stream.pending.append((choice.index, PromptLogprobs(fresh)))
+                touched[choice.stream] = None
         for entry in message.logprobs:
-            if (row := rows.get(entry.rid)) is not None:
-                row.stream.pending.append((row.index, entry))
+            if (choice := choices.get(entry.rid)) is not None:
+                choice.stream.pending.append((choice.index, entry))
         now_s = self._clock()
         num_by_last_s: dict[
             float, int
-        ] = {}  # tokens, by when the one before came; mostly the same for all rows of a step
+        ] = {}  # tokens, by when the one before came; mostly the same for all choices of a step
         for rid, token in zip(unpack_ids(message.rids).tolist(), unpack(message.tokens).tolist(), strict=True):
-            if (row := rows.get(rid)) is not None:
-                row.replay.emitted.append(token)
-                row.has_gained = True
-                last_s = row.last_token_s
+            if (choice := choices.get(rid)) is not None:
+                choice.replay.emitted.append(token)
+                choice.has_gained = True
+                last_s = choice.last_token_s
                 num_by_last_s[last_s] = num_by_last_s.get(last_s, 0) + 1
-                row.last_token_s = now_s
-                row.stream.pending.append((row.index, token))
-                touched[row.stream] = None
+                choice.last_token_s = now_s
+                choice.stream.pending.append((choice.index, token))
+                touched[choice.stream] = None
         self.token_gaps.add(now_s, num_by_last_s)
         for end in message.ends:
             self._finish(engine, end.rid, end)
@@ -484,48 +488,48 @@ class EngineClient:
         for stream in touched:
             stream.nudge()
 
-    def _on_first(self, row: StreamChoice, first: First) -> None:
-        """A row's first token on its engine. What the prompt cost is told once, by the first engine."""
-        row.was_placed = True
-        row.stream.unplaced.discard(row.index)
-        row.replay.is_suspect = False
-        row.settle()
-        if not row.replay.has_first:
-            row.replay.has_first = True
-            row.stream.pending.append((row.index, first))
+    def _on_first(self, choice: StreamChoice, first: First) -> None:
+        """A choice's first token on its engine. What the prompt cost is told once, by the first engine."""
+        choice.was_placed = True
+        choice.stream.unplaced.discard(choice.index)
+        choice.replay.is_suspect = False
+        choice.settle()
+        if not choice.replay.has_first:
+            choice.replay.has_first = True
+            choice.stream.pending.append((choice.index, first))
 
     def _finish(self, engine: EngineLink, rid: int, end: End) -> None:
-        row = engine.rows.pop(rid, None)
-        if row is not None:
+        choice = engine.choices.pop(rid, None)
+        if choice is not None:
             self._placement.fallback_router.ended(engine.index)
-            self._end(row, end)
+            self._end(choice, end)
 
-    def _end(self, row: StreamChoice, end: End) -> None:
-        """The one way out for a row that was not aborted."""
-        row.settle()
-        stream = row.stream
-        stream.unplaced.discard(row.index)
-        if row.index in stream.rids:
-            stream.pending.append((row.index, end))
-            del stream.rids[row.index]
+    def _end(self, choice: StreamChoice, end: End) -> None:
+        """The one way out for a choice that was not aborted."""
+        choice.settle()
+        stream = choice.stream
+        stream.unplaced.discard(choice.index)
+        if choice.index in stream.rids:
+            stream.pending.append((choice.index, end))
+            del stream.rids[choice.index]
             stream.num_open -= 1
             stream.nudge()
 
     def _lose(self, engine: EngineLink, reason: str, *, is_death: bool = True) -> None:
-        """The engine is gone, or the connection to it: its rows go on elsewhere; nobody else's are touched, unless others step
+        """The engine is gone, or the connection to it: its choices go on elsewhere; nobody else's are touched, unless others step
         together with it and so ended with it."""
         text = f"engine {engine.index} {'died' if is_death else 'was lost'}: {reason}"
-        rows: list[StreamChoice] = []
+        choices: list[StreamChoice] = []
         for lost in engine.lost_with() if is_death else [engine]:
-            rows += lost.rows.values()
-            if lost is not engine and lost.rows and lost.link is not None:
-                lost.link.send(Abort(rids=list(lost.rows)))  # should only the link to the first be broken
-            self._placement.fallback_router.ended(lost.index, len(lost.rows))
-            lost.rows.clear()
+            choices += lost.choices.values()
+            if lost is not engine and lost.choices and lost.link is not None:
+                lost.link.send(Abort(rids=list(lost.choices)))  # should only the link to the first be broken
+            self._placement.fallback_router.ended(lost.index, len(lost.choices))
+            lost.choices.clear()
             if lost.welcome is not None:
                 lost.lost_epoch = lost.welcome.epoch
         engine.welcome, engine.reason = None, reason
-        self._move(rows, text, is_death=is_death)
+        self._move(choices, text, is_death=is_death)
         for owner, reply in self._calls.values():
             if owner is engine and not reply.done():
                 reply.set_exception(EngineDeadError(text))

@@ -1,4 +1,4 @@
-"""Makes the EngineClient of a process that talks to its deployment over sockets: a front end, or the Python API.
+"""Makes the EngineClient of a process that talks to its deployment over sockets: a frontend, or the Python API.
 
 Apart from serving/main.py, so that nobody needs the HTTP framework for it.
 """

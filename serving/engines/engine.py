@@ -1,4 +1,4 @@
-"""One engine as a front end sees it: its link, its life, the rows this front end has on it, and whether it makes progress."""
+"""One engine as a frontend sees it: its link, its life, the choices this frontend has on it, and whether it makes progress."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Connect: TypeAlias = Callable[[Callable[[Any], None]], Link]
 
 
 class EngineState(NamedTuple):
-    """One engine as this front end sees it. `stalled`: why it makes no progress although it is up; "" when it does."""
+    """One engine as this frontend sees it. `stalled`: why it makes no progress although it is up; "" when it does."""
 
     engine: int
     is_up: bool
@@ -47,14 +47,16 @@ class EngineState(NamedTuple):
 
 
 class EngineLink:
-    """One engine's link and the rows this front end has on it."""
+    """One engine's link and the choices this frontend has on it."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.link: Link | None = None
         self.welcome: Welcome | None = None
-        self.rows: dict[int, StreamChoice] = {}
-        self.company: Sequence[EngineLink] = (self,)  # those that step together with it: none works without the others
+        self.choices: dict[int, StreamChoice] = {}
+        self.lockstep_peers: Sequence[EngineLink] = (
+            self,
+        )  # those that step together with it: none works without the others
         self.has_missed = False  # something that its engine said
         self.lost_epoch = -1  # the last life that has ended
         self.reason = "it has not started yet"
@@ -62,8 +64,8 @@ class EngineLink:
 
     @property
     def is_up(self) -> bool:
-        """It and all of its company are there, in the same life."""
-        return self.welcome is not None and all(other.is_linked_in(self.welcome.epoch) for other in self.company)
+        """It and all of its lockstep peers are there, in the same life."""
+        return self.welcome is not None and all(other.is_linked_in(self.welcome.epoch) for other in self.lockstep_peers)
 
     @property
     def stalled(self) -> str:
@@ -72,11 +74,13 @@ class EngineLink:
             return ""
         if self.own_stall:
             return self.own_stall
-        return next((f"engine {other.index}: {other.own_stall}" for other in self.company if other.own_stall), "")
+        return next(
+            (f"engine {other.index}: {other.own_stall}" for other in self.lockstep_peers if other.own_stall), ""
+        )
 
     @property
     def own_stall(self) -> str:
-        """The same without its company."""
+        """The same without its lockstep peers."""
         if self.link is None:
             return ""
         silent_s = self.link.silent_s
@@ -86,9 +90,9 @@ class EngineLink:
         return self.welcome is not None and self.welcome.epoch == epoch and self.link is not None and self.link.is_up
 
     def lost_with(self) -> list[EngineLink]:
-        """The engine, and those of its company that end with its present life."""
+        """The engine, and those of its lockstep peers that end with its present life."""
         epoch = self.welcome.epoch if self.welcome is not None else self.lost_epoch
-        return [self, *(other for other in self.company if other is not self and other.is_no_later_than(epoch))]
+        return [self, *(other for other in self.lockstep_peers if other is not self and other.is_no_later_than(epoch))]
 
     def is_no_later_than(self, epoch: int) -> bool:
         return self.welcome is not None and self.welcome.epoch <= epoch
@@ -101,13 +105,13 @@ class EngineLink:
             is_up=self.is_up,
             epoch=self.welcome.epoch if self.welcome else -1,
             facts=self.welcome.facts if self.welcome else None,
-            num_rows=len(self.rows),
+            num_rows=len(self.choices),
             stalled=self.stalled,
             reason="" if self.is_up else self._why_down(),
         )
 
     def _why_down(self) -> str:
-        absent = next((other for other in self.company if other.welcome is None), self)
+        absent = next((other for other in self.lockstep_peers if other.welcome is None), self)
         if self.welcome is None or absent is self:
             return self.reason
         return f"it steps together with engine {absent.index}, which is down: {absent.reason}"

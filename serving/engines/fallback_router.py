@@ -1,4 +1,4 @@
-"""Choosing an engine without the coordinator: power of two choices over the last View and this front end's own counts.
+"""Choosing an engine without the coordinator: power of two choices over the last View and this frontend's own counts.
 
 Pure: called by serving/engines/client.py while the coordinator is away. Unknown load counts as zero.
 """
@@ -12,7 +12,7 @@ from trireme.transport.wire.messages import View
 
 
 class FallbackRouter:
-    """Estimates rows per engine as (what others had there at the last View) + (what we have there now)."""
+    """Estimates choices per engine as (what others had there at the last View) + (what we have there now)."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
@@ -21,7 +21,7 @@ class FallbackRouter:
         self._draining: set[int] = set()
 
     def on_view(self, view: View) -> None:
-        """Takes over a new View. Own rows are subtracted from it once, so that a stale View cannot hide or double them."""
+        """Takes over a new View. Own choices are subtracted from it once, so that a stale View cannot hide or double them."""
         self._draining = {member.engine for member in view.members if member.state == "draining"}
         for member in view.members:
             known = member.in_flight
@@ -29,14 +29,14 @@ class FallbackRouter:
                 known += member.load.num_waiting + member.load.num_running
             self._others[member.engine] = max(0, known - self._own.get(member.engine, 0))
 
-    def started(self, engine: int, num_rows: int = 1) -> None:
-        self._own[engine] = self._own.get(engine, 0) + num_rows
+    def started(self, engine: int, num_choices: int = 1) -> None:
+        self._own[engine] = self._own.get(engine, 0) + num_choices
 
-    def ended(self, engine: int, num_rows: int = 1) -> None:
-        self._own[engine] = self._own.get(engine, 0) - num_rows
+    def ended(self, engine: int, num_choices: int = 1) -> None:
+        self._own[engine] = self._own.get(engine, 0) - num_choices
 
     def forget(self, engine: int) -> None:
-        """The engine was replaced: others' rows on it are gone."""
+        """The engine was replaced: others' choices on it are gone."""
         self._others.pop(engine, None)
 
     def cost(self, engine: int) -> int:

@@ -1,4 +1,4 @@
-"""Pause and resume as a front end asks for them: of each engine, or of the coordinator where engines step together.
+"""Pause and resume as a frontend asks for them: of each engine, or of the coordinator where engines step together.
 
 Used by serving/engines/client.py, on its loop.
 """
@@ -48,7 +48,7 @@ class Pauses:
         self._asked: dict[int, asyncio.Future[CallReply]] = {}
 
     async def direct(self, mode: Mode, timeout_s: float) -> None:
-        """Pauses the engines of this front end, or with "" lets them go on; returns when that is so. Raises EngineError when one
+        """Pauses the engines of this frontend, or with "" lets them go on; returns when that is so. Raises EngineError when one
         refuses or another pause comes in between, EngineDeadError when an engine stays away, TimeoutError."""
         args = {"mode": mode} if mode else {}
         method = "pause" if mode else "resume"

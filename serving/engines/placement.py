@@ -1,4 +1,4 @@
-"""Where a row goes: the engine that the coordinator names, or one of our own choice while it is away; and the tickets given back.
+"""Where a choice goes: the engine that the coordinator names, or one of our own while it is away; and the tickets given back.
 
 Used by serving/engines/client.py, on its loop. Knows engines and their links, but neither streams nor what a request asks for.
 """
@@ -28,7 +28,7 @@ ASKING_S = 2.5  # after which the coordinator is not asked again, so that a choi
 
 
 class Placement:
-    """`engines` are those this front end reaches, by rising number; `numbers` gives each question to the coordinator its own."""
+    """`engines` are those this frontend reaches, by rising number; `numbers` gives each question to the coordinator its own."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Placement:
         self._given_up = ""
 
     def give_up(self, reason: str) -> None:
-        """No row will find an engine any more, neither those that wait for one nor those to come."""
+        """No choice will find an engine any more, neither those that wait for one nor those to come."""
         self._given_up = reason
         self.note_change()
 

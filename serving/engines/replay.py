@@ -1,4 +1,4 @@
-"""Replay state: all that is needed to continue one choice on another engine. Kept by the front end, because engines die.
+"""Replay state: all that is needed to continue one choice on another engine. Kept by the frontend, because engines die.
 
 Pure. Made by serving/text/processor.py, filled by serving/engines/client.py as tokens arrive.
 """
@@ -27,7 +27,7 @@ class Cursor(Protocol):
 
 class RequestLimits(NamedTuple):
     """On what terms a request is served. Seconds; 0: no limit, and for `itl_target_s` the engines' own target. `scope` is a secret
-    that those who may share cached prefixes have in common (it stays in the front end); empty: everybody without one."""
+    that those who may share cached prefixes have in common (it stays in the frontend); empty: everybody without one."""
 
     client: bytes = b""
     priority: int = 0

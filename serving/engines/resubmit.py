@@ -1,4 +1,4 @@
-"""Rows between two engines, and the order in which they are sent on: free ones at once, suspects trial by trial.
+"""Choices between two engines, and the order in which they are sent on: free ones at once, suspects probe by probe.
 
 Used by serving/engines/client.py, on its loop. Knows nothing of engines; serving/engines/migration.py says who is a suspect.
 """
@@ -29,74 +29,74 @@ class Probe:
 
 class Movable(Protocol):
     rid: int
-    trial: Probe | None
+    probe: Probe | None
 
 
-Row = TypeVar("Row", bound=Movable)
+Choice = TypeVar("Choice", bound=Movable)
 
 
-class Moves(Generic[Row]):
-    """`send` places one row and takes it out with `take`; it may wait for long."""
+class Resubmissions(Generic[Choice]):
+    """`send` places one choice and takes it out with `take`; it may wait for long."""
 
-    def __init__(self, send: Callable[[Row], Awaitable[None]]) -> None:
+    def __init__(self, send: Callable[[Choice], Awaitable[None]]) -> None:
         self._send = send
-        self._rows: dict[int, Row] = {}  # by the rid of their last submit
-        self._trials: deque[Sequence[Row]] = deque()
-        self._lane: asyncio.Task[None] | None = None  # that of the trials
+        self._choices: dict[int, Choice] = {}  # by the rid of their last submit
+        self._probes: deque[Sequence[Choice]] = deque()
+        self._lane: asyncio.Task[None] | None = None  # that of the probes
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._choices)
 
-    def start(self, free: Sequence[Row], trials: Sequence[Sequence[Row]], delay_s: float = 0.0) -> None:
-        """Sends these rows on, after `delay_s`."""
-        for row in free:
-            self._rows[row.rid] = row
+    def start(self, free: Sequence[Choice], probes: Sequence[Sequence[Choice]], delay_s: float = 0.0) -> None:
+        """Sends these choices on, after `delay_s`."""
+        for choice in free:
+            self._choices[choice.rid] = choice
         if free:
             self._keep(self._send_all(free, delay_s))
-        for rows in trials:
-            trial = Probe(len(rows))
-            for row in rows:
-                self._rows[row.rid], row.trial = row, trial
-        self._trials.extend(trials)
-        if self._trials and (self._lane is None or self._lane.done()):
-            self._lane = self._keep(self._run_trials())
+        for choices in probes:
+            probe = Probe(len(choices))
+            for choice in choices:
+                self._choices[choice.rid], choice.probe = choice, probe
+        self._probes.extend(probes)
+        if self._probes and (self._lane is None or self._lane.done()):
+            self._lane = self._keep(self._run_probes())
 
-    def take(self, row: Row) -> bool:
-        """The row has found its engine, or has none. False when somebody else has taken it: it was aborted."""
-        return self._rows.pop(row.rid, None) is not None
+    def take(self, choice: Choice) -> bool:
+        """The choice has found its engine, or has none. False when somebody else has taken it: it was aborted."""
+        return self._choices.pop(choice.rid, None) is not None
 
     def drop(self, rids: Iterable[int]) -> None:
-        """Rows that nobody wants any more."""
+        """Choices that nobody wants any more."""
         for rid in rids:
-            row = self._rows.pop(rid, None)
-            if row is not None and row.trial is not None:
-                row.trial.settle()
-                row.trial = None
+            choice = self._choices.pop(rid, None)
+            if choice is not None and choice.probe is not None:
+                choice.probe.settle()
+                choice.probe = None
 
-    def take_all(self) -> list[Row]:
-        rows = list(self._rows.values())
-        self._rows.clear()
-        return rows
+    def take_all(self) -> list[Choice]:
+        choices = list(self._choices.values())
+        self._choices.clear()
+        return choices
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    async def _send_all(self, rows: Sequence[Row], delay_s: float) -> None:
+    async def _send_all(self, choices: Sequence[Choice], delay_s: float) -> None:
         if delay_s:
             await asyncio.sleep(delay_s)
-        for row in rows:
-            if row.rid in self._rows:
-                await self._send(row)
+        for choice in choices:
+            if choice.rid in self._choices:
+                await self._send(choice)
 
-    async def _run_trials(self) -> None:
-        while self._trials:
-            rows = self._trials.popleft()
-            trial = next((row.trial for row in rows if row.trial is not None), None)
-            await self._send_all(rows, 0.0)
-            if trial is not None:
-                await trial.wait()
+    async def _run_probes(self) -> None:
+        while self._probes:
+            choices = self._probes.popleft()
+            probe = next((choice.probe for choice in choices if choice.probe is not None), None)
+            await self._send_all(choices, 0.0)
+            if probe is not None:
+                await probe.wait()
 
     def _keep(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

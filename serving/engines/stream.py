@@ -41,7 +41,7 @@ class StreamChoice:
         "rid",
         "since",
         "stream",
-        "trial",
+        "probe",
         "wait_until",
         "was_placed",
     )
@@ -57,17 +57,17 @@ class StreamChoice:
         self.has_gained = False  # a token there
         self.num_scored = 0  # prompt positions whose log-probabilities came from there
         self.last_token_s = NO_TOKEN_S  # when its last token came, from whichever engine
-        self.trial: Probe | None = None
+        self.probe: Probe | None = None
         self.pin = -1
         self.label = label
         self.since = since  # when it first wanted an engine
         self.wait_until = wait_until  # while it has no engine
 
     def settle(self) -> None:
-        """Its trial, if it is on one, is over."""
-        if self.trial is not None:
-            self.trial.settle()
-            self.trial = None
+        """Its probe, if it is on one, is over."""
+        if self.probe is not None:
+            self.probe.settle()
+            self.probe = None
 
     def unseen(self, entry: LogprobRow) -> LogprobRow | None:
         """What of prompt log-probabilities no earlier engine has sent."""

@@ -102,9 +102,9 @@ class ChatRenderer:
         """Name of the special token that the template writes after an assistant's content, which ends a chat whether or not
         the model's files count it as EOS; "" where it writes none."""
         mark = _Hidden(None).new_mark()
-        talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": mark}]
+        conversation = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": mark}]
         try:
-            text = self.template.render(talk, add_generation_prompt=False)
+            text = self.template.render(conversation, add_generation_prompt=False)
         except RequestError:
             return ""
         after = text.rpartition(mark)[2].lstrip() if mark in text else ""
@@ -135,8 +135,8 @@ class ChatRenderer:
         if tools := getattr(request, "tools", None):  # /tokenize alone takes them
             settings["tools"] = hidden.guard(_checked_tools(tools))
 
-        def render(talk: Sequence[Mapping[str, Any]]) -> str:
-            return self.template.render(talk, limit_s=limit_s, add_generation_prompt=prompt, **settings)
+        def render(conversation: Sequence[Mapping[str, Any]]) -> str:
+            return self.template.render(conversation, limit_s=limit_s, add_generation_prompt=prompt, **settings)
 
         if request.continue_final_message:
             return hidden.split(continued(guarded, hidden.new_mark(), render))

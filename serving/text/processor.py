@@ -191,21 +191,21 @@ class Processor:
         """Refuses parameters that leave no token for the very first draw. (Longer bad words may still do so later.)"""
         if params.max_tokens == 0:
             return
-        barred = {ids[0] for ids in bad if len(ids) == 1}
-        if not self._leaves_any(params, barred):
+        masked = {ids[0] for ids in bad if len(ids) == 1}
+        if not self._leaves_any(params, masked):
             what = "the vocabulary" if params.allowed_token_ids is None else "allowed_token_ids"
-            raise RequestError(f"bad_words bars every token of {what}: nothing could be sampled", param="bad_words")
+            raise RequestError(f"bad_words masks every token of {what}: nothing could be sampled", param="bad_words")
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else end_ids)}
-        if params.min_tokens and not self._leaves_any(params, barred | ends):
+        if params.min_tokens and not self._leaves_any(params, masked | ends):
             raise RequestError(
                 f"min_tokens is {params.min_tokens}, and every token that allowed_token_ids and bad_words leave ends the answer",
                 param="min_tokens",
             )
 
-    def _leaves_any(self, params: SamplingParams, barred: set[int]) -> bool:
+    def _leaves_any(self, params: SamplingParams, masked: set[int]) -> bool:
         if params.allowed_token_ids is None:
-            return sum(0 <= token < self.vocab_size for token in barred) < self.vocab_size
-        return not barred.issuperset(params.allowed_token_ids)
+            return sum(0 <= token < self.vocab_size for token in masked) < self.vocab_size
+        return not masked.issuperset(params.allowed_token_ids)
 
     def _row_params(
         self,

@@ -52,14 +52,14 @@ class Rank:
         for seed, count in enumerate(COUNTS):
             for dtype in TYPES:
                 x = self.input_of(self.group.rank, count, dtype, seed)
-                ways = [
-                    way
-                    for way in (AllReduceAlgo.PUSHED, AllReduceAlgo.ONE_SHOT, AllReduceAlgo.TWO_SHOT)
-                    if fits(way, x)
+                algos = [
+                    algo
+                    for algo in (AllReduceAlgo.PUSHED, AllReduceAlgo.ONE_SHOT, AllReduceAlgo.TWO_SHOT)
+                    if fits(algo, x)
                 ]
-                for way in ways:
-                    got = self.group._reduce(x.clone(), way)
-                    assert torch.equal(got, self.sum_of(count, dtype, seed)), (way, count, dtype)
+                for algo in algos:
+                    got = self.group._reduce(x.clone(), algo)
+                    assert torch.equal(got, self.sum_of(count, dtype, seed)), (algo, count, dtype)
                 got = self.group.all_reduce(x.clone())
                 torch.testing.assert_close(got, self.sum_of(count, dtype, seed))
         odd = self.input_of(self.group.rank, 13, torch.bfloat16, 7)
@@ -87,8 +87,8 @@ class Rank:
 
         def launch() -> None:
             kept.clear()
-            for way in (AllReduceAlgo.PUSHED, AllReduceAlgo.ONE_SHOT, AllReduceAlgo.PUSHED, AllReduceAlgo.TWO_SHOT):
-                kept.append(self.group._reduce(x.clone(), way))
+            for algo in (AllReduceAlgo.PUSHED, AllReduceAlgo.ONE_SHOT, AllReduceAlgo.PUSHED, AllReduceAlgo.TWO_SHOT):
+                kept.append(self.group._reduce(x.clone(), algo))
             kept.append(self.group.all_gather(x.view(4, -1), [1024] * self.mesh.tp))
 
         x.zero_()
@@ -122,27 +122,27 @@ class Rank:
                 self.group.send_next(x)
 
     def times(self) -> str:
-        """Microseconds of each way by size."""
-        from trireme.workers.collectives.timing import time_ways
+        """Microseconds of each algorithm by size."""
+        from trireme.workers.collectives.timing import time_algo
 
         found = [f"chosen: {self.group.measure().how}"]
         for shift in range(13, 26, 2):
             x = torch.zeros(1 << shift - 1, dtype=torch.bfloat16, device="cuda")
-            ways = [
-                way
-                for way in AllReduceAlgo
-                if way is AllReduceAlgo.NCCL and self.group._nccl is not None or fits(way, x)
+            algos = [
+                algo
+                for algo in AllReduceAlgo
+                if algo is AllReduceAlgo.NCCL and self.group._nccl is not None or fits(algo, x)
             ]
-            parts = [f"{way.name} {time_ways(lambda w=way, x=x: self.group._reduce(x, w)):.1f}" for way in ways]
+            parts = [f"{algo.name} {time_algo(lambda a=algo, x=x: self.group._reduce(x, a)):.1f}" for algo in algos]
             found.append(f"{1 << shift >> 10}K {' '.join(parts)}")
         for rows in (1, 32, 256):
             x = torch.zeros(rows, 64128, dtype=torch.bfloat16, device="cuda")
-            found.append(f"gather {rows} x 64128: {time_ways(lambda x=x: self.group.all_gather(x, [64128] * 2)):.1f}")
+            found.append(f"gather {rows} x 64128: {time_algo(lambda x=x: self.group.all_gather(x, [64128] * 2)):.1f}")
         return "; ".join(found)
 
 
-def fits(way: AllReduceAlgo, x: Tensor) -> bool:
-    return way is not AllReduceAlgo.NCCL and (way is not AllReduceAlgo.PUSHED or x.nbytes <= PUSHED_BYTES)
+def fits(algo: AllReduceAlgo, x: Tensor) -> bool:
+    return algo is not AllReduceAlgo.NCCL and (algo is not AllReduceAlgo.PUSHED or x.nbytes <= PUSHED_BYTES)
 
 
 def run(rank: Rank, program: str) -> str:
@@ -191,13 +191,13 @@ def main() -> None:
     program, _, only = sys.argv[1].partition("@")
     arena, worker, tp, pp = sys.argv[2:6]
     mesh = Mesh(1, int(pp), int(tp)).at_worker(int(worker))
-    num_cards = torch.cuda.device_count()
-    torch.cuda.set_device(mesh.card(num_cards))
+    num_gpus = torch.cuda.device_count()
+    torch.cuda.set_device(mesh.gpu(num_gpus))
     cuda_ops.load()
     host = ShmGroup(arena, mesh, timeout_s=100.0, step_timeout_s=100.0)
     if only:
-        num_cards, meeting.PeerMemory = 1, NoPeerMemory  # type: ignore[misc,assignment]
-    group = CudaGroup(mesh, host, num_cards, gathered_bytes=(40 if program == "times" else 1) << 20)
+        num_gpus, meeting.PeerMemory = 1, NoPeerMemory  # type: ignore[misc,assignment]
+    group = CudaGroup(mesh, host, num_gpus, gathered_bytes=(40 if program == "times" else 1) << 20)
     print("ready", flush=True)
     try:
         print(run(Rank(group, mesh), program), flush=True)

@@ -21,7 +21,7 @@ from trireme import LLM
 from trireme.models.cuda import reference
 from trireme.models.cuda.attention.prefill import PromptAttention
 from trireme.models.cuda.attention.prefill_plan import PIECES
-from trireme.models.cuda.attention.registry import Need, choose_on_card
+from trireme.models.cuda.attention.registry import Need, choose_on_gpu
 from trireme.models.cuda.layers import moe as layer
 from trireme.models.cuda.layers import moe_ops as ops
 from trireme.models.cuda.layers.linear import CudaLinear
@@ -246,7 +246,7 @@ def test_mxfp4_on_the_device() -> None:
 @pytest.mark.parametrize("window", [0, 50])
 def test_prompts_with_sinks(window: int) -> None:
     case, sinks = Case((8, 2), 64, torch.bfloat16), 3 * torch.randn(8, device="cuda")
-    chosen = choose_on_card(Need(torch.bfloat16, 64, window, sinks=True), 8, 2)
+    chosen = choose_on_gpu(Need(torch.bfloat16, 64, window, sinks=True), 8, 2)
     assert chosen.fresh is None
     assert chosen.whole is None
 

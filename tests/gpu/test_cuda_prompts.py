@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trireme.models.cuda.attention.prefill import PromptAttention, Prompts
 from trireme.models.cuda.attention.prefill_plan import PIECES, Rules, order_prompts, plan_prompts
-from trireme.models.cuda.attention.registry import KERNELS, Kernel, Need, candidates, choose_on_card
+from trireme.models.cuda.attention.registry import KERNELS, Kernel, Need, candidates, choose_on_gpu
 from trireme.models.cuda.ops import CudaPagedKV
 from trireme.models.cuda.reference import piece_attention_reference
 
@@ -56,17 +56,19 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.way in WAYS], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel in KERNELS if kernel.path in WAYS], ids=lambda kernel: kernel.name
+)
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize(("heads", "dim"), [((8, 2), 128), ((3, 3), 64), ((16, 1), 256)])
 def test_a_kernel_gives_attention(kernel: Kernel, window: int, heads: tuple[int, int], dim: int) -> None:
     missing = kernel.lacks(Need(torch.bfloat16, dim, window))
-    if missing or (window and kernel.way == "whole"):
+    if missing or (window and kernel.path == "whole"):
         pytest.skip(missing or "squares have no windows")
-    rules = WAYS[kernel.way]
+    rules = WAYS[kernel.path]
     case, run = Case(heads, dim, torch.bfloat16), kernel.load()
-    ways: dict[str, Any] = {kernel.way: run} if kernel.way != "pieces" else {}
-    pieces = run if kernel.way == "pieces" else piece_attention_reference
+    ways: dict[str, Any] = {kernel.path: run} if kernel.path != "pieces" else {}
+    pieces = run if kernel.path == "pieces" else piece_attention_reference
     found = case.run(PromptAttention(rules, pieces, **ways), rules, window)
     expected = case.run(piece_attention_reference, PIECES, window)
     assert error(found, expected) < 6e-3
@@ -75,7 +77,7 @@ def test_a_kernel_gives_attention(kernel: Kernel, window: int, heads: tuple[int,
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 600])
 def test_what_is_chosen_gives_attention(dtype: torch.dtype, window: int) -> None:
-    chosen = choose_on_card(Need(dtype, 128, window), 8, 2)
+    chosen = choose_on_gpu(Need(dtype, 128, window), 8, 2)
     for rules in {chosen.rules, PIECES}:
         case = Case((8, 2), 128, dtype)
         expected = case.run(piece_attention_reference, PIECES, window)
@@ -86,7 +88,7 @@ def test_what_is_chosen_gives_attention(dtype: torch.dtype, window: int) -> None
 @pytest.mark.parametrize("dim", [128, 256])
 def test_scores_have_a_soft_cap(window: int, dim: int) -> None:
     chosen, case = (
-        choose_on_card(Need(torch.bfloat16, dim, window, softcap=True), 8, 2),
+        choose_on_gpu(Need(torch.bfloat16, dim, window, softcap=True), 8, 2),
         Case((8, 2), dim, torch.bfloat16),
     )
     found = case.run(chosen.attention(1.0), chosen.rules, window)

@@ -97,13 +97,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "load_nccl", Library)
 
 
-def meet(tp: int, pp: int, num_cards: int) -> list[Any]:
+def meet(tp: int, pp: int, num_gpus: int) -> list[Any]:
     mesh = Mesh(1, pp, tp)
     place_to_meet = Meeting(mesh)
 
     def one(worker: int) -> CudaGroup:
         place = mesh.at_worker(worker)
-        group = CudaGroup(place, cast(Any, Host(place, place_to_meet)), num_cards, gathered_bytes=1000)
+        group = CudaGroup(place, cast(Any, Host(place, place_to_meet)), num_gpus, gathered_bytes=1000)
         if group._nccl is not None:
             cast(Any, group._nccl).gather = cast(Any, group._host)._parts
         return group
@@ -120,25 +120,25 @@ def test_ranks_with_cards_of_their_own_have_peer_memory_and_one_communicator() -
     assert [group._peers.handles for group in groups] == [[b"\1" * 64, b"\2" * 64]] * 2
     assert groups[0]._nccl.id == groups[1]._nccl.id
     assert [(group._nccl.rank, group._nccl.size) for group in groups] == [(0, 2), (1, 2)]
-    assert all(group.can_be_captured and group.ways[-1].way is AllReduceAlgo.NCCL for group in groups)
+    assert all(group.can_be_captured and group.ranges[-1].algo is AllReduceAlgo.NCCL for group in groups)
 
 
 def test_ranks_that_share_a_card_do_without_nccl() -> None:
     groups = meet(2, 1, 1)
     assert all(group._nccl is None and group._peers is not None and group.can_be_captured for group in groups)
-    assert all(group.ways[-1].way is AllReduceAlgo.TWO_SHOT for group in groups)
+    assert all(group.ranges[-1].algo is AllReduceAlgo.TWO_SHOT for group in groups)
 
 
-@pytest.mark.parametrize("num_cards", [2, 1], ids=["nccl", "peer memory"])
-def test_rows_are_summed_where_they_are_kept_and_gathered_again(num_cards: int) -> None:
+@pytest.mark.parametrize("num_gpus", [2, 1], ids=["nccl", "peer memory"])
+def test_rows_are_summed_where_they_are_kept_and_gathered_again(num_gpus: int) -> None:
     """Of any type that travels; peer memory takes a part at a time."""
-    groups = meet(2, 1, num_cards)
+    groups = meet(2, 1, num_gpus)
     sums = torch.arange(24.0).view(6, 4)
 
     def one(group: Any) -> list[Tensor]:
         group._staged = 8
         if group._nccl is None:  # (its stand-in has no memory: sums and gathers go through the host's meeting)
-            group._reduce = lambda x, way: x.copy_(torch.stack(group._host._parts(x)).sum(0))
+            group._reduce = lambda x, algo: x.copy_(torch.stack(group._host._parts(x)).sum(0))
             group._peers.all_gather = lambda x, sizes: torch.cat(group._host._parts(x), -1)
         x = sums * (0.25 + 0.5 * group.rank)
         own = group.reduce_rows(x)
@@ -168,17 +168,17 @@ def test_one_rank_without_peer_memory_is_enough_to_leave_it(monkeypatch: pytest.
     ]
 
 
-@pytest.mark.parametrize("num_cards", [1, 2])
+@pytest.mark.parametrize("num_gpus", [1, 2])
 def test_without_peer_memory_and_nccl_torch_is_the_last_resort(
-    monkeypatch: pytest.MonkeyPatch, num_cards: int, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Peers, "unable", (1,))
     monkeypatch.setattr(Library, "unique_id", no_nccl)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    groups = meet(2, 1, num_cards)
+    groups = meet(2, 1, num_gpus)
     assert [*tmp_path.iterdir()] == []
     assert not any(group.can_be_captured or group._peers or group._nccl for group in groups)
-    lacks = "ranks share a GPU" if num_cards == 1 else "no interface"
+    lacks = "ranks share a GPU" if num_gpus == 1 else "no interface"
     assert [group._lacks() for group in groups] == [
         f"no peer memory: another rank has none; no NCCL: {lacks}",
         f"no peer memory: no memory for collectives; no NCCL: {lacks}",
@@ -208,7 +208,7 @@ def test_without_peer_memory_and_nccl_torch_is_the_last_resort(
     with pytest.raises(
         CollectiveError, match="do not reach each other: no peer memory: .*; no torch.distributed: torch was"
     ):
-        meet(2, 1, num_cards)
+        meet(2, 1, num_gpus)
 
 
 def test_one_rank_whose_communicator_fails_takes_nccl_from_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def make_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ops, "fp8_linear_rows", lambda k: 0)
     kernel = Kernel("reference", "pieces", lambda: cuda_reference.piece_attention_reference)
     monkeypatch.setattr(
-        cuda, "choose_on_card", lambda need, *_: choose(need, [KernelTiming(kernel, (1.0,) * len(LENGTHS))])
+        cuda, "choose_on_gpu", lambda need, *_: choose(need, [KernelTiming(kernel, (1.0,) * len(LENGTHS))])
     )
 
 

@@ -185,9 +185,9 @@ def test_a_crash_inside_a_step_reports_the_workers_own_exception(start: Start, t
     front = engine.front()
     front.submit([1, 2, 301])
     engine.until(lambda: bool(front.downs), 10.0, "EngineDown")
-    assert "scripted crash in row 0" in front.downs[0].error
+    assert "scripted crash in slot 0" in front.downs[0].error
     engine.wait_dead()
-    assert "scripted crash in row 0" in engine.failed.error
+    assert "scripted crash in slot 0" in engine.failed.error
     assert "workers/fake.py" in engine.failed.traceback
 
 

@@ -83,7 +83,7 @@ def test_an_error_of_a_launched_step_is_the_engines(start: Any) -> None:
     executor, poller = start(crash_token=7)
     executor.submit(first_step())
 
-    with pytest.raises(RuntimeError, match="scripted crash in row 0"):
+    with pytest.raises(RuntimeError, match="scripted crash in slot 0"):
         wait_for(poller, lambda: bool(executor.take_results()))
 
 

@@ -233,7 +233,7 @@ def test_a_frozen_engine_is_killed_and_restarted(start: Callable[..., Run]) -> N
     run.until_ready()
     run.until(lambda: all(part.child and part.child.last_beat for part in run.supervisor.parts[:1]))
     os.kill(run.pid("engine-0"), signal.SIGSTOP)
-    run.until(lambda: run.has(Died, error="engine-0 made no turn of its loop for 2.5 s"), 6.0)
+    run.until(lambda: run.has(Died, error="engine-0 made no iteration of its loop for 2.5 s"), 6.0)
     run.until(lambda: run.has(Restarted, name="engine-0"))
     run.until(lambda: run.ask()["engines"] == [1])
 

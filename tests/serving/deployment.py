@@ -91,7 +91,7 @@ class Served:
     async def quiet(self) -> None:
         """Waits until no request is inside."""
         async with asyncio.timeout(5):
-            while self.front.num_inside or self.front.client.num_rows:
+            while self.front.num_inside or self.front.client.num_choices:
                 await asyncio.sleep(0.005)
 
     async def freed(self) -> None:

@@ -156,7 +156,7 @@ async def test_requests_that_can_wait_leave_room_for_the_others(tmp_path: Path) 
 
 async def rows(served: Served, count: int) -> None:
     async with asyncio.timeout(5):
-        while served.front.client.num_rows < count:
+        while served.front.client.num_choices < count:
             await asyncio.sleep(0.005)
 
 
@@ -170,13 +170,13 @@ async def test_a_queue_that_is_too_slow_closes_the_door(tmp_path: Path) -> None:
             await asyncio.sleep(0.21)
         engine.hold.clear()
         tasks = [asyncio.create_task(served.post("/v1/completions", TEXT)) for _ in range(100)]
-        while sum(task.done() for task in tasks) + served.front.client.num_rows < 100:
+        while sum(task.done() for task in tasks) + served.front.client.num_choices < 100:
             await asyncio.sleep(0.01)
-        admitted = served.front.client.num_rows
+        admitted = served.front.client.num_choices
         assert 2 <= admitted < 60
         urgent = asyncio.create_task(served.post("/v1/completions", {**TEXT, "priority": -1}))
         await asyncio.sleep(0.1)
-        assert served.front.client.num_rows == admitted + 1
+        assert served.front.client.num_choices == admitted + 1
         engine.hold.set()
         assert (await urgent)[0] == 200
         refused = [answer for status, answer in await asyncio.gather(*tasks) if status == 503]
@@ -189,7 +189,7 @@ async def test_refusals_come_at_once(tmp_path: Path) -> None:
     async with serve(tmp_path, engine, extra=["word"]) as served:
         body = {**TEXT, "max_tokens": 50}
         waiting = [asyncio.create_task(served.post("/v1/completions", body)) for _ in range(40)]
-        while served.front.client.num_rows < 40:
+        while served.front.client.num_choices < 40:
             await asyncio.sleep(0.005)
 
         async def refused() -> float:

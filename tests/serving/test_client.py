@@ -55,7 +55,7 @@ async def test_tokens_then_one_end(engine: FakeEngine) -> None:
     assert ends(events) == [(0, "length", "")]
     assert events[-1][1] == End(1, "length")
     assert list(one.emitted) == words("abcde")
-    assert client.num_rows == 0
+    assert client.num_choices == 0
     assert stream.is_done
     assert await stream.next() == []
 
@@ -104,7 +104,7 @@ async def test_late_messages_of_a_lost_row_do_nothing(engine: FakeEngine) -> Non
     stream.close()
     engine.hold.set()
     assert await drain(stream) == []
-    assert client.num_rows == 0
+    assert client.num_choices == 0
     assert any(isinstance(message, Abort) for message in engine.log)
     engine.run_step()
 

@@ -37,9 +37,9 @@ async def test_a_reader_that_stops_is_reset_and_frees_its_row(tmp_path: Path, mo
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         try:
             async with asyncio.timeout(15):
-                while served.front.client.num_rows == 0 and not engine.aborted:
+                while served.front.client.num_choices == 0 and not engine.aborted:
                     await asyncio.sleep(0.01)
-                while served.front.client.num_rows or not engine.aborted:
+                while served.front.client.num_choices or not engine.aborted:
                     await asyncio.sleep(0.05)  # the abort travels to the engine by itself
             await served.quiet()
         finally:
@@ -179,7 +179,7 @@ async def test_what_waits_for_a_slow_reader_is_counted_as_it_is_written(
             await loop.sock_connect(one, ("127.0.0.1", served.port))
             await loop.sock_sendall(one, head + body)
             async with asyncio.timeout(30):
-                while served.front.client.num_rows or not served.front.ticker.streams:
+                while served.front.client.num_choices or not served.front.ticker.streams:
                     await asyncio.sleep(0.02)  # until the engine has said all
                 (stream,) = served.front.ticker.streams
                 lag, before = stream.lag(), given

@@ -48,7 +48,7 @@ async def test_all_rows_go_on_when_one_engine_dies_and_all_are_back(pair: tuple[
     found = [[*before, *await drain(stream)] for before, stream in zip(events, streams, strict=True)]
     assert [tokens_of(one) for one in found] == [words(TEXT[:12])] * 2
     assert client.num_moved == 2  # one death, not two
-    assert client.num_rows == 0
+    assert client.num_choices == 0
 
 
 async def test_a_link_that_breaks_and_comes_back_in_the_same_life(pair: tuple[FakeEngine, FakeEngine]) -> None:
@@ -77,7 +77,7 @@ async def test_a_torn_connection_is_nobodys_death(pair: tuple[FakeEngine, FakeEn
     assert client.num_moved == 1
     assert pair[1].aborted == []
     assert not any(row.is_suspect for stream in streams for row in stream.replays)
-    assert client.num_rows == 0
+    assert client.num_choices == 0
 
 
 async def test_a_silent_engine_stalls_all(pair: tuple[FakeEngine, FakeEngine]) -> None:

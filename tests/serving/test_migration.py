@@ -78,7 +78,7 @@ async def test_a_dead_engines_rows_go_on_with_nothing_lost_or_repeated(pair: tup
     assert again.num_replayed >= 4
     assert again.num_moves == 1
     assert client.num_moved == 1
-    assert client.num_rows == 0
+    assert client.num_choices == 0
 
 
 async def test_a_row_that_moves_says_how_long_it_has_been_waiting(pair: tuple[FakeEngine, FakeEngine]) -> None:
@@ -118,7 +118,7 @@ async def test_a_row_waits_for_an_engine_that_starts_again(pair: tuple[FakeEngin
     fresh = asyncio.ensure_future(client.submit([replay(max_tokens=3)]))
     await asyncio.sleep(0.05)
     assert not fresh.done()
-    assert client.num_rows == 1
+    assert client.num_choices == 1
     assert client.capacity > 0
     pair[0].revive()
     events += await drain(stream)
@@ -153,7 +153,7 @@ async def test_a_row_moves_only_so_often(pair: tuple[FakeEngine, FakeEngine]) ->
         pair[0].revive()
     events = await drain(stream)
     assert ends(events) == [(0, "error", "engine_dead")]
-    assert "after 2 moves" in events[-1][1].error  # type: ignore[union-attr]
+    assert "after 2 resubmissions" in events[-1][1].error  # type: ignore[union-attr]
 
 
 async def test_an_abort_between_two_engines(pair: tuple[FakeEngine, FakeEngine]) -> None:
@@ -162,9 +162,9 @@ async def test_an_abort_between_two_engines(pair: tuple[FakeEngine, FakeEngine])
     pair[0].die()
     await asyncio.sleep(0)
     stream.abort(0)
-    assert client.num_rows == 1
+    assert client.num_choices == 1
     stream.close()
-    assert client.num_rows == 0
+    assert client.num_choices == 0
     pair[0].revive()
     await asyncio.sleep(0.01)
     assert len(submits_of(pair[0])) == 2
@@ -231,7 +231,7 @@ async def test_a_row_aborted_before_it_is_given_back_stays_ended(pair: tuple[Fak
     stream.close()
     pair[0]._links[0].on_message(StepOutputs(0, 0, b"", b"", returned=[(rid, 1, 0.0)]))
     await asyncio.sleep(0.01)
-    assert client.num_rows == 0
+    assert client.num_choices == 0
     assert not submits_of(pair[1])
 
 
@@ -294,7 +294,7 @@ def test_several_suspects_that_die_together_are_tried_alone() -> None:
     verdict = judge(rows, 2)
     assert verdict.poison == []
     assert verdict.free == rows[3:]
-    assert verdict.trials == [[rows[2]], [rows[0]], [rows[1]]]
+    assert verdict.probes == [[rows[2]], [rows[0]], [rows[1]]]
 
 
 def test_a_death_that_is_explained_costs_the_others_nothing() -> None:
@@ -312,7 +312,7 @@ def test_a_lost_connection_to_an_engine_that_lives_makes_no_suspects_and_finds_n
     assert not running.replay.is_suspect
     assert accused.replay.is_suspect
     assert [row.replay.num_moves for row in (running, accused, queued)] == [1, 2, 1]
-    assert judge([running], 1, is_death=False).spent == [running]
+    assert judge([running], 1, is_death=False).exhausted == [running]
 
 
 def test_a_suspect_that_was_still_queued_is_not_guilty_and_stays_apart() -> None:
@@ -331,13 +331,13 @@ def test_every_row_has_exactly_one_fate(shapes: list[tuple[bool, bool, bool, int
         rows.append(row)
     before = [row.replay.num_moves for row in rows]
     verdict = judge(rows, limit)
-    fates = [*verdict.poison, *verdict.spent, *verdict.free, *(row for trial in verdict.trials for row in trial)]
+    fates = [*verdict.poison, *verdict.exhausted, *verdict.free, *(row for probe in verdict.probes for row in probe)]
     assert sorted(map(id, fates)) == sorted(map(id, rows))
     assert len(verdict.poison) <= 1
     for row, moves in zip(rows, before, strict=True):
         assert row.replay.num_moves == moves + (not verdict.poison)
-        assert (row in verdict.spent) == (row not in verdict.poison and row.replay.num_moves > limit)
-    assert all(row.has_gained for row in verdict.trials[0]) or len(verdict.trials[0]) == 1 if verdict.trials else True
+        assert (row in verdict.exhausted) == (row not in verdict.poison and row.replay.num_moves > limit)
+    assert all(row.has_gained for row in verdict.probes[0]) or len(verdict.probes[0]) == 1 if verdict.probes else True
 
 
 class Grammar:

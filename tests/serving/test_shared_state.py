@@ -212,7 +212,7 @@ async def test_room_is_that_of_all_together(tmp_path: Path) -> None:
         for i in range(10):
             tasks.append(asyncio.create_task(fronts[i % 2].post("/v1/completions", long)))
             async with asyncio.timeout(5):
-                while sum(served.front.client.num_rows for served in fronts) < i + 1:
+                while sum(served.front.client.num_choices for served in fronts) < i + 1:
                     await asyncio.sleep(0.005)
             if i == 4:
                 for served in fronts:

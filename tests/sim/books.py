@@ -370,8 +370,10 @@ class Books:
             raise self.failure
         for engine in host.client._engines:
             own = host.client._placement.fallback_router._own.get(engine.index, 0)
-            if own != len(engine.rows):
-                raise Breach(f"R20: {host.process.name} counts {own} rows on engine {engine.index}: {len(engine.rows)}")
+            if own != len(engine.choices):
+                raise Breach(
+                    f"R20: {host.process.name} counts {own} choices on engine {engine.index}: {len(engine.choices)}"
+                )
         if host.loop.errors:
             raise Breach(f"front: {host.process.name}: {host.loop.errors[0]}")
 
@@ -379,8 +381,8 @@ class Books:
         """Everything has ended and every message has arrived."""
         for host in hosts:
             client = host.client
-            if client.num_rows or client._placement.routes or len(client._moves):
-                raise Breach(f"R20: {host.process.name} has {client.num_rows} rows when all is quiet")
+            if client.num_choices or client._placement.routes or len(client._resubmissions):
+                raise Breach(f"R20: {host.process.name} has {client.num_choices} choices when all is quiet")
         for book in self.engines.values():
             book.check_quiet()
         if self.coordinator is not None:

@@ -168,7 +168,7 @@ def streams_that_notice_the_loss_of_the_coordinator(patch: pytest.MonkeyPatch) -
 
 def a_gauge_that_is_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     ended = FallbackRouter.ended
-    patch.setattr(FallbackRouter, "ended", lambda self, engine, num_rows=1: ended(self, engine, min(1, num_rows)))
+    patch.setattr(FallbackRouter, "ended", lambda self, engine, num_choices=1: ended(self, engine, min(1, num_choices)))
 
 
 def a_prefix_trusted_although_its_step_failed(patch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,11 @@ import pytest
 from trireme.workers.collectives.allreduce_algos import (
     AlgoRange,
     AllReduceAlgo,
+    algo_of,
     default_steps,
     describe,
     steps_from,
     usable,
-    way_of,
 )
 from trireme.workers.collectives.watchdog import CollectiveWatchdog
 
@@ -31,10 +31,10 @@ def test_the_fastest_way_of_each_size_is_taken() -> None:
         AlgoRange(512 * K, AllReduceAlgo.ONE_SHOT),
         AlgoRange(8192 * K, AllReduceAlgo.NCCL),
     ]
-    assert way_of(steps, 16) is AllReduceAlgo.PUSHED
-    assert way_of(steps, 64 * K) is AllReduceAlgo.PUSHED
-    assert way_of(steps, 64 * K + 16) is AllReduceAlgo.ONE_SHOT
-    assert way_of(steps, 1 << 30) is AllReduceAlgo.NCCL
+    assert algo_of(steps, 16) is AllReduceAlgo.PUSHED
+    assert algo_of(steps, 64 * K) is AllReduceAlgo.PUSHED
+    assert algo_of(steps, 64 * K + 16) is AllReduceAlgo.ONE_SHOT
+    assert algo_of(steps, 1 << 30) is AllReduceAlgo.NCCL
     assert describe(steps) == "pushed up to 64 KiB, one-shot up to 512 KiB, nccl beyond"
 
 
@@ -45,12 +45,12 @@ def test_one_way_for_all() -> None:
 @pytest.mark.parametrize("has_nccl", [True, False])
 def test_without_measuring_small_messages_are_pushed(has_nccl: bool) -> None:
     steps = default_steps(512 * K, 8192 * K, has_peers=True, has_nccl=has_nccl)
-    assert [way_of(steps, size) for size in (16, 8 * K, 512 * K)] == [
+    assert [algo_of(steps, size) for size in (16, 8 * K, 512 * K)] == [
         AllReduceAlgo.PUSHED,
         AllReduceAlgo.PUSHED,
         AllReduceAlgo.ONE_SHOT,
     ]
-    assert way_of(steps, 1 << 28) is (AllReduceAlgo.NCCL if has_nccl else AllReduceAlgo.TWO_SHOT)
+    assert algo_of(steps, 1 << 28) is (AllReduceAlgo.NCCL if has_nccl else AllReduceAlgo.TWO_SHOT)
 
 
 def test_without_peer_memory_everything_goes_one_way() -> None:

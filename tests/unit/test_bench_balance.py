@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from trireme.launch.bench.balance import measure
-from trireme.launch.simulation.balance_sim import World, burst, talk
+from trireme.launch.simulation.balance_sim import World, burst, conversation
 
 FRONTS = [1, 4, 16]
 
@@ -55,7 +55,7 @@ def test_all_that_is_reachable_is_found_on_one_engine() -> None:
     """The yardstick itself: with one engine and room enough nothing can be missed."""
     world, found = World("prefix", num_engines=1), []
     for number in range(5):
-        world.after(0.1 * number, lambda: talk(world, 0, 4, found))
+        world.after(0.1 * number, lambda: conversation(world, 0, 4, found))
     world.run()
     assert len(found) == 20
     assert sum(asked.num_reachable for asked in found) > 2000

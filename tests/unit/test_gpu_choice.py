@@ -193,7 +193,9 @@ def test_the_doctor_sees_a_card_without_kernels():
 def test_sizes_of_graphs_are_checked_before_anything_starts():
     for asked in ("auto", "none", "1,8,32"):
         assert resolved(graph_sizes=asked)[0].parallel.graph_sizes == asked
-    with pytest.raises(ConfigError, match="--graph-sizes 300: not auto, none or rows of a step, 1 to 256"):
+    with pytest.raises(
+        ConfigError, match="--graph-sizes 300: not auto, none or numbers of sequences in a step, 1 to 256"
+    ):
         resolved(graph_sizes="1,300")
     assert resolved(graph_sizes="1,300", max_num_seqs=300)[0].parallel.graph_sizes == "1,300"
     with pytest.raises(ConfigError, match="--graph-sizes none is for a GPU") as caught:

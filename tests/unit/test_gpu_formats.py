@@ -13,7 +13,7 @@ from trireme.config import ModelConfig
 from trireme.errors import ConfigError
 from trireme.launch.commands.plan import make_plan
 from trireme.machine.device import GpuFacts
-from trireme.machine.gpu_formats import check_card, format_of, gpu_weight_bytes, stored_in
+from trireme.machine.gpu_formats import check_gpu, format_of, gpu_weight_bytes, stored_in
 from trireme.model.gguf_header import GgufTensor
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
@@ -148,8 +148,8 @@ def test_a_cache_of_fp8_needs_heads_that_its_kernel_has() -> None:
 
 
 def test_a_card_without_float8_products_is_told() -> None:
-    check_card({"half": 5, "q4_k": 5}, (8, 0), "A100")
-    check_card({"fp8": 5}, (8, 9), "L4")
+    check_gpu({"half": 5, "q4_k": 5}, (8, 0), "A100")
+    check_gpu({"fp8": 5}, (8, 9), "L4")
     with pytest.raises(ConfigError, match="fp8 weights need a GPU of compute capability 8.9; A100 has 8.0") as caught:
-        check_card({"fp8": 5}, (8, 0), "A100")
+        check_gpu({"fp8": 5}, (8, 0), "A100")
     assert "--quantize int8 or q4_k" in caught.value.hint

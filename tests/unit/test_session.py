@@ -219,7 +219,7 @@ def test_wrong_types_are_refused_with_their_field(blocking):
     for call, args in ((session.stream, (None,)), (session.stream, ([1.5],)), (session.stream, ("x", {}))):
         with pytest.raises(RequestError):
             list(call(*args))
-    assert session._session._client.num_rows == 0
+    assert session._session._client.num_choices == 0
 
 
 def test_one_stop_text_is_one_stop_text(blocking):
@@ -234,7 +234,7 @@ def test_nothing_is_sent_when_one_prompt_is_wrong(blocking):
     with pytest.raises(RequestError, match="max_tokens"):
         session.generate(["a", "b" * 2000], SamplingParams(max_tokens=200))
     assert session.generate("a", SamplingParams(max_tokens=4)).text == "A"
-    assert session._session._client.num_rows == 0
+    assert session._session._client.num_choices == 0
 
 
 def test_a_progress_bar_counts_requests(blocking, capsys):

@@ -25,7 +25,7 @@ from trireme.workers.cuda.logits_processors import DeviceRules, is_for_device
 from trireme.workers.cuda.runner import GpuRunner
 from trireme.workers.cuda.staging import Answer
 from trireme.workers.logits_processors import LogitRules, Tokens
-from trireme.workers.sampling.sampler import ALL_BARRED, Sampler
+from trireme.workers.sampling.sampler import ALL_MASKED, Sampler
 
 PENALTIES = RowParams(8, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
 MANY = {
@@ -168,7 +168,7 @@ def test_rules_that_bar_all_end_their_row_alone() -> None:
     nothing = RowParams(4, allowed_token_ids=(3,), bad_token_ids=((3,),))
     new = [new_row(0, [5], nothing, blocks=[1]), new_row(1, [6], PENALTIES, blocks=[2])]
     result = runner.execute(plan_of(new=new, rows=[0, 1]))
-    assert [(fault.row, fault.error, fault.by_request) for fault in result.faults] == [(0, ALL_BARRED, True)]
+    assert [(fault.row, fault.error, fault.by_request) for fault in result.faults] == [(0, ALL_MASKED, True)]
     assert rows_and_tokens(result) == ([1], alone(([6], PENALTIES)).outputs[:1])
 
 

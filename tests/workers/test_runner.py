@@ -182,7 +182,7 @@ def test_a_model_that_fails_on_every_row_is_the_engines_error() -> None:
     model.fail_token = 2
     greedy = RowParams(4, temperature=0.0)
     new = [new_row(i, [2], greedy, blocks=[i]) for i in range(3)]
-    with pytest.raises(EngineError, match="each of 3 rows"):
+    with pytest.raises(EngineError, match="each of 3 sequences"):
         runner.execute(plan_of(new=new, rows=[0, 1, 2]))
 
 

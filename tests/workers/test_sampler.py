@@ -148,7 +148,7 @@ def test_token_equals_the_reference(row: tuple[list[int], int, RowParams], seed:
     result = sample(logits, batch_of(row), [0])
     if expected is None:
         assert result.rows == []
-        assert "bar every one" in result.faults[0].error
+        assert "mask every one" in result.faults[0].error
     else:
         assert (result.rows, result.tokens) == ([0], [expected])
 

@@ -35,7 +35,7 @@ def next_plan(before: StepPlan, step: NextToken) -> StepPlan:
     if step.step != before.step + 1 or len(step.tokens) not in (0, len(before.rows)):
         raise ProtocolError(
             f"step {step.step} with {len(step.tokens) // 4} tokens does not follow step {before.step} "
-            f"of {len(before.rows) // 4} rows"
+            f"of {len(before.rows) // 4} sequences"
         )
     return StepPlan(
         step=step.step,

@@ -40,7 +40,7 @@ def shares_on_host(config: EngineConfig, arch: ArchSpec, weight_bytes: int) -> l
 
 def free_for(shares: list[MemoryLine], device: DeviceFacts) -> int:
     """Bytes available to a deployment of these shares: free memory, plus what its programs hold already."""
-    programs = sum(share.total for share in shares if share.what in ("worker program", "front end", "launcher"))
+    programs = sum(share.total for share in shares if share.what in ("worker program", "frontend", "launcher"))
     return device.memory_free + min(device.memory_held, programs)
 
 

@@ -111,13 +111,13 @@ def gpu_weight_bytes(model: ModelConfig, arch: ArchSpec, stored: Stored | None =
     return round(sum(FORMATS[name].weight * count for name, count in found.items()))
 
 
-def check_card(formats: Iterable[str], capability: tuple[int, int], name: str) -> None:
+def check_gpu(formats: Iterable[str], capability: tuple[int, int], name: str) -> None:
     """Raises ConfigError for a format whose GEMMs the GPU `name` does not support."""
     for form in formats:
         if capability < LEAST_CAPABILITY.get(form, (0, 0)):
             least, have = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY[form], capability))
             raise ConfigError(
-                f"products of {form} weights need a GPU of compute capability {least}; {name} has {have}",
+                f"GEMMs of {form} weights need a GPU of compute capability {least}; {name} has {have}",
                 hint="--quantize int8 or q4_k, or weights of 16 bits",
             )
 

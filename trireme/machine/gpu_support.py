@@ -35,7 +35,7 @@ def lacks_on_gpu(arch: ArchSpec, max_len: int | None = None) -> list[str]:
     lacks = {
         f"the layers of {arch.family}": arch.family == "stub",
         "a rotary base that grows with the length": is_long and arch.rope.kind == "dynamic",
-        "a tied head of unit rows": arch.unit_head and arch.tie_embeddings,
+        "a tied head of unit outputs": arch.unit_head and arch.tie_embeddings,
         f"heads of {arch.head_dim}": arch.head_dim not in HEAD_DIMS,
     }
     if isinstance(arch.body, MoeBody):
@@ -75,7 +75,7 @@ def obstacles(config: EngineConfig, arch: ArchSpec, device: DeviceFacts) -> list
         cure = "--device cpu" if lacks_on_gpu(arch, trained) else f"--max-len {trained}, or --device cpu"
         found.append(Obstacle(f"the GPU body lacks {', '.join(missing)}", cure))
     if config.model.quantize is not None and config.model.quantize not in SCHEMES:
-        why = f"--quantize {config.model.quantize} rounds for the CPU's kernels"
+        why = f"--quantize {config.model.quantize} quantizes for the CPU's kernels"
         found.append(Obstacle(why, f"{' or '.join('--quantize ' + name for name in SCHEMES)}, or --device cpu"))
     if config.model.quantize is not None and isinstance(arch.body, MoeBody):
         found.append(Obstacle("experts on a GPU have 16 bits", "leave --quantize out, or --device cpu"))

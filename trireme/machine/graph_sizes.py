@@ -30,7 +30,7 @@ def graph_sizes(asked: str, max_rows: int) -> GraphSizes:
     for word in words:
         if not (word.isascii() and word.isdecimal() and 1 <= int(word[:9]) <= max_rows and len(word) < 9):
             raise ConfigError(
-                f"--graph-sizes {word:.20}: not auto, none or rows of a step, 1 to {max_rows}",
+                f"--graph-sizes {word:.20}: not auto, none or numbers of sequences in a step, 1 to {max_rows}",
                 hint=f"--graph-sizes 1,{max_rows}" if max_rows > 1 else "--graph-sizes 1",
             )
     return GraphSizes(adapts=False, named=tuple(sorted({int(word) for word in words})))

@@ -137,7 +137,7 @@ def memory_shares(config: EngineConfig, arch: ArchSpec, weight_bytes: int, kv_by
         MemoryLine("KV cache", workers, kv_bytes),
         MemoryLine("activations", workers, activation_bytes(arch, config.scheduler, sharing)),
         MemoryLine("worker program", workers, WORKER_PROGRAM + (TORCH_LIBRARY if with_torch else 0)),
-        MemoryLine("front end", config.serving.api_servers, FRONT_PROGRAM),
+        MemoryLine("frontend", config.serving.api_servers, FRONT_PROGRAM),
         MemoryLine("launcher", 1, LAUNCH_PROGRAM),
     ]
 

@@ -21,7 +21,7 @@ def arch_from_gguf(file: GgufFile) -> ArchSpec:
     if file.whole("split.count", 1) > 1:
         raise ModelError(f"{file.path} is one part of several", hint="llama-gguf-split --merge makes one file of them")
     if file.whole(f"{family}.expert_count", 0) > 0:
-        raise ModelError(f"{file.path} is a mixture of experts, which is not supported yet")
+        raise ModelError(f"{file.path} is an MoE model (mixture of experts), which is not supported yet")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{file.path} has no matrix token_embd.weight")

@@ -45,7 +45,7 @@ def check_quantized(config: Mapping[str, object], where: Path) -> str:
         likely = _likely_kind(config)
         raise ModelError(
             f"{where} has compressed-tensors weights with {misfits[likely]}; supported are int8 weights with a symmetric scale for "
-            "the tensor or each channel and activations rounded to int8 for each token, and float8 weights with a scale for the "
+            "the tensor or each channel and activations quantized to int8 for each token, and float8 weights with a scale for the "
             "tensor, each channel or each block of 128 x 128",
             hint="use the unquantized checkpoint with --quantize int8, or a GGUF file of this model",
         )

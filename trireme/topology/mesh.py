@@ -103,7 +103,7 @@ class Mesh(NamedTuple):
             raise ConfigError(f"worker {worker} is outside 0..{self.num_workers - 1}")
         return self._replace(pp_rank=worker // self.tp, tp_rank=worker % self.tp)
 
-    def card(self, count: int) -> int:
+    def gpu(self, count: int) -> int:
         """Index of this worker's GPU among the `count` visible on its host; workers share GPUs where there are too few."""
         return (self.dp_rank * self.num_workers + self.worker) % count
 

@@ -29,7 +29,7 @@ def make_group(mesh: Mesh, arena: str, *, timeout_s: float = 15.0, step_timeout_
     return ShmGroup(arena, mesh, timeout_s=timeout_s, step_timeout_s=step_timeout_s)
 
 
-def make_cuda_group(mesh: Mesh, arena: str, num_cards: int, *, gathered_bytes: int, load_timeout_s: float) -> CudaGroup:
+def make_cuda_group(mesh: Mesh, arena: str, num_gpus: int, *, gathered_bytes: int, load_timeout_s: float) -> CudaGroup:
     """The group of worker `mesh`, one of several whose tensors are on GPUs. Ranks wait `load_timeout_s` for each other's weights.
 
     Raises as make_group.
@@ -39,7 +39,7 @@ def make_cuda_group(mesh: Mesh, arena: str, num_cards: int, *, gathered_bytes: i
 
     _need_arena(mesh, arena)
     host = ShmGroup(arena, mesh, timeout_s=load_timeout_s, step_timeout_s=load_timeout_s)
-    return CudaGroup(mesh, host, num_cards, gathered_bytes=gathered_bytes)
+    return CudaGroup(mesh, host, num_gpus, gathered_bytes=gathered_bytes)
 
 
 def _need_arena(mesh: Mesh, arena: str) -> None:

@@ -27,24 +27,24 @@ class AlgoRange(NamedTuple):
     """Messages of up to `most` bytes use this algorithm."""
 
     most: int
-    way: AllReduceAlgo
+    algo: AllReduceAlgo
 
 
 def usable(size: int, *, pushed: int, staged: int, has_peers: bool, has_nccl: bool) -> list[AllReduceAlgo]:
     """The algorithms that can reduce `size` bytes in one piece."""
     limits = {AllReduceAlgo.PUSHED: pushed, AllReduceAlgo.ONE_SHOT: staged, AllReduceAlgo.TWO_SHOT: staged}
-    ways = [way for way, most in limits.items() if has_peers and size <= most and size % 16 == 0]
-    return [*ways, AllReduceAlgo.NCCL] if has_nccl else ways
+    algos = [algo for algo, most in limits.items() if has_peers and size <= most and size % 16 == 0]
+    return [*algos, AllReduceAlgo.NCCL] if has_nccl else algos
 
 
 def steps_from(times: Mapping[int, Mapping[AllReduceAlgo, float]]) -> list[AlgoRange]:
     """The fastest algorithm for every size tried, with equal neighbours merged. The last one also applies beyond the last size."""
     steps: list[AlgoRange] = []
     for size in sorted(times):
-        way = min(times[size], key=lambda w: (times[size][w], w))
-        if steps and steps[-1].way == way:
+        algo = min(times[size], key=lambda w: (times[size][w], w))
+        if steps and steps[-1].algo == algo:
             steps.pop()
-        steps.append(AlgoRange(size, way))
+        steps.append(AlgoRange(size, algo))
     return steps
 
 
@@ -60,13 +60,13 @@ def default_steps(pushed: int, staged: int, *, has_peers: bool, has_nccl: bool) 
     ]
 
 
-def way_of(steps: Sequence[AlgoRange], size: int) -> AllReduceAlgo:
+def algo_of(steps: Sequence[AlgoRange], size: int) -> AllReduceAlgo:
     """The algorithm for a message of `size` bytes."""
-    return next((step.way for step in steps if size <= step.most), steps[-1].way)
+    return next((step.algo for step in steps if size <= step.most), steps[-1].algo)
 
 
 def describe(steps: Sequence[AlgoRange]) -> str:
     """`pushed up to 256 KiB, nccl beyond`."""
-    named = [step.way.name.lower().replace("_", "-") for step in steps]
+    named = [step.algo.name.lower().replace("_", "-") for step in steps]
     parts = [f"{name} up to {step.most >> 10} KiB" for name, step in zip(named[:-1], steps[:-1], strict=True)]
     return ", ".join([*parts, f"{named[-1]} {'beyond' if parts else 'always'}"])

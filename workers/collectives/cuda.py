@@ -27,16 +27,16 @@ from trireme.workers.collectives.allreduce_algos import (
     STAGED_BYTES,
     TRIED,
     AllReduceAlgo,
+    algo_of,
     default_steps,
     describe,
     steps_from,
     usable,
-    way_of,
 )
 from trireme.workers.collectives.nccl import NcclComm
 from trireme.workers.collectives.rendezvous import Rendezvous
 from trireme.workers.collectives.shm import ShmGroup
-from trireme.workers.collectives.timing import time_ways
+from trireme.workers.collectives.timing import time_algo
 from trireme.workers.collectives.torch_dist import TorchComm
 from trireme.workers.collectives.watchdog import CollectiveWatchdog
 
@@ -54,12 +54,12 @@ class AllReduceChoice(NamedTuple):
 class CudaGroup:
     """The ranks of one stage, and its neighbour stages. All ranks make the same calls in the same order, from one thread.
 
-    `host` connects them during start-up. `num_cards` is the number of GPUs of this host, indexed by Mesh.card. `gathered_bytes` is
+    `host` connects them during start-up. `num_gpus` is the number of GPUs of this host, indexed by Mesh.gpu. `gathered_bytes` is
     a rank's contribution to the largest all_gather; larger ones are split.
     """
 
     def __init__(
-        self, mesh: Mesh, host: ShmGroup, num_cards: int, *, gathered_bytes: int = 0, timeout_s: float = MEET_S
+        self, mesh: Mesh, host: ShmGroup, num_gpus: int, *, gathered_bytes: int = 0, timeout_s: float = MEET_S
     ) -> None:
         self.rank, self.size = mesh.tp_rank, mesh.tp
         self._mesh, self._host = mesh, host
@@ -72,11 +72,11 @@ class CudaGroup:
         self.watch.start()
         with self.watch.guard(timeout_s):
             met = self._met = Rendezvous(
-                mesh, host, num_cards, staged_bytes=self._staged, timeout_s=timeout_s, reason=self._reason
+                mesh, host, num_gpus, staged_bytes=self._staged, timeout_s=timeout_s, reason=self._reason
             )
         self._peers, self._nccl, self._before, self._behind = met.peers, met.nccl, met.before, met.behind
         self._large: NcclComm | TorchComm | None = met.nccl or met.torch
-        self.ways = default_steps(
+        self.ranges = default_steps(
             PUSHED_BYTES, self._staged, has_peers=self._peers is not None, has_nccl=self._nccl is not None
         )
 
@@ -103,11 +103,11 @@ class CudaGroup:
         if self._is_staged:
             return AllReduceChoice("torch.distributed (gloo)", f"{self._lacks()}. {self._cost()}")
         if self._nccl is None or self._peers is None:
-            return AllReduceChoice(describe(self.ways), self._lacks())
+            return AllReduceChoice(describe(self.ranges), self._lacks())
         with self.watch.guard(MEET_S):
             self.barrier()
-            self.ways = steps_from(self._agreed({size: dict(self._times(size)) for size in TRIED}))
-        return AllReduceChoice(describe(self.ways), "the fastest way of each size, measured at the start")
+            self.ranges = steps_from(self._agreed({size: dict(self._times(size)) for size in TRIED}))
+        return AllReduceChoice(describe(self.ranges), "the fastest algorithm for each size, measured at the start")
 
     def _lacks(self) -> str:
         return self._met.all_lacks() if self._met is not None else ""
@@ -126,15 +126,15 @@ class CudaGroup:
 
     def _times(self, size: int) -> Iterator[tuple[AllReduceAlgo, float]]:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device="cuda")
-        for way in usable(size, pushed=PUSHED_BYTES, staged=self._staged, has_peers=True, has_nccl=True):
-            yield way, time_ways(lambda way=way: self._reduce(x, way))  # type: ignore[misc]
+        for algo in usable(size, pushed=PUSHED_BYTES, staged=self._staged, has_peers=True, has_nccl=True):
+            yield algo, time_algo(lambda algo=algo: self._reduce(x, algo))  # type: ignore[misc]
 
     def _agreed(self, times: dict[int, dict[AllReduceAlgo, float]]) -> dict[int, dict[AllReduceAlgo, float]]:
         """The times of the slowest rank, so that all choose alike."""
         mine = torch.tensor([taken for of_size in times.values() for taken in of_size.values()])
         slowest = self._host.all_gather(mine, [mine.numel()] * self.size).view(self.size, -1).amax(0).tolist()
         agreed = iter(slowest)
-        return {size: {way: next(agreed) for way in of_size} for size, of_size in times.items()}
+        return {size: {algo: next(agreed) for algo in of_size} for size, of_size in times.items()}
 
     # ------------------------------------------------------------ collectives
 
@@ -147,13 +147,13 @@ class CudaGroup:
         if x.nbytes % 16 and self._large is None:
             padded = torch.nn.functional.pad(x.view(-1), (0, -x.numel() % 16))
             return x.copy_(self.all_reduce(padded)[: x.numel()].view(x.shape))
-        return self._reduce(x, AllReduceAlgo.NCCL if x.nbytes % 16 else way_of(self.ways, x.nbytes))
+        return self._reduce(x, AllReduceAlgo.NCCL if x.nbytes % 16 else algo_of(self.ranges, x.nbytes))
 
-    def _reduce(self, x: Tensor, way: AllReduceAlgo) -> Tensor:
-        if way is AllReduceAlgo.NCCL or self._peers is None:
+    def _reduce(self, x: Tensor, algo: AllReduceAlgo) -> Tensor:
+        if algo is AllReduceAlgo.NCCL or self._peers is None:
             assert self._large is not None
             return self._large.all_reduce(x)
-        return self._peers.all_reduce(x, way)
+        return self._peers.all_reduce(x, algo)
 
     def all_gather(self, x: Tensor, sizes: list[int]) -> Tensor:
         """Concatenate along the last dim; rank i contributes sizes[i] columns."""

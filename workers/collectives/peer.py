@@ -52,14 +52,14 @@ class PeerMemory:
         except (RuntimeError, ValueError) as error:
             raise CollectiveError(str(error)) from None
 
-    def all_reduce(self, x: Tensor, way: AllReduceAlgo) -> Tensor:
+    def all_reduce(self, x: Tensor, algo: AllReduceAlgo) -> Tensor:
         """Sum over ranks in rank order, in place, added in float32. x is contiguous and 16 divides its bytes."""
-        most, stream = self._most[way] // x.itemsize, torch.cuda.current_stream().cuda_stream
+        most, stream = self._most[algo] // x.itemsize, torch.cuda.current_stream().cuda_stream
         if x.numel() <= most:
-            self._native.all_reduce(x, x, int(way), stream)
+            self._native.all_reduce(x, x, int(algo), stream)
             return x
         for part in x.view(-1).split(most):
-            self._native.all_reduce(part, part, int(way), stream)
+            self._native.all_reduce(part, part, int(algo), stream)
         return x
 
     def all_gather(self, x: Tensor, sizes: list[int]) -> Tensor:

@@ -33,13 +33,13 @@ class Rendezvous:
         self,
         mesh: Mesh,
         host: ShmGroup,
-        num_cards: int,
+        num_gpus: int,
         *,
         staged_bytes: int,
         timeout_s: float,
         reason: Callable[[], str],
     ) -> None:
-        self._mesh, self._host, self._num_cards, self._timeout_s = mesh, host, num_cards, timeout_s
+        self._mesh, self._host, self._num_gpus, self._timeout_s = mesh, host, num_gpus, timeout_s
         self._rank, self._size = mesh.tp_rank, mesh.tp
         self.lacks: dict[str, str] = {}
         self.peers: PeerMemory | None = None
@@ -55,7 +55,7 @@ class Rendezvous:
         self._open_neighbours()
 
     def all_lacks(self) -> str:
-        return "; ".join(f"no {way}: {why}" for way, why in self.lacks.items())
+        return "; ".join(f"no {what}: {why}" for what, why in self.lacks.items())
 
     def _open_peers(self, staged_bytes: int) -> None:
         """Peer memory, if every rank can use it."""
@@ -82,7 +82,7 @@ class Rendezvous:
 
     def _open_nccl(self) -> None:
         """A communicator of the stage, if every rank can use NCCL."""
-        if len(self._cards(self._mesh.tp_group())) < self._size:
+        if len(self._gpus(self._mesh.tp_group())) < self._size:
             self.lacks["NCCL"] = "ranks share a GPU"
             return
         library, made = self._nccl_and_id()
@@ -116,11 +116,11 @@ class Rendezvous:
     def _open_neighbours(self) -> None:
         """A communicator with each neighbour stage; without one, stages exchange through the host."""
         mesh = self._mesh
-        if not mesh.is_first_stage and len(self._cards([mesh.worker - mesh.tp, mesh.worker])) == 2:
+        if not mesh.is_first_stage and len(self._gpus([mesh.worker - mesh.tp, mesh.worker])) == 2:
             unique_id = bytes(self._host.recv_prev((ID_BYTES,), torch.uint8).tolist())
             if any(unique_id):
                 self.before = NcclComm(load_nccl(), unique_id, 1, 2, timeout_s=self._timeout_s)
-        if not mesh.is_last_stage and len(self._cards([mesh.worker, mesh.worker + mesh.tp])) == 2:
+        if not mesh.is_last_stage and len(self._gpus([mesh.worker, mesh.worker + mesh.tp])) == 2:
             library, unique_id = self._nccl_and_id()
             self._host.send_next(torch.frombuffer(bytearray(unique_id), dtype=torch.uint8))
             if library is not None:
@@ -135,8 +135,8 @@ class Rendezvous:
             self.lacks["NCCL"] = str(error)
             return None, bytes(ID_BYTES)
 
-    def _cards(self, workers: list[int]) -> set[int]:
-        return {self._mesh.at_worker(worker).card(self._num_cards) for worker in workers}
+    def _gpus(self, workers: list[int]) -> set[int]:
+        return {self._mesh.at_worker(worker).gpu(self._num_gpus) for worker in workers}
 
     def _everywhere(self, is_so: bool) -> bool:
         """Whether `is_so` holds on all ranks of the stage."""

@@ -12,7 +12,7 @@ import torch
 LAUNCHES, REPLAYS = 8, 4
 
 
-def time_ways(launch: Callable[[], object]) -> float:
+def time_algo(launch: Callable[[], object]) -> float:
     """Microseconds per launch."""
     launch()  # sets up lazy connections
     torch.cuda.synchronize()

@@ -28,7 +28,7 @@ from trireme.workers.kv.tensors import copy_blocks
 from trireme.workers.sampling.logprobs import logprob_row
 from trireme.workers.sampling.sampler import Sampled, Sampler
 
-_MODEL_FAILED = "the model failed on this row"
+_MODEL_FAILED = "the model failed on this sequence"
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class Runner:
         self._run(step, outcome)
         failed = outcome.faults[before:]
         if len(failed) == step.rows.size > 1 and all(fault.error.startswith(_MODEL_FAILED) for fault in failed):
-            raise EngineError(f"the model failed on each of {len(failed)} rows; first: {failed[0].error}")
+            raise EngineError(f"the model failed on each of {len(failed)} sequences; first: {failed[0].error}")
 
     def _run(self, step: StepRows, outcome: _Outcome) -> None:
         """One forward and the results from its logits. If it raises, the step is bisected down to the failing sequence; KV is

@@ -225,7 +225,7 @@ def choose_pinning(asked: str, threads: int, cores: int) -> Decision:
     if asked == "on":
         return Decision("pinned cores", "on", "--pin-cores on")
     if threads == cores:
-        return Decision("pinned cores", "off", "the front end and the engine need a place among the computing threads")
+        return Decision("pinned cores", "off", "the frontend and the engine need a core among the computing threads")
     if 2 * threads <= cores:
         return Decision("pinned cores", "off", f"{threads} of {cores} cores: another deployment may pin the same ones")
     return Decision("pinned cores", "on", f"{threads} threads on {cores} cores: the other processes have the rest")

@@ -31,7 +31,7 @@ from trireme.workers.cuda.staging import Answer
 from trireme.workers.cuda.steps import PrefillDecodeStep, Steps
 from trireme.workers.inputs import StepRows
 from trireme.workers.logits_processors import LogitRules
-from trireme.workers.sampling.sampler import ALL_BARRED, Sampler
+from trireme.workers.sampling.sampler import ALL_MASKED, Sampler
 
 NOT_FINITE = "sampling failed: the model gave logits that are not finite"
 
@@ -79,7 +79,7 @@ class LaunchedStep:
             faults = [
                 *faults,
                 *(
-                    RowFault(row, ALL_BARRED, by_request=True) if why == NOTHING_LEFT else RowFault(row, NOT_FINITE)
+                    RowFault(row, ALL_MASKED, by_request=True) if why == NOTHING_LEFT else RowFault(row, NOT_FINITE)
                     for row, why in zip(rows[bad].tolist(), tokens[bad].tolist(), strict=True)
                     if row not in told
                 ),
@@ -277,6 +277,6 @@ class GpuRunner:
             tokens = ticket.answer.read()
             same = self._placed[ticket.rows] <= launch
             for row in ticket.rows[same & (tokens < 0)].tolist():
-                self._batch.faults[row] = "this row got no token in an earlier step"
+                self._batch.faults[row] = "this sequence got no token in an earlier step"
             sound = same & (tokens >= 0)
             self._batch.fill_in(ticket.rows[sound], ticket.at[sound], tokens[sound])

@@ -2,7 +2,7 @@
 `launch`.
 
 Used like that one, by module name. All calls but those of a LaunchedStep come from one thread. Each worker has a GPU of its
-own (see Mesh.card), with its share of the layers.
+own (see Mesh.gpu), with its share of the layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from trireme.config import EngineConfig
 from trireme.errors import ConfigError, EngineError
 from trireme.log import facts
-from trireme.machine.gpu_formats import check_card, gpu_weight_bytes, weights_by_format
+from trireme.machine.gpu_formats import check_gpu, gpu_weight_bytes, weights_by_format
 from trireme.machine.gpu_support import compute_dtype
 from trireme.machine.graph_sizes import graph_sizes
 from trireme.machine.weight_bytes import stored_of
@@ -78,7 +78,7 @@ class CudaWorker:
         self._vocab_size = 0  # ids that can be sampled: the tokenizer's, within the model's
         self._batch: Batch | None = None
         self._num_blocks = 0
-        self._shelf: OffloadedWeights | None = None  # offloaded weights of a sleeping model
+        self._offloaded: OffloadedWeights | None = None  # offloaded weights of a sleeping model
         self._is_asleep = False
         self._runner: GpuRunner | None = None
         self._adaptation: Adaptation | None = None
@@ -97,7 +97,7 @@ class CudaWorker:
         share, block_size = config.cache.gpu_memory, config.cache.block_size
         free, total = torch.cuda.mem_get_info()
         formats = weights_by_format(config.model, arch, stored_of(files))
-        check_card(formats, torch.cuda.get_device_capability(device), _name_of(device))
+        check_gpu(formats, torch.cuda.get_device_capability(device), _name_of(device))
         planned = gpu_weight_bytes(config.model, arch, stored_of(files)) // self.mesh.num_workers
         check_weights(_name_of(device), planned, free)
         shares = RankSpans(arch, self.mesh)
@@ -111,7 +111,7 @@ class CudaWorker:
         scheduler = config.scheduler
         step = largest_step(scheduler.num_tokens, max_len, scheduler.num_rows, block_size)
         self._progress("measure", 0, 1)
-        ways = self._meet()
+        collectives = self._meet()
         with self._together():
             activations = measure_step(model, step, block_size)
         self._progress("measure", 1, 1)
@@ -129,13 +129,13 @@ class CudaWorker:
             worker=self.mesh.worker,
             vocab_size=self._vocab_size,
             block_bytes=token_bytes * block_size,
-            free_bytes=memory.left // self._workers_of_card(),
+            free_bytes=memory.left // self._workers_of_gpu(),
             weight_bytes=model.weight_bytes,
             phases=phases.seconds,
             decisions=[
                 ("kernels", _name_of(device), "CUDA " + ".".join(map(str, torch.cuda.get_device_capability(device)))),
                 *model.chosen_attention.decisions(),
-                *ways,
+                *collectives,
             ],
         )
 
@@ -282,7 +282,7 @@ class CudaWorker:
         """Frees the memory of KV cache, graphs and activations, and that of the weights: level 1 offloads them to host memory.
         A worker that sleeps with offloaded weights drops them for level 2. Every earlier step must have ended."""
         if self._is_asleep:
-            self._loaded = self._shelf = None
+            self._loaded = self._offloaded = None
             _collect()
             return
         if self._loaded is None or self._runner is None:
@@ -291,9 +291,9 @@ class CudaWorker:
         torch.cuda.synchronize()
         self._runner, self._adaptation, self._kv = None, None, []
         model.reserve(0)
-        self._shelf = OffloadedWeights(tensors_of(model)) if level == 1 else None
-        if self._shelf is not None:
-            self._shelf.offload()
+        self._offloaded = OffloadedWeights(tensors_of(model)) if level == 1 else None
+        if self._offloaded is not None:
+            self._offloaded.offload()
         else:
             self._loaded = None
         del model
@@ -304,8 +304,8 @@ class CudaWorker:
     def _wake(self) -> None:
         """Restores the state before the sleep, with an empty KV cache. Raises ConfigError when other processes took the memory."""
         try:
-            if self._shelf is not None:
-                self._shelf.restore()
+            if self._offloaded is not None:
+                self._offloaded.restore()
                 assert self._loaded is not None
                 arch, model = self._loaded
             else:
@@ -313,7 +313,7 @@ class CudaWorker:
                 model = self._load_model(arch, self._device, RankSpans(arch, self.mesh))
             self._meet()
             assert self._batch is not None
-            self._loaded, self._shelf = (arch, model), None
+            self._loaded, self._offloaded = (arch, model), None
             self._make_runner(arch, model, self._batch, Phases())
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info()
@@ -344,7 +344,7 @@ class CudaWorker:
             raise ConfigError(
                 f"{needed} workers need a GPU each; torch sees {count}", hint="fewer workers, or --share-gpus"
             )
-        index = self.mesh.card(count)
+        index = self.mesh.gpu(count)
         cuda_ops.load()
         torch.cuda.set_device(index)
         torch.set_num_threads(1)
@@ -353,7 +353,7 @@ class CudaWorker:
             native.set_num_threads(min(HOST_THREADS, usable_cores()))
         return torch.device("cuda", index)
 
-    def _workers_of_card(self) -> int:
+    def _workers_of_gpu(self) -> int:
         return -(-self.mesh.dp * self.mesh.num_workers // torch.cuda.device_count())
 
     def _open_group(self, gathered_bytes: int) -> CudaGroup | None:

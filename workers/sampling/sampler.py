@@ -23,7 +23,7 @@ from trireme.workers.sampling.logprobs import logprob_row, logprob_row_reference
 from trireme.workers.sampling.native_sampler import NOT_FINITE, NOTHING_LEFT, Answers, NativeSampler
 from trireme.workers.sampling.top_k_top_p import kept
 
-ALL_BARRED = "no token is left to sample: allowed_token_ids, bad_words and min_tokens together bar every one"
+ALL_MASKED = "no token is left to sample: allowed_token_ids, bad_words and min_tokens together mask every one"
 
 
 class NothingLeftError(ValueError):
@@ -141,7 +141,7 @@ class Sampler:
 
 def _fault(row: int, error: Exception) -> RowFault:
     if isinstance(error, NothingLeftError):
-        return RowFault(row, ALL_BARRED, by_request=True)
+        return RowFault(row, ALL_MASKED, by_request=True)
     return RowFault(row, f"sampling failed: {error}")
 
 

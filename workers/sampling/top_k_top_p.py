@@ -92,7 +92,7 @@ def kept(logits: Floats, peak: float, params: Cuts) -> Ids:
     if min_p > 0.0:
         floor = np.float32(peak + temperature * math.log(min_p))
         ids = np.flatnonzero(logits >= floor) if ids is None else ids[logits[ids] >= floor]
-    assert ids is not None, "called for a row without top-k, top-p or min-p"
+    assert ids is not None, "called for a sequence without top-k, top-p or min-p"
     return ids
 
 

@@ -46,7 +46,7 @@ class Kernel:
     """A kernel of one path. `load` returns its function, of the path's Run type in prefill.py; it may raise."""
 
     name: str
-    way: AttentionPath
+    path: AttentionPath
     load: Callable[[], Any]
     dims: Container[int] = EIGHTHS
     has_windows: bool = True
@@ -206,9 +206,9 @@ KERNELS: tuple[Kernel, ...] = (
 )
 
 
-def candidates(way: AttentionPath, need: Need) -> tuple[list[Kernel], list[str]]:
-    """(kernels of `way` that can serve `need`, reasons why the others cannot)."""
-    mine = [kernel for kernel in KERNELS if kernel.way == way]
+def candidates(path: AttentionPath, need: Need) -> tuple[list[Kernel], list[str]]:
+    """(kernels of `path` that can serve `need`, reasons why the others cannot)."""
+    mine = [kernel for kernel in KERNELS if kernel.path == path]
     reasons = [kernel.lacks(need) for kernel in mine]
     fit = [kernel for kernel, why in zip(mine, reasons, strict=True) if not why]
     return fit, [f"{kernel.name}: {why}" for kernel, why in zip(mine, reasons, strict=True) if why]
@@ -239,11 +239,11 @@ class AttentionTrial:
         plan = plan_prompts(self.counts, 0 * self.counts, rules)
         return Prompts.of(plan, self.table, (torch.from_numpy(column).cuda() for column in plan.columns))
 
-    def attention(self, way: AttentionPath, run: Any) -> PromptAttention:
-        """A PromptAttention that sends everything to the kernel `run` of the path `way`."""
-        if way == "whole":
+    def attention(self, path: AttentionPath, run: Any) -> PromptAttention:
+        """A PromptAttention that sends everything to the kernel `run` of the path `path`."""
+        if path == "whole":
             return PromptAttention(self._whole_rules, _nothing, whole=run)
-        if way == "fresh":
+        if path == "fresh":
             return PromptAttention(self._fresh_rules, _nothing, fresh=run)
         return PromptAttention(Rules(), run)
 
@@ -251,9 +251,9 @@ class AttentionTrial:
         prompts = self.prompts(attention.rules)
         return lambda: attention(self.qkv, self.q_heads, self.cache, prompts, self.scale, window, self.out)
 
-    def run(self, way: AttentionPath, run: Any) -> tuple[Tensor, float]:
+    def run(self, path: AttentionPath, run: Any) -> tuple[Tensor, float]:
         """(float32 result, microseconds of a launch)."""
-        launch = self.launch(self.attention(way, run), 0 if way == "whole" else self.need.window)
+        launch = self.launch(self.attention(path, run), 0 if path == "whole" else self.need.window)
         found = launch().float()
         return found, min(_us(launch) for _ in range(3))
 
@@ -291,8 +291,8 @@ def try_kernels(need: Need, q_heads: int, kv_heads: int) -> tuple[list[KernelTim
     """Times every kernel that can serve a model's prompts on this GPU; also returns the excluded ones with reasons."""
     fit: list[Kernel] = []
     out: list[str] = []
-    for way in ("fresh", "whole", "pieces"):
-        kernels, reasons = candidates(way, need)
+    for path in ("fresh", "whole", "pieces"):
+        kernels, reasons = candidates(path, need)
         fit, out = fit + kernels, out + reasons
     trials = [AttentionTrial(length, need, q_heads, kv_heads) for length in LENGTHS]
     expected: Truths = {}
@@ -313,12 +313,12 @@ def _tried(kernel: Kernel, trials: list[AttentionTrial], expected: Truths) -> Ke
     try:
         run = kernel.load()
         for i, trial in enumerate(trials):
-            if kernel.way == "whole" and not LEAST_WHOLE <= LENGTHS[i] <= (trial.need.window or LENGTHS[-1]):
+            if kernel.path == "whole" and not LEAST_WHOLE <= LENGTHS[i] <= (trial.need.window or LENGTHS[-1]):
                 times.append(UNTRIED)
                 continue
-            found, us = trial.run(kernel.way, run)
+            found, us = trial.run(kernel.path, run)
             times.append(us)
-            truth = expected.setdefault((i, trial.need.fp8_cache and kernel.way == "pieces"), found)
+            truth = expected.setdefault((i, trial.need.fp8_cache and kernel.path == "pieces"), found)
             if not float((found - truth).norm() / truth.norm()) < CLOSE:
                 return KernelTiming(kernel, (), f"differs from the first for prompts of {LENGTHS[i]}")
     except Exception as error:  # libraries raise anything; the other kernels remain
@@ -373,7 +373,7 @@ def choose(need: Need, timings: Iterable[KernelTiming], left_out: Iterable[str] 
     at least one kernel of pieces. `fits_graphs` is the same on all ranks of a model, whatever they measured."""
     best: dict[str, KernelTiming] = {}
     for timing in sorted(timings, key=lambda timing: (timing.kernel.needs_copies, timing.total)):
-        best.setdefault(timing.kernel.way, timing)
+        best.setdefault(timing.kernel.path, timing)
     pieces, fresh, whole = best["pieces"], best.get("fresh"), best.get("whole")
     if fresh and not fresh.us[0] < pieces.us[0]:
         fresh = None
@@ -399,12 +399,12 @@ def _whole_from(whole: KernelTiming | None, others: list[KernelTiming]) -> int:
 _chosen: dict[tuple[Need, int, int], AttentionChoice] = {}
 
 
-def choose_on_card(need: Need, q_heads: int, kv_heads: int) -> AttentionChoice:
+def choose_on_gpu(need: Need, q_heads: int, kv_heads: int) -> AttentionChoice:
     """Chooses by trials on the current device, once per (need, heads). Raises RuntimeError if no kernel works."""
     key = need, q_heads, kv_heads
     if key not in _chosen:
         timings, left_out = try_kernels(need, q_heads, kv_heads)
-        if not any(timing.kernel.way == "pieces" for timing in timings):
-            raise RuntimeError(f"no attention for prompts on this card: {'; '.join(left_out)}")
+        if not any(timing.kernel.path == "pieces" for timing in timings):
+            raise RuntimeError(f"no attention for prompts on this GPU: {'; '.join(left_out)}")
         _chosen[key] = choose(need, timings, left_out)
     return _chosen[key]
