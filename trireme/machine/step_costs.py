@@ -1,6 +1,6 @@
 """Rough step costs of a model on this machine before anything runs, for `trireme plan`. Engines learn the real ones (step_time).
 
-Rates are what the kernels reach, not what the hardware could: two Ice Lake cores (AVX-512 VNNI) read 17 GB/s and compute about 550
+MachineRates are what the kernels reach, not what the hardware could: two Ice Lake cores (AVX-512 VNNI) read 17 GB/s and compute about 550
 int8 GOP/s in linears and 130 GFLOP/s in attention (docs/benchmarks/roofline.md); an H200 about 3 TB/s, 500 and 250 TFLOP/s.
 """
 
@@ -14,7 +14,7 @@ from trireme.model.spec import ArchSpec
 from trireme.step_time import StepCosts, StepShape
 
 
-class Rates(NamedTuple):
+class MachineRates(NamedTuple):
     """Per second: bytes read, operations of linears, operations of attention (two per multiply-add)."""
 
     read: float
@@ -22,25 +22,27 @@ class Rates(NamedTuple):
     attention: float
 
 
-GPU = Rates(3e12, 5e14, 2.5e14)
+GPU = MachineRates(3e12, 5e14, 2.5e14)
 PER_CORE = {
-    "amx_int8": Rates(8e9, 8e11, 7e10),
-    "avx512_vnni": Rates(8e9, 2.7e11, 6.5e10),
-    "avx_vnni": Rates(8e9, 1.3e11, 3.5e10),
+    "amx_int8": MachineRates(8e9, 8e11, 7e10),
+    "avx512_vnni": MachineRates(8e9, 2.7e11, 6.5e10),
+    "avx_vnni": MachineRates(8e9, 1.3e11, 3.5e10),
 }
-ANY_CORE = Rates(7e9, 7e10, 3e10)
+ANY_CORE = MachineRates(7e9, 7e10, 3e10)
 LAUNCH_S = 0.0003  # of a step, besides
 
 
-def rates_of(device: DeviceFacts, *, is_on_gpu: bool) -> Rates:
+def rates_of(device: DeviceFacts, *, is_on_gpu: bool) -> MachineRates:
     """Of one GPU, or of all cores together."""
     if is_on_gpu:
         return GPU
     one = next((rates for flag, rates in PER_CORE.items() if flag in device.isa), ANY_CORE)
-    return Rates(*(device.cores * rate for rate in one))
+    return MachineRates(*(device.cores * rate for rate in one))
 
 
-def rough_costs(arch: ArchSpec, weight_bytes: int, token_bytes: int, num_workers: int, rates: Rates) -> StepCosts:
+def rough_costs(
+    arch: ArchSpec, weight_bytes: int, token_bytes: int, num_workers: int, rates: MachineRates
+) -> StepCosts:
     """Of a model with `weight_bytes` and `token_bytes` of KV a token on each of `num_workers` workers that share it."""
     heads = arch.num_layers * arch.num_heads * arch.head_dim / num_workers
     return StepCosts(
