@@ -1,6 +1,6 @@
 """Rough step costs of a model on this machine before anything runs, for `trireme plan`. Engines learn the real ones (step_time).
 
-MachineRates are what the kernels reach, not what the hardware could: two Ice Lake cores (AVX-512 VNNI) read 17 GB/s and compute about 550
+Rates are what the kernels reach, not what the hardware could: two Ice Lake cores (AVX-512 VNNI) read 17 GB/s and compute about 550
 int8 GOP/s in linears and 130 GFLOP/s in attention (docs/benchmarks/roofline.md); an H200 about 3 TB/s, 500 and 250 TFLOP/s.
 """
 
