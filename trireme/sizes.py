@@ -31,14 +31,14 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "": 1.0}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "": 1.0}
 
 
 def parse_seconds(text: str) -> float:
     """`50ms`, `1.5s`, `2min`, `0.05` in seconds. Raises ValueError that says what was expected."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text)
     if match is None or match[2] not in _SECONDS:
-        raise ValueError("a time is a number and a unit (us, ms, s, min)")
+        raise ValueError("a time is a number and a unit (ms, s, min)")
     seconds = float(match[1]) * _SECONDS[match[2]]
     if not 0 < seconds <= 86400:
         raise ValueError("a time must be above 0 and at most a day")

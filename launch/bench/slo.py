@@ -10,18 +10,15 @@ two largest. Goodput is good requests per second of wall time, attainment their 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from trireme.errors import ConfigError
 from trireme.metrics import percentile
 from trireme.settings import nearest
+from trireme.sizes import format_seconds, parse_seconds
 
 EXAMPLE = "--slo ttft=1s,itl=50ms"
-MOST_MS = 86_400_000.0  # a day
-_UNITS_MS = {"ms": 1.0, "s": 1000.0}
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+) ?(ms|s)")
 
 
 class Slo(NamedTuple):
@@ -34,7 +31,7 @@ class Slo(NamedTuple):
     def __str__(self) -> str:
         """`ttft 1 s, itl 50 ms`."""
         named = zip(NAMES, self, strict=True)
-        return ", ".join(f"{name} {_text(limit)}" for name, limit in named if limit is not None)
+        return ", ".join(f"{name} {format_seconds(limit / 1e3)}" for name, limit in named if limit is not None)
 
     def is_kept(self, sent_s: float, times_s: Sequence[float]) -> bool:
         """Whether a request without an error is good, from when it was sent and when each token came. One of a single token has no
@@ -73,11 +70,8 @@ def parse_slo(words: Sequence[str]) -> Slo | None:
 
 
 def _milliseconds(text: str) -> float | None:
-    """`1.5s`, `50ms`, `50 ms`; None for anything else."""
-    match = _DURATION.fullmatch(text)
-    value = float(match[1]) * _UNITS_MS[match[2]] if match else 0.0
-    return value if 0 < value <= MOST_MS else None
-
-
-def _text(milliseconds: float) -> str:
-    return f"{milliseconds / 1000:g} s" if milliseconds >= 1000 else f"{milliseconds:g} ms"
+    """`1.5s`, `50ms`; None for anything else, and for a number without a unit."""
+    try:
+        return parse_seconds(text) * 1e3 if text.endswith("s") else None
+    except ValueError:
+        return None

@@ -12,7 +12,7 @@ from trireme.targets import automatic_itl_target, itl_targets, parse_target, tie
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("50ms", 0.05), ("1.5s", 1.5), ("2min", 120.0), ("0.05", 0.05), (" 800us ", 0.0008)]
+    ("text", "seconds"), [("50ms", 0.05), ("1.5s", 1.5), ("2min", 120.0), ("0.05", 0.05), (" 0.8 ms ", 0.0008)]
 )
 def test_times(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
