@@ -85,39 +85,45 @@ class _Costs:
         place, share = _place(tokens)
         return self._bends[place] + share * (self._bends[place + 1] - self._bends[place])
 
-    def uncertainty(self, features: Costs, seconds: float) -> float:
-        """Relative standard deviation of a prediction of `seconds`."""
-        variance = sum(
-            x * y * self._covariance[i][j] for i, x in enumerate(features) if x for j, y in enumerate(features) if y
-        )
-        return sqrt(max(0.0, variance)) / seconds
+    def pulls(self, features: Costs) -> Costs:
+        """The covariance times the features."""
+        _, tokens, context, pairs = features
+        return [row[0] + row[1] * tokens + row[2] * context + row[3] * pairs for row in self._covariance]
 
-    def observe(self, features: Costs, seconds: float) -> None:
-        """A step took `seconds`, at level 1."""
+    def uncertainty(self, features: Costs, seconds: float, pulls: Costs | None = None) -> float:
+        """Relative standard deviation of a prediction of `seconds`."""
+        return sqrt(max(0.0, _dot(features, pulls or self.pulls(features)))) / seconds
+
+    def observe(self, features: Costs, seconds: float, pulls: Costs) -> None:
+        """A step took `seconds`, at level 1. `pulls`: of its features."""
         bend, expected = self.bend(features[1]), self.seconds(features)
         self._learn_bend(features[1], seconds / expected)
         self.largest = max(self.largest, features[1])
         wanted = seconds / bend
-        covariance = self._covariance
-        pulls = [sum(row[j] * features[j] for j in range(4)) for row in covariance]
-        noise = (NOISE * wanted) ** 2
-        variance = sum(x * pull for x, pull in zip(features, pulls, strict=True)) + noise
+        variance = _dot(features, pulls) + (NOISE * wanted) ** 2
         wrong = wanted - expected
         if wrong * wrong > OUTLIER * OUTLIER * variance:
             wrong *= OUTLIER * sqrt(variance) / abs(wrong)
-        for i in range(4):
-            self.values[i] = max(0.0, self.values[i] + pulls[i] / variance * wrong)
-            for j in range(4):
-                covariance[i][j] -= pulls[i] * pulls[j] / variance
-        for i in range(4):
-            drift = (DRIFT * self.values[i]) ** 2
-            covariance[i][i] = min(self._most[i], max(covariance[i][i], 0.0) + drift)
+        first, second, third, fourth = pulls
+        values, most = self.values, self._most
+        for i, row in enumerate(self._covariance):
+            gain = pulls[i] / variance
+            values[i] = value = max(0.0, values[i] + gain * wrong)
+            row[0] -= gain * first
+            row[1] -= gain * second
+            row[2] -= gain * third
+            row[3] -= gain * fourth
+            row[i] = min(most[i], max(row[i], 0.0) + (DRIFT * value) ** 2)
 
     def _learn_bend(self, tokens: float, ratio: float) -> None:
         place, share = _place(tokens)
         wrong = max(-MOST_TURN, min(MOST_TURN, ratio - self.bend(tokens)))
         for at, weight in ((place, 1.0 - share), (place + 1, share)):
             self._bends[at] = max(1 / MOST_BEND, min(MOST_BEND, self._bends[at] + BEND * weight * wrong))
+
+
+def _dot(a: Costs, b: Costs) -> float:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3]
 
 
 def _place(tokens: float) -> tuple[int, float]:
@@ -172,10 +178,11 @@ class StepTimeModel:
         error = abs(seconds - self.level * plain) / seconds
         self._errors.append(error)
         self._error += NEWEST * (min(error, 1.0) - self._error)
-        if costs.uncertainty(features, plain) < SETTLED:
+        pulls = costs.pulls(features)
+        if costs.uncertainty(features, plain, pulls) < SETTLED:
             self._ratios.append(log(seconds / plain))
             self.level = exp(sorted(self._ratios)[LATEST // 2])
-        costs.observe(features, seconds / self.level)
+        costs.observe(features, seconds / self.level, pulls)
 
     def errors(self) -> tuple[float, float]:
         """Median and 95th percentile of the relative error of the latest predictions, each made before its step."""
