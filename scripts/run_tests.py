@@ -1,12 +1,13 @@
-"""Runs the tests as two concurrent parts: timing-sensitive process tests first, compute-bound ones at low priority in the gaps.
+"""Runs the tests as three concurrent parts: two that watch real processes by the clock, and what computes, at low priority.
 
-`python scripts/run_tests.py [PYTEST ARGUMENTS]`, called by `make test`. The second part runs at nice 10, and its output is
-printed when the first has ended. Exits with 1 when either fails; a part in which nothing is selected passes if the other selects
-something. Standard library only.
+`python scripts/run_tests.py [PYTEST ARGUMENTS]`, called by `make test`. The watching parts mostly wait, so they share a machine;
+the computing one runs at nice 10. The output of the first part is shown as it comes, that of the others at the end. Exits with 1
+when any fails; a part in which nothing is selected passes if another selects something. Standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,16 +18,17 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMED = (
-    "chaos",
-    "e2e",
-    "procs",
-    "replay",
-    "serving",
-    "workers/test_collectives.py",
-    "workers/test_torch_dist.py",
+PARTS: dict[str, tuple[str, ...]] = {
+    "deployments": ("chaos", "e2e"),
+    "processes": ("procs", "replay", "serving", "workers/test_collectives.py", "workers/test_torch_dist.py"),
+}
+"""Paths under tests/ that measure times, or stop and kill processes, by part; each is about half of the time."""
+PURE = tuple(
+    f"serving/test_{name}.py"
+    for name in ("deltas", "detokenizer", "json_bounds", "processor", "tokens", "tokens_spm", "wire_openai")
 )
-"""Directories under tests/ that measure times, or stop and kill processes."""
+"""Of these paths, what only computes."""
+TIMED = tuple(path for paths in PARTS.values() for path in paths)
 NICENESS = 10  # CPU-heavy tests get a tenth of the default share, so that no timed test starves on a busy machine
 NOTHING_SELECTED = 5  # pytest's exit code
 
@@ -61,29 +63,50 @@ def passed(codes: list[int]) -> bool:
     return set(codes) <= {0, NOTHING_SELECTED} and 0 in codes
 
 
+def selections() -> dict[str, list[str]]:
+    """The pytest arguments that select each part, the one that is shown first."""
+    found = {
+        name: [*(f"tests/{path}" for path in paths), *(f"--ignore=tests/{path}" for path in PURE)]
+        for name, paths in PARTS.items()
+    }
+    rest = [f"--ignore=tests/{path}" for path in TIMED if path != "serving"]
+    beside = (path for path in sorted((ROOT / "tests/serving").glob("test_*.py")))
+    rest += [f"--ignore={path.relative_to(ROOT)}" for path in beside if f"serving/{path.name}" not in PURE]
+    return {**found, "computing": ["tests", *rest]}
+
+
 def main(arguments: list[str]) -> int:
-    """Runs both parts; returns the exit status."""
+    """Runs all parts; returns the exit status."""
     signal.signal(signal.SIGTERM, interrupt)
-    with tempfile.TemporaryFile() as said:
-        computing = subprocess.Popen(
-            command("computing", "tests", *(f"--ignore=tests/{name}" for name in TIMED), *arguments),
-            cwd=ROOT,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    with contextlib.ExitStack() as stack:
+        outputs = {name: stack.enter_context(tempfile.TemporaryFile()) for name in selections()}
+        shown = next(iter(outputs))
         try:
-            give_way(computing.pid)
-            timed = subprocess.run(command("timed", *(f"tests/{name}" for name in TIMED), *arguments), cwd=ROOT)
-            print("the tests that compute:", flush=True)
-            codes = [timed.returncode, computing.wait()]
+            for name, selected in selections().items():
+                said = None if name == shown else outputs[name]
+                started = subprocess.Popen(
+                    command(name, *selected, *arguments),
+                    cwd=ROOT,
+                    stdout=said,
+                    stderr=subprocess.STDOUT if said else None,
+                    start_new_session=True,
+                )
+                running[name] = started
+                if name == "computing":
+                    give_way(started.pid)
+            codes = [part.wait() for part in running.values()]
         except KeyboardInterrupt:
             return 130
         finally:
-            end(computing)
-            said.seek(0)
-            sys.stdout.buffer.write(said.read())
-            sys.stdout.flush()
+            for part in running.values():
+                end(part)
+            for name, said in outputs.items():
+                if name != shown:
+                    print(f"the part {name}:", flush=True)
+                    said.seek(0)
+                    sys.stdout.buffer.write(said.read())
+                    sys.stdout.flush()
     return 0 if passed(codes) else 1
 
 

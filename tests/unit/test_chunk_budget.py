@@ -7,11 +7,14 @@ from math import inf
 import numpy as np
 import pytest
 
+from tests.replay.recorder import Recorder
 from tests.sim.even_streams import CPU, Engine, Visit, check_random_loads, limits, run
+from trireme.engine_core.events import plans_of
 from trireme.engine_core.scheduling.chunk_budget import LEAST_TOKENS, PROMPT_SHARE, ChunkBudget
 from trireme.params import RowParams
 from trireme.step_time import StepShape, StepTimeModel
 from trireme.topology.lockstep import Ballot, agree
+from trireme.transport.wire.codec import encode
 from trireme.transport.wire.messages import Submit
 
 
@@ -96,6 +99,27 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     visits = [Visit(0.0, 6000, 4)] + [Visit(0.1 * i, 64, 4) for i in range(400)]
     found = run(visits, limits(256, 0.06), CPU, noise=0.0)
     assert found.outcomes[0].first_s < 20.0
+
+
+def test_the_same_events_give_the_same_steps() -> None:
+    """What a core chooses follows from what it has seen: a recording replays to the same plans, targets included."""
+    engine = Engine(limits(512, 0.03, ttft_target=0.5), CPU, 0.05, 7)
+    recorder = Recorder(engine.core)
+    engine.core = recorder  # type: ignore[assignment]
+    plans: list[bytes] = []
+    for rid in range(30):
+        prompt = np.full(20 + 37 * (rid % 9), rid, np.int32)
+        recorder.submit("front", Submit(rid, prompt, RowParams(20), itl_target_s=0.02 * (rid % 3)), engine.now)
+        for _ in range(4):
+            planned = len(engine.steps)
+            engine.plan()
+            plans += [bytes(encode(step[3])[0]) for step in engine.steps[planned:]]
+            engine.now = engine.steps[0][0] if engine.steps else engine.now
+            if engine.steps:
+                engine.finish()
+    assert len(plans) > 80
+    assert engine.bounded > 10
+    assert plans_of(recorder.events) == plans
 
 
 def test_random_loads_keep_their_bounds() -> None:
