@@ -20,13 +20,15 @@ from trireme.launch.api.session import AsyncSession, Session
 from trireme.launch.api.view import ProgressView
 from trireme.resolve import prepare
 from trireme.settings import Loaded, load
+from trireme.targets import OFF
 
 
 class AsyncLLM(AsyncSession):
     """`async with AsyncLLM("smollm2", tp=2) as llm: ...`
 
     Keyword arguments are the settings of `trireme serve --help all`, spelled with underscores; `config` is a YAML file of
-    them. A whole EngineConfig may replace all these. Raises ConfigError and ModelError when made, EngineError
+    them, but for `queue_timeout` (none) and `itl_target` (off), which are for servers: set them where streams are read. A whole
+    EngineConfig may replace all these. Raises ConfigError and ModelError when made, EngineError
     and others from requests.
     """
 
@@ -50,11 +52,11 @@ class AsyncLLM(AsyncSession):
 
 
 def patient(loaded: Loaded) -> EngineConfig:
-    """Disables the queue's time limit unless somebody set it: no client waits for an offline batch."""
-    config = loaded.config
-    if "scheduler.queue_timeout" in loaded.sources:
-        return config
-    return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, queue_timeout=0.0))
+    """Disables the queue's time limit and the target between tokens unless somebody set them: no client waits for an offline batch,
+    nor reads its streams."""
+    config, wanted = loaded.config, {"queue_timeout": 0.0, "itl_target": OFF}
+    changes = {name: value for name, value in wanted.items() if f"scheduler.{name}" not in loaded.sources}
+    return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, **changes))
 
 
 class LLM(Session):

@@ -54,6 +54,7 @@ def test_a_long_list_of_prompts_waits_as_long_as_it_takes(tmp_path: Path) -> Non
         llm.generate(PROMPTS, long)
     with LLM(slow, **settings) as llm:
         assert llm.config.scheduler.queue_timeout == 0
+        assert llm.config.scheduler.itl_target == "off"
         assert llm.config.scheduler.max_wait > 0, "that of a server; it concerns only who has a limit"
         assert [len(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, long)] == [60] * 3
 
