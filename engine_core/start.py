@@ -14,7 +14,7 @@ from trireme.engine_core.scheduling.policies.base import POLICIES, PolicySetting
 from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.machine.memory_budget import num_kv_blocks
 from trireme.phases import Phases, slowest
-from trireme.targets import CPU_ITL_S, itl_targets, ttft_target
+from trireme.targets import CPU_ITL_S, decode_steps, itl_targets, most_crowd, ttft_target
 from trireme.transport.wire.messages import LoadProgress, WorkerLoaded
 
 
@@ -37,6 +37,8 @@ def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int
         max_wait=scheduler.max_wait,
         prefix_cache=cache.prefix_cache,
         itl_target=itl_targets(scheduler.itl_target, CPU_ITL_S)["default"],
+        most_crowd=most_crowd(scheduler.itl_target),
+        decode_steps=decode_steps(is_on_gpu=config.parallel.worker_kind == "cuda"),
         ttft_target=ttft_target(scheduler.ttft_target),
     )
 

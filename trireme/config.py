@@ -138,8 +138,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     itl_target: Annotated[
         str,
         _text(
-            "time between tokens of a stream while prompts of others are computed (50ms), kept by cutting prompts. Service tiers "
-            "may have their own (50ms,priority=25ms,flex=off). auto: as the machine allows; off: prompts fill steps"
+            "time between tokens of a stream while prompts of others are computed (50ms), kept by cutting prompts; ~50ms is "
+            "widened while many wait for a first token. Service tiers may have their own (50ms,priority=25ms,flex=off). auto: one "
+            "with ~, as the machine allows; off: prompts fill steps"
         ),
     ] = "auto"
     ttft_target: Annotated[

@@ -23,7 +23,7 @@ from trireme.model.bodies import MoeBody
 from trireme.model.files import files_of
 from trireme.model.reader import ArchSpec, read_arch
 from trireme.sizes import GIB, MIB, format_bytes, format_seconds, parse_bytes
-from trireme.targets import AUTO, automatic_itl_target, itl_targets, ttft_target
+from trireme.targets import AUTO, SOFT, automatic_itl_target, itl_targets, ttft_target
 from trireme.topology.mesh import Mesh, split_evenly, split_heads
 from trireme.topology.zones import fleet_of
 
@@ -151,8 +151,8 @@ class _Resolver:
         named = [part.strip() for part in scheduler.itl_target.split(",")]
         if AUTO in named or all("=" in part for part in named):
             rest = [part for part in named if part != AUTO]
-            own = ",".join([f"{targets['default'] * 1e3:.3g}ms", *rest])
-            self.decide("scheduler", because, shown=format_seconds(targets["default"]), itl_target=own)
+            own = ",".join([f"{SOFT}{targets['default'] * 1e3:.3g}ms", *rest])
+            self.decide("scheduler", because, shown=f"about {format_seconds(targets['default'])}", itl_target=own)
 
     @property
     def is_on_gpu(self) -> bool:

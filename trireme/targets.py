@@ -14,8 +14,10 @@ CPU_ITL_S = 0.05  # 20 tokens a second, more than people read
 GPU_ITL_S = 0.01  # at least
 GPU_WEIGHTS_PER_S = 3e12  # bytes that a GPU reads in a second, roughly
 GPU_DECODE_STEPS = 2.2  # steps of decoding alone that one with prompt tokens may last
+CPU_DECODE_STEPS = 3.0  # the same: a CPU computes each sequence, and the work of prompts is about as much
 
-AUTO, OFF = "auto", "off"
+AUTO, OFF, SOFT = "auto", "off", "~"
+MOST_CROWD = 2.5  # times a soft target that a step may last while many wait for their first token
 TIERS = ("default", "priority", "flex")
 """Service tiers that may have a target of their own; `default` is the one without a name."""
 
@@ -31,6 +33,11 @@ def parse_target(text: str, *, auto: float | None = None) -> float:
     except ValueError as error:
         words = "auto, off" if auto is not None else "off"
         raise ValueError(f"{error}, or {words}") from error
+
+
+def decode_steps(*, is_on_gpu: bool) -> float:
+    """How many times as long as its decoding part a step with prompt tokens may always take."""
+    return GPU_DECODE_STEPS if is_on_gpu else CPU_DECODE_STEPS
 
 
 def automatic_itl_target(weight_bytes: int, *, is_on_gpu: bool) -> tuple[float, str]:
@@ -52,10 +59,17 @@ def itl_targets(text: str, auto: float) -> dict[str, float]:
             what = "is named twice" if tier in found else "is no service tier"
             raise ConfigError(f"--itl-target is {text!r}: {tier!r} {what}", hint=f"tiers are {', '.join(TIERS[1:])}")
         try:
-            found[tier] = parse_target(value.strip(), auto=auto)
+            found[tier] = parse_target(value.strip().removeprefix(SOFT), auto=auto)
         except ValueError as error:
             raise ConfigError(f"--itl-target is {text!r}: {error}", hint="--itl-target 50ms") from error
     return {TIERS[0]: auto, **found}
+
+
+def most_crowd(text: str) -> float:
+    """By how much the target of the default tier may be widened while many wait for their first token: a soft one (`~50ms`) is."""
+    parts = [part.strip() for part in text.split(",")]
+    is_soft = any(part == AUTO or part.startswith(SOFT) for part in parts) or all("=" in part for part in parts)
+    return MOST_CROWD if is_soft else 1.0
 
 
 def tier_targets(text: str) -> dict[str, float]:

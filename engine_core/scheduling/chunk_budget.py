@@ -3,8 +3,8 @@
 Used by the scheduler; pure. While a prompt is computed, the streams of all other sequences wait for the step to end. The bound on
 its seconds is the tightest target of the sequences that decode in it, but:
 
-- prompts may take at least PROMPT_SHARE of the time that the decoding part of the step takes, or they would hardly get on where
-  decoding alone comes close to the target;
+- the step may always last `decode_steps` times what its decoding part alone takes, or prompts would hardly get on where that comes
+  close to the target;
 - a prompt that has waited longer for its first token than the target for that widens the bound in proportion;
 - LEAST_TOKENS always fit.
 """
@@ -15,17 +15,17 @@ from math import inf
 
 from trireme.step_time import StepShape, StepTimeModel
 
-PROMPT_SHARE = 0.6
 LEAST_TOKENS = 16
 
 
 class ChunkBudget:
     """Of one scheduler: `open` starts a step, `take` spends. `bound_s` is the bound of the step, infinite for none."""
 
-    __slots__ = ("_most_tokens", "_shape", "bound_s", "late", "peers_target_s", "target_s", "times")
+    __slots__ = ("_decode_steps", "_most_tokens", "_shape", "bound_s", "late", "peers_target_s", "target_s", "times")
 
-    def __init__(self, times: StepTimeModel, most_tokens: int) -> None:
-        """`most_tokens`: of any step, decoding sequences included."""
+    def __init__(self, times: StepTimeModel, most_tokens: int, decode_steps: float) -> None:
+        """`most_tokens`: of any step, decoding sequences included. `decode_steps`: see above, at least 1."""
+        self._decode_steps = decode_steps
         self.times = times
         self._most_tokens = most_tokens
         self._shape = StepShape()
@@ -38,7 +38,7 @@ class ChunkBudget:
         `late`: by which factor the longest wait for a first token exceeds its target, at least 1."""
         self._shape, self.target_s = shape, target_s
         decode_s = self.times.decode_seconds(shape) if shape.rows else 0.0
-        self.bound_s = late * max(target_s, (1.0 + PROMPT_SHARE) * decode_s)
+        self.bound_s = late * max(target_s, self._decode_steps * decode_s)
         self.late = late
 
     @property

@@ -28,6 +28,7 @@ from trireme.engine_core.scheduling.waiting import WaitingQueue
 from trireme.step_time import StepShape, StepTimeModel
 from trireme.transport.wire.columns import repeated
 
+CROWD = 2.0  # a soft target is widened when more than 1 / CROWD as many wait for their first token as decode
 MOST_OVERTAKING = (
     8  # queued requests, the head of the queue included, that may start before longer prompts are complete
 )
@@ -53,6 +54,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     itl_target: float = (
         inf  # seconds between tokens of a sequence that names no target; infinite: prompts fill their steps
     )
+    most_crowd: float = 1.0  # times `itl_target` that a step may last while many wait for their first token
+    decode_steps: float = 2.2  # times what its decoding part takes that a step with prompt tokens may always last
     ttft_target: float = 0.0  # seconds to the first token, above which prompts get more of a step; 0: none
 
 
@@ -83,7 +86,7 @@ class Scheduler:
         self._joining: list[Request] = []  # sequences whose last chunk is planned: they decode next
         self._answered: PendingStep | None = None  # the step whose answer came last
         self._owed = 0  # blocks that partly prefilled sequences still need
-        self.budget = ChunkBudget(StepTimeModel(), limits.max_num_tokens)
+        self.budget = ChunkBudget(StepTimeModel(), limits.max_num_tokens, limits.decode_steps)
 
     @property
     def completed(self) -> int:
@@ -239,6 +242,9 @@ class Scheduler:
         rows, target_s = len(pending.at), inf
         if self.limits.chunk:
             target_s = min(self.tightest_target(pending.decode_batch), self.budget.peers_target_s)
+        if self.limits.most_crowd > 1.0 and rows and target_s == self.limits.itl_target:
+            num_waiting = len(self.prefilling) + min(len(self.waiting), len(self.free_rows))
+            target_s *= min(self.limits.most_crowd, max(1.0, CROWD * num_waiting / rows))
         late, limit_s = 1.0, self.limits.ttft_target
         if limit_s and target_s < inf:
             late = max(1.0, self._longest_wait(now) / limit_s)

@@ -17,7 +17,7 @@ import numpy as np
 
 from trireme.engine_core.bench import answer
 from trireme.engine_core.core import EngineCore
-from trireme.engine_core.scheduling.chunk_budget import LEAST_TOKENS, PROMPT_SHARE
+from trireme.engine_core.scheduling.chunk_budget import LEAST_TOKENS
 from trireme.engine_core.scheduling.scheduler import Limits
 from trireme.metrics import percentile
 from trireme.params import RowParams
@@ -111,7 +111,7 @@ class Engine:
         """Counts the step if some choice of prompt tokens could keep the bound, whatever the noise."""
         decode = StepShape(shape.rows, shape.context)
         budget = self.core.scheduler.budget
-        bound_s = budget.late * max(budget.target_s, (1 + PROMPT_SHARE) * self.costs.seconds(decode))
+        bound_s = budget.late * max(budget.target_s, self.core.limits.decode_steps * self.costs.seconds(decode))
         if self.costs.seconds(decode.plus(LEAST_TOKENS, start)) * (1 + 3 * self.noise) <= bound_s:
             self.bounded += 1
             self.kept += seconds <= bound_s * max(1.0, self.slowdown)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from math import inf
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.replay.recorder import Recorder
 from tests.sim.even_streams import CPU, Engine, Visit, check_random_loads, limits, run
 from trireme.engine_core.events import plans_of
-from trireme.engine_core.scheduling.chunk_budget import LEAST_TOKENS, PROMPT_SHARE, ChunkBudget
+from trireme.engine_core.scheduling.chunk_budget import LEAST_TOKENS, ChunkBudget
 from trireme.params import RowParams
 from trireme.step_time import StepShape, StepTimeModel
 from trireme.topology.lockstep import Ballot, agree
@@ -28,7 +29,7 @@ def taught() -> StepTimeModel:
 
 
 def test_prompts_get_the_time_that_streams_leave() -> None:
-    budget = ChunkBudget(taught(), 512)
+    budget = ChunkBudget(taught(), 512, 1.6)
     budget.open(StepShape(10, 0), 0.060)
     first = budget.room(500, 0)
     assert 30 <= first <= 40, "60 ms - 10 ms - 10 sequences x 1 ms"
@@ -37,7 +38,7 @@ def test_prompts_get_the_time_that_streams_leave() -> None:
 
 
 def test_without_a_target_prompts_fill_the_step() -> None:
-    budget = ChunkBudget(taught(), 512)
+    budget = ChunkBudget(taught(), 512, 1.6)
     budget.open(StepShape(10, 0), inf)
     assert budget.room(1000, 0) == 502
     budget.take(500, 0)
@@ -45,9 +46,9 @@ def test_without_a_target_prompts_fill_the_step() -> None:
 
 
 def test_prompts_always_get_on() -> None:
-    budget = ChunkBudget(taught(), 512)
+    budget = ChunkBudget(taught(), 512, 1.6)
     budget.open(StepShape(200, 0), 0.001)
-    assert budget.bound_s == pytest.approx((1 + PROMPT_SHARE) * 0.210, rel=0.1)
+    assert budget.bound_s == pytest.approx(1.6 * 0.210, rel=0.1)
     assert budget.room(500, 0) > 50, "a share of the time that decoding takes"
     budget.open(StepShape(1, 0), 0.001)
     assert budget.room(500, 0) == LEAST_TOKENS, "and a few tokens, whatever the target"
@@ -55,7 +56,7 @@ def test_prompts_always_get_on() -> None:
 
 
 def test_late_prompts_widen_the_bound() -> None:
-    budget = ChunkBudget(taught(), 512)
+    budget = ChunkBudget(taught(), 512, 1.6)
     budget.open(StepShape(10, 0), 0.060, late=2.0)
     assert budget.is_late
     assert 75 <= budget.room(500, 0) <= 100
@@ -70,6 +71,26 @@ def test_the_tightest_target_counts() -> None:
     scheduler = engine.core.scheduler
     scheduler._sort_rows()
     assert scheduler.tightest_target(scheduler.decode_batch) == 0.030
+
+
+def test_a_soft_target_is_widened_while_many_wait() -> None:
+    def bound_s(num_waiting: int, crowd: float) -> float:
+        bounds = msgspec.structs.replace(limits(64, 0.050), most_crowd=crowd)
+        engine = Engine(bounds, CPU, 0.0, 0)
+        for rid in range(8):
+            engine.core.submit("front", Submit(rid, np.full(4, rid, np.int32), RowParams(50)), 0.0)
+        for _ in range(4):
+            engine.plan()
+            engine.now = engine.steps[0][0]
+            engine.finish()
+        for rid in range(100, 100 + num_waiting):
+            engine.core.submit("front", Submit(rid, np.full(2000, rid, np.int32), RowParams(2)), engine.now)
+        engine.plan()
+        return engine.core.scheduler.in_flight[-1].bound_s
+
+    assert bound_s(2, 2.5) == bound_s(16, 1.0) == 0.050
+    assert bound_s(6, 2.5) == pytest.approx(0.050 * 2 * 6 / 8)
+    assert bound_s(40, 2.5) == pytest.approx(0.125)
 
 
 def test_lockstep_ranks_agree_on_the_tightest_target() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from trireme.errors import ConfigError
 from trireme.sizes import format_seconds, parse_seconds
-from trireme.targets import automatic_itl_target, itl_targets, parse_target, tier_targets, ttft_target
+from trireme.targets import automatic_itl_target, itl_targets, most_crowd, parse_target, tier_targets, ttft_target
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,17 @@ def test_targets_by_tier() -> None:
     assert tier_targets("50ms,flex=1s") == {"flex": 1.0}
     assert (ttft_target("off"), ttft_target("1s")) == (0.0, 1.0)
     assert parse_target("off") == inf
+
+
+def test_soft_targets_may_be_widened() -> None:
+    assert itl_targets("~50ms,priority=25ms", 0.012) == {"default": 0.05, "priority": 0.025}
+    assert [most_crowd(text) for text in ("~50ms", "auto", "flex=off", "50ms", "off,flex=1s")] == [
+        2.5,
+        2.5,
+        2.5,
+        1.0,
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize("text", ["soon", "50ms,slow=1s", "50ms,60ms", "priority=", "50ms,,"])
