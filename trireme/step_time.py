@@ -6,7 +6,6 @@ Used by the engine core to choose how many prompt tokens a step may have, by the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from math import exp, log, sqrt
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ class StepShape(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step by formula: the larger of reading the weights and computing the tokens, and the attention."""
+    """Seconds of a step by formula: the sum of what each part of its shape costs."""
 
     step_s: float = 0.01  # every step: weights read, kernels launched
     token_s: float = 0.0002  # of each token
@@ -35,16 +34,20 @@ class StepCosts(NamedTuple):
     pair_s: float = 0.0  # of each score of a prompt chunk
 
     def seconds(self, shape: StepShape) -> float:
+        """Of one step."""
         tokens = shape.rows + shape.prompt
         return self.step_s + self.token_s * tokens + self.context_s * shape.context + self.pair_s * shape.pairs
 
 
+LEAST_S = 1e-6  # of any step: predictions are divided by
 NOISE = 0.1  # of a measured time, relative
 DRIFT = 0.003  # relative change of a cost from one measurement to the next
 UNSURE = 2.0  # of a cost about which one measurement says something, relative
 FIRST_BASE = {True: 0.4, False: 0.9}  # share of the first step of a kind that any such step would have taken
 FAR_CONTEXT = 4096.0  # tokens of context that may cost as much as a token itself, before anything is known
 OUTLIER = 3.0  # deviations beyond which a measurement counts less
+FAR = 8.0  # times, or a part, of what was expected: so wrong a kind of step is learned anew
+FAR_STEPS = 3  # when so many in a row were: the first one may have compiled something
 SETTLED = 0.2  # relative uncertainty of a prediction up to which it counts for the level
 LATEST = 9  # steps whose median ratio is the level
 BEND = 0.1  # weight of the newest measurement in the corrections by size
@@ -68,12 +71,17 @@ class _Costs:
         """From the first measurement; `base`: the share of it that does not depend on the size."""
         tokens = features[1]
         unsure = [1.0, 1.0 / tokens, 1.0 / (tokens * FAR_CONTEXT), 1.0 / (tokens * FAR_CONTEXT)]
-        self.values = [base * seconds, (1.0 - base) * seconds / tokens, 0.0, 0.0]
+        self.values = [max(LEAST_S, base * seconds), (1.0 - base) * seconds / tokens, 0.0, 0.0]
         spread = [(UNSURE * seconds * share / 2) ** 2 for share in unsure]
-        self._covariance = [[spread[i] if i == j else 0.0 for j in range(4)] for i in range(4)]
         self._most = spread  # nothing is less certain than it was at first
+        self._forget()
         self._bends = [1.0] * (MOST_LOG2 + 1)
         self.largest = tokens
+        self.num_far = 0  # steps in a row that took far more or less than expected
+
+    def _forget(self) -> None:
+        """Makes all costs as uncertain as at first, and independent."""
+        self._covariance = [[self._most[i] if i == j else 0.0 for j in range(4)] for i in range(4)]
 
     def seconds(self, features: Costs) -> float:
         """By the costs alone."""
@@ -100,7 +108,11 @@ class _Costs:
         self._learn_bend(features[1], seconds / expected)
         self.largest = max(self.largest, features[1])
         wanted = seconds / bend
-        variance = _dot(features, pulls) + (NOISE * wanted) ** 2
+        variance = _dot(features, pulls)
+        if variance < 0.0:  # rounding has made the covariance none
+            self._forget()
+            return
+        variance += (NOISE * wanted) ** 2
         wrong = wanted - expected
         if wrong * wrong > OUTLIER * OUTLIER * variance:
             wrong *= OUTLIER * sqrt(variance) / abs(wrong)
@@ -108,7 +120,7 @@ class _Costs:
         values, most = self.values, self._most
         for i, row in enumerate(self._covariance):
             gain = pulls[i] / variance
-            values[i] = value = max(0.0, values[i] + gain * wrong)
+            values[i] = value = max(0.0 if i else LEAST_S, values[i] + gain * wrong)
             row[0] -= gain * first
             row[1] -= gain * second
             row[2] -= gain * third
@@ -144,7 +156,6 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         self.level = 1.0
-        self.num_seen = 0
         self._kinds: dict[bool, _Costs] = {}
         self._ratios: deque[float] = deque([0.0] * LATEST, maxlen=LATEST)
         self._errors: deque[float] = deque(maxlen=ERRORS)
@@ -167,14 +178,16 @@ class StepTimeModel:
         """A step of this shape took `seconds`."""
         if seconds <= 0.0 or shape.rows + shape.prompt == 0:
             return
-        self.num_seen += 1
         features = _features(shape)
-        costs = self._kinds.get(shape.prompt > 0)
-        if costs is None:
-            kind = shape.prompt > 0
+        kind = shape.prompt > 0
+        costs = self._kinds.get(kind)
+        plain = costs.bend(features[1]) * costs.seconds(features) if costs is not None else 0.0
+        if costs is not None:
+            is_far = not 1.0 / FAR < seconds / (self.level * plain) < FAR
+            costs.num_far = costs.num_far + 1 if is_far else 0
+        if costs is None or costs.num_far == FAR_STEPS:
             self._kinds[kind] = _Costs(features, seconds / self.level, FIRST_BASE[kind])
             return
-        plain = costs.bend(features[1]) * costs.seconds(features)
         error = abs(seconds - self.level * plain) / seconds
         self._errors.append(error)
         self._error += NEWEST * (min(error, 1.0) - self._error)
@@ -223,14 +236,3 @@ class StepTimeModel:
 
 def _features(shape: StepShape) -> Costs:
     return [1.0, float(shape.rows + shape.prompt), float(shape.context), float(shape.pairs)]
-
-
-def relative_errors(model: StepTimeModel, steps: Sequence[tuple[StepShape, float]]) -> list[float]:
-    """Of predictions made before each step while the model learns from them in order."""
-    found = []
-    for shape, seconds in steps:
-        expected = model.seconds(shape)
-        if expected:
-            found.append(abs(expected - seconds) / seconds)
-        model.observe(shape, seconds)
-    return found
