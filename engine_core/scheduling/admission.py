@@ -83,7 +83,7 @@ class QueueAdmission:
         bound, or when prompts and streams miss their targets already."""
         request.wait.since_busy_s = self._rate.busy_s
         if request.wait.bound_s > 0 and self._scheduler.misses_targets:
-            self._refuse_for_targets()
+            self._check_targets()
         bound_s, waiting = min(request.wait.bound_s, self._max_wait_s), self._scheduler.waiting
         if bound_s <= 0 or self._rate.wait_s(len(waiting)) <= bound_s:
             return
@@ -92,10 +92,13 @@ class QueueAdmission:
         if wait_s > bound_s:
             raise _too_long(f"{num_ahead} requests are queued before this one: ", wait_s, bound_s)
 
-    def _refuse_for_targets(self) -> None:
+    def _check_targets(self) -> None:
+        """Raises TargetsMissedError when the prompts ahead alone take longer than the target for the first token."""
         scheduler = self._scheduler
         num_tokens = scheduler.waiting.num_tokens + sum(row.num_left for row in scheduler.prefilling)
         seconds = num_tokens * self._prompt_s / max(self._prompt_tokens, 1.0)
+        if seconds <= scheduler.limits.ttft_target:
+            return
         raise TargetsMissedError(
             f"prompts wait longer than the target of {format_seconds(scheduler.limits.ttft_target)} although steps already take "
             f"longer than theirs; {num_tokens} prompt tokens are to be computed before, in about {format_seconds(seconds)}",
