@@ -41,10 +41,10 @@ from trireme.transport.wire.messages import (
     Submit,
 )
 
-LONG_S, SAMPLED = (
-    0.005,
-    8,
-)  # shorter steps without a prompt teach the model of step times now and then: it would cost more
+LONG_S = (
+    0.005  # shorter steps without a prompt teach the model of step times only now and then, as teaching takes time too:
+)
+SAMPLED = 8  # one of so many
 
 
 class Counters(msgspec.Struct):

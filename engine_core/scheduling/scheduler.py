@@ -29,9 +29,7 @@ from trireme.step_time import StepShape, StepTimeModel
 from trireme.transport.wire.columns import repeated
 
 CROWD = 2.0  # a soft target is widened when more than 1 / CROWD as many wait for their first token as decode
-MOST_OVERTAKING = (
-    8  # queued requests, the head of the queue included, that may start before longer prompts are complete
-)
+MOST_OVERTAKING = 8  # queued requests, the head included, that may start before longer prompts are complete
 
 _key = attrgetter("key")
 
@@ -51,9 +49,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: float = 0.0
     max_wait: float = 0.0  # seconds of expected queue wait; 0: unlimited
     prefix_cache: bool = True
-    itl_target: float = (
-        inf  # seconds between tokens of a sequence that names no target; infinite: prompts fill their steps
-    )
+    itl_target: float = inf  # seconds between tokens of sequences that name none; infinite: prompts fill steps
     most_crowd: float = 1.0  # times `itl_target` that a step may last while many wait for their first token
     decode_steps: float = 2.2  # times what its decoding part takes that a step with prompt tokens may always last
     ttft_target: float = 0.0  # seconds to the first token, above which prompts get more of a step; 0: none
@@ -242,7 +238,8 @@ class Scheduler:
         rows, target_s = len(pending.at), inf
         if self.limits.chunk:
             target_s = min(self.tightest_target(pending.decode_batch), self.budget.peers_target_s)
-        if self.limits.most_crowd > 1.0 and rows and target_s == self.limits.itl_target:
+        is_own = target_s == self.limits.itl_target and self.budget.peers_target_s == inf  # lockstep ranks choose alike
+        if self.limits.most_crowd > 1.0 and rows and is_own:
             num_waiting = len(self.prefilling) + min(len(self.waiting), len(self.free_rows))
             target_s *= min(self.limits.most_crowd, max(1.0, CROWD * num_waiting / rows))
         late, limit_s = 1.0, self.limits.ttft_target
