@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,12 +27,24 @@ WAYS = {"pieces": PIECES, "fresh": Rules(packs_fresh=True), "whole": Rules(whole
 class Case:
     """Prompts of many lengths, some behind a past, after rotation: a step's own keys are in the cache already."""
 
-    def __init__(self, heads: tuple[int, int], dim: int, dtype: torch.dtype, block_size: int = 16) -> None:
+    def __init__(
+        self,
+        heads: tuple[int, int],
+        dim: int,
+        dtype: torch.dtype,
+        block_size: int = 16,
+        *,
+        counts: Sequence[int] = COUNTS,
+        computed: Sequence[int] = COMPUTED,
+    ) -> None:
         torch.manual_seed(0)
-        counts, computed = (torch.tensor(x, dtype=torch.int32).numpy() for x in (COUNTS, COMPUTED))
-        order = order_prompts(counts, computed)
-        self.heads, self.dim, counts, computed = heads, dim, counts[order], computed[order]
-        self.counts, self.computed = counts, computed
+        new, past = (torch.tensor(x, dtype=torch.int32).numpy() for x in (counts, computed))
+        order = order_prompts(new, past)
+        self.heads, self.dim, self.counts, self.computed = heads, dim, new[order], past[order]
+        self._fill(dtype, block_size)
+
+    def _fill(self, dtype: torch.dtype, block_size: int) -> None:
+        heads, dim, counts, computed = self.heads, self.dim, self.counts, self.computed
         self.qkv = torch.randn(int(counts.sum()), (heads[0] + 2 * heads[1]) * dim, device="cuda").to(dtype)
         width = int(-(-(counts + computed).max() // block_size)) + 1
         self.table = torch.randperm(counts.size * width, device="cuda").view(-1, width).int()
@@ -71,6 +84,18 @@ def test_a_kernel_gives_attention(kernel: Kernel, window: int, heads: tuple[int,
     pieces = run if kernel.path == "pieces" else piece_attention_reference
     found = case.run(PromptAttention(rules, pieces, **ways), rules, window)
     expected = case.run(piece_attention_reference, PIECES, window)
+    assert error(found, expected) < 6e-3
+
+
+@pytest.mark.parametrize("window", [0, 50, 3000])
+@pytest.mark.parametrize("heads", [(8, 2), (6, 2), (7, 1), (32, 8)])
+def test_few_queries_behind_a_long_context_are_split(heads: tuple[int, int], window: int) -> None:
+    """Few tiles see many keys, so that programs share the keys of each; heads of any group share tiles."""
+    case = Case(heads, 128, torch.bfloat16, counts=[3, 40, 2], computed=[5000, 1111, 0])
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "Triton")
+    if missing := kernel.lacks(Need(torch.bfloat16, 128, window)):
+        pytest.skip(missing)
+    found, expected = (case.run(run, PIECES, window) for run in (kernel.load(), piece_attention_reference))
     assert error(found, expected) < 6e-3
 
 
