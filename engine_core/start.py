@@ -12,7 +12,9 @@ from trireme.engine_core.core import EngineCore
 from trireme.engine_core.executor.base import Executor
 from trireme.engine_core.scheduling.policies.base import POLICIES, PolicySettings
 from trireme.engine_core.scheduling.scheduler import Limits
+from trireme.machine.graph_sizes import graph_sizes
 from trireme.machine.memory_budget import num_kv_blocks
+from trireme.machine.step_sizes import padded_decodes
 from trireme.phases import Phases, slowest
 from trireme.targets import CPU_ITL_S, decode_steps, itl_targets, most_crowd, ttft_target
 from trireme.transport.wire.messages import LoadProgress, WorkerLoaded
@@ -40,7 +42,16 @@ def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int
         most_crowd=most_crowd(scheduler.itl_target),
         decode_steps=decode_steps(is_on_gpu=config.parallel.worker_kind == "cuda"),
         ttft_target=ttft_target(scheduler.ttft_target),
+        padded_decodes=_padded_decodes(config),
     )
+
+
+def _padded_decodes(config: EngineConfig) -> tuple[int, ...]:
+    if config.parallel.worker_kind != "cuda":
+        return ()
+    rows = config.scheduler.num_rows
+    asked = graph_sizes(config.parallel.graph_sizes, rows)
+    return padded_decodes(rows if asked.adapts else max(asked.named)) if asked.adapts or asked.named else ()
 
 
 class Started:

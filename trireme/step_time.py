@@ -5,9 +5,13 @@ Used by the engine core to choose how many prompt tokens a step may have, by the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from math import exp, log, sqrt
 from typing import NamedTuple
+
+from trireme.machine.step_sizes import TOTALS, StepSizes
 
 
 class StepShape(NamedTuple):
@@ -42,6 +46,7 @@ class StepCosts(NamedTuple):
 LEAST_S = 1e-6  # of any step: predictions are divided by
 NOISE = 0.1  # of a measured time, relative
 DRIFT = 0.003  # relative change of a cost from one measurement to the next
+MOST_UNSURE = 1.0  # relative, that is added to a prediction
 UNSURE = 2.0  # of a cost about which one measurement says something, relative
 FIRST_BASE = {True: 0.4, False: 0.9}  # share of the first step of a kind that any such step would have taken
 FAR_CONTEXT = 4096.0  # tokens of context that may cost as much as a token itself, before anything is known
@@ -53,7 +58,7 @@ LATEST = 9  # steps whose median ratio is the level
 BEND = 0.1  # weight of the newest measurement in the corrections by size
 MOST_TURN = 0.5  # of such a correction that one measurement may ask for
 MOST_BEND = 2.5  # the largest correction, and its inverse the smallest
-MOST_LOG2 = 24
+KNOTS = tuple(1 << power for power in range(25))  # sizes that have a correction each
 ERRORS = 256  # the latest are remembered
 NEWEST = 0.05  # weight of the newest error in the margin
 SURE = 2.9  # times the mean error: one step in a hundred is off by more, if errors are normally distributed
@@ -64,18 +69,19 @@ Costs = list[float]
 
 class _Costs:
     """The costs of one kind of step, learned by recursive least squares on relative errors (a Kalman filter with the costs as its
-    state): seconds = costs[0] + costs[1] * tokens + costs[2] * context + costs[3] * pairs. And a factor by size, at powers of two
+    state): seconds = costs[0] + costs[1] * tokens + costs[2] * context + costs[3] * pairs. And a factor by size, at `knots`
     tokens: the sizes that a GPU has captured, and the bend where computing begins to take longer than reading weights."""
 
-    def __init__(self, features: Costs, seconds: float, base: float) -> None:
+    def __init__(self, features: Costs, seconds: float, base: float, knots: Sequence[int] = KNOTS) -> None:
         """From the first measurement; `base`: the share of it that does not depend on the size."""
+        self._knots = knots
         tokens = features[1]
         unsure = [1.0, 1.0 / tokens, 1.0 / (tokens * FAR_CONTEXT), 1.0 / (tokens * FAR_CONTEXT)]
         self.values = [max(LEAST_S, base * seconds), (1.0 - base) * seconds / tokens, 0.0, 0.0]
         spread = [(UNSURE * seconds * share / 2) ** 2 for share in unsure]
         self._most = spread  # nothing is less certain than it was at first
         self._forget()
-        self._bends = [1.0] * (MOST_LOG2 + 1)
+        self._bends = [1.0] * len(knots)
         self.largest = tokens
         self.num_far = 0  # steps in a row that took far more or less than expected
 
@@ -90,7 +96,7 @@ class _Costs:
 
     def bend(self, tokens: float) -> float:
         """The factor of a size."""
-        place, share = _place(tokens)
+        place, share = self._place(tokens)
         return self._bends[place] + share * (self._bends[place + 1] - self._bends[place])
 
     def pulls(self, features: Costs) -> Costs:
@@ -128,20 +134,20 @@ class _Costs:
             row[i] = min(most[i], max(row[i], 0.0) + (DRIFT * value) ** 2)
 
     def _learn_bend(self, tokens: float, ratio: float) -> None:
-        place, share = _place(tokens)
+        place, share = self._place(tokens)
         wrong = max(-MOST_TURN, min(MOST_TURN, ratio - self.bend(tokens)))
         for at, weight in ((place, 1.0 - share), (place + 1, share)):
             self._bends[at] = max(1 / MOST_BEND, min(MOST_BEND, self._bends[at] + BEND * weight * wrong))
 
+    def _place(self, tokens: float) -> tuple[int, float]:
+        """The knot below `tokens`, and how far it is to the next (0..1)."""
+        knots = self._knots
+        place = max(0, min(bisect_right(knots, tokens), len(knots) - 1) - 1)
+        return place, max(0.0, min(1.0, (tokens - knots[place]) / (knots[place + 1] - knots[place])))
+
 
 def _dot(a: Costs, b: Costs) -> float:
     return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3]
-
-
-def _place(tokens: float) -> tuple[int, float]:
-    """The power of two below `tokens`, and how far it is to the next (0..1)."""
-    place = min(max(1, int(tokens)).bit_length() - 1, MOST_LOG2 - 1)
-    return place, min(1.0, tokens / (1 << place) - 1.0)
 
 
 class StepTimeModel:
@@ -154,8 +160,11 @@ class StepTimeModel:
     predicted from settled costs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: StepSizes | None = None) -> None:
+        """`sizes`: what steps with prompt tokens are padded to."""
         self.level = 1.0
+        self._sizes = sizes
+        self._knots = KNOTS if sizes is None else tuple(sorted({*KNOTS, *TOTALS}))
         self._kinds: dict[bool, _Costs] = {}
         self._ratios: deque[float] = deque([0.0] * LATEST, maxlen=LATEST)
         self._errors: deque[float] = deque(maxlen=ERRORS)
@@ -166,8 +175,22 @@ class StepTimeModel:
         costs = self._kinds.get(shape.prompt > 0) or self._kinds.get(shape.prompt == 0)
         if costs is None:
             return 0.0
-        features = _features(shape)
+        features = self._features(shape)
         return self.level * costs.bend(features[1]) * costs.seconds(features)
+
+    def cautious_seconds(self, shape: StepShape) -> float:
+        """The same, plus its standard deviation: what a deep context costs may not be known yet."""
+        costs = self._kinds.get(shape.prompt > 0)
+        if costs is None:
+            return self.seconds(shape)
+        features = self._features(shape)
+        seconds = costs.seconds(features)
+        return (
+            self.level
+            * costs.bend(features[1])
+            * seconds
+            * (1.0 + min(MOST_UNSURE, costs.uncertainty(features, seconds)))
+        )
 
     @property
     def margin(self) -> float:
@@ -178,7 +201,7 @@ class StepTimeModel:
         """A step of this shape took `seconds`."""
         if seconds <= 0.0 or shape.rows + shape.prompt == 0:
             return
-        features = _features(shape)
+        features = self._features(shape)
         kind = shape.prompt > 0
         costs = self._kinds.get(kind)
         plain = costs.bend(features[1]) * costs.seconds(features) if costs is not None else 0.0
@@ -186,7 +209,7 @@ class StepTimeModel:
             is_far = not 1.0 / FAR < seconds / (self.level * plain) < FAR
             costs.num_far = costs.num_far + 1 if is_far else 0
         if costs is None or costs.num_far == FAR_STEPS:
-            self._kinds[kind] = _Costs(features, seconds / self.level, FIRST_BASE[kind])
+            self._kinds[kind] = _Costs(features, seconds / self.level, FIRST_BASE[kind], self._knots)
             return
         error = abs(seconds - self.level * plain) / seconds
         self._errors.append(error)
@@ -211,12 +234,12 @@ class StepTimeModel:
         if costs is None:
             return 0
         most = min(most, int(2 * costs.largest) - shape.rows - shape.prompt)
-        if most <= 0 or self.seconds(shape.plus(most, start)) <= bound_s:
+        if most <= 0 or self.cautious_seconds(shape.plus(most, start)) <= bound_s:
             return max(0, most)
         low, high = 0, most  # `low` fits (or is nothing), `high` does not
         while high - low > max(1, low // 32):
             middle = (low + high) // 2
-            if self.seconds(shape.plus(middle, start)) <= bound_s:
+            if self.cautious_seconds(shape.plus(middle, start)) <= bound_s:
                 low = middle
             else:
                 high = middle
@@ -225,7 +248,7 @@ class StepTimeModel:
     def decode_seconds(self, shape: StepShape) -> float:
         """Expected seconds of a step of the decoding sequences of `shape` alone, by the lower of both kinds: few such steps may
         have been measured, and a step with prompt tokens takes no less. Less its uncertainty; 0 while nothing is settled."""
-        features = _features(StepShape(shape.rows, shape.context))
+        features = self._features(StepShape(shape.rows, shape.context))
         found = []
         for costs in self._kinds.values():
             seconds = costs.seconds(features)
@@ -233,6 +256,8 @@ class StepTimeModel:
                 found.append((1.0 - unsure) * costs.bend(features[1]) * seconds)
         return self.level * min(found, default=0.0)
 
-
-def _features(shape: StepShape) -> Costs:
-    return [1.0, float(shape.rows + shape.prompt), float(shape.context), float(shape.pairs)]
+    def _features(self, shape: StepShape) -> Costs:
+        tokens = shape.rows + shape.prompt
+        if shape.prompt and self._sizes is not None:
+            tokens = self._sizes.computed(shape.rows, shape.prompt)
+        return [1.0, float(tokens), float(shape.context), float(shape.pairs)]

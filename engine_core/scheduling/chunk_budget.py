@@ -7,12 +7,15 @@ its seconds is the tightest target of the sequences that decode in it, but:
   close to the target;
 - a prompt that has waited longer for its first token than the target for that widens the bound in proportion;
 - LEAST_TOKENS always fit.
+
+On a GPU, a chunk that is cut short fills whole tiles of the GEMMs, or a captured size.
 """
 
 from __future__ import annotations
 
 from math import inf
 
+from trireme.machine.step_sizes import WASTE, StepSizes
 from trireme.step_time import StepShape, StepTimeModel
 
 LEAST_TOKENS = 16
@@ -21,10 +24,23 @@ LEAST_TOKENS = 16
 class ChunkBudget:
     """Of one scheduler: `open` starts a step, `take` spends. `bound_s` is the bound of the step, infinite for none."""
 
-    __slots__ = ("_decode_steps", "_most_tokens", "_shape", "bound_s", "late", "peers_target_s", "target_s", "times")
+    __slots__ = (
+        "_decode_steps",
+        "_most_tokens",
+        "_shape",
+        "_sizes",
+        "bound_s",
+        "late",
+        "peers_target_s",
+        "target_s",
+        "times",
+    )
 
-    def __init__(self, times: StepTimeModel, most_tokens: int, decode_steps: float) -> None:
-        """`most_tokens`: of any step, decoding sequences included. `decode_steps`: see above, at least 1."""
+    def __init__(
+        self, times: StepTimeModel, most_tokens: int, decode_steps: float, sizes: StepSizes | None = None
+    ) -> None:
+        """`most_tokens`: of any step, decoding sequences included. `decode_steps`: see above, at least 1. `sizes`: on a GPU."""
+        self._sizes = sizes
         self._decode_steps = decode_steps
         self.times = times
         self._most_tokens = most_tokens
@@ -62,7 +78,19 @@ class ChunkBudget:
         room = times.room(self._shape, start, (1.0 - times.margin) * self.bound_s, most)
         if room < least:
             return 0 if self._shape.prompt else least
-        return room
+        return room if room == most or self._sizes is None else self._filling(room, most, start, self._sizes)
+
+    def _filling(self, room: int, most: int, start: int, sizes: StepSizes) -> int:
+        """A number of tokens near `room`, up to `most`, with which the step computes little padding: the next larger one if the
+        step stays within its bound, or else the next smaller one."""
+        before, times = self._shape.prompt, self.times
+        fewer, more = (tokens - before for tokens in sizes.filling(self._shape.rows, before + room))
+        if (
+            more <= most
+            and times.cautious_seconds(self._shape.plus(more, start)) <= (1.0 - times.margin) * self.bound_s
+        ):
+            return more
+        return fewer if fewer >= WASTE * room else room
 
     def take(self, num_tokens: int, start: int) -> None:
         """Spends the time and tokens of a chunk."""

@@ -25,6 +25,7 @@ from trireme.engine_core.scheduling.pending_step import PendingStep
 from trireme.engine_core.scheduling.policies.base import Policy
 from trireme.engine_core.scheduling.request import Request, State
 from trireme.engine_core.scheduling.waiting import WaitingQueue
+from trireme.machine.step_sizes import StepSizes
 from trireme.step_time import StepShape, StepTimeModel
 from trireme.transport.wire.columns import repeated
 
@@ -53,6 +54,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     most_crowd: float = 1.0  # times `itl_target` that a step may last while many wait for their first token
     decode_steps: float = 2.2  # times what its decoding part takes that a step with prompt tokens may always last
     ttft_target: float = 0.0  # seconds to the first token, above which prompts get more of a step; 0: none
+    padded_decodes: tuple[int, ...] = ()  # to which the decoding sequences of steps with prompts are padded, on a GPU
 
 
 class Scheduler:
@@ -82,7 +84,8 @@ class Scheduler:
         self._joining: list[Request] = []  # sequences whose last chunk is planned: they decode next
         self._answered: PendingStep | None = None  # the step whose answer came last
         self._owed = 0  # blocks that partly prefilled sequences still need
-        self.budget = ChunkBudget(StepTimeModel(), limits.max_num_tokens, limits.decode_steps)
+        sizes = StepSizes(limits.padded_decodes) if limits.padded_decodes else None
+        self.budget = ChunkBudget(StepTimeModel(sizes), limits.max_num_tokens, limits.decode_steps, sizes)
 
     @property
     def completed(self) -> int:

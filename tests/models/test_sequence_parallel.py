@@ -20,6 +20,7 @@ from tests.models.test_shards import Stored, arch_of
 from tests.unit.test_gpu_choice import BOX, resolved
 from tests.unit.test_resolve import LAPTOP
 from trireme.errors import ConfigError
+from trireme.machine.step_sizes import MOST_ROWS
 from trireme.model.bodies import GptBody
 from trireme.model.spec import ArchSpec
 from trireme.models.cuda import ops as cuda_ops
@@ -35,7 +36,6 @@ from trireme.models.weights.tp_shards import RankSpans
 from trireme.topology.arena import create_arena
 from trireme.topology.mesh import Mesh
 from trireme.workers.collectives.shm import ShmGroup
-from trireme.workers.cuda.graph_sizes import DECODES, PROMPT_TOKENS
 
 plain_ops = spread.plain_ops
 SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2)]
@@ -242,7 +242,7 @@ def test_float8_inputs_travel_with_their_scales(tp: int, biased: bool, monkeypat
 
 
 def test_no_graph_is_as_long_as_what_is_split() -> None:
-    assert max(DECODES) + max(PROMPT_TOKENS) < SPLIT_FROM
+    assert MOST_ROWS < SPLIT_FROM
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -139,3 +139,18 @@ def test_any_history_gives_finite_positive_times(history: list[tuple[int, int, i
         assert 0.0 < model.level < 1e9
         assert 0.0 <= model.decode_seconds(StepShape(5, 500)) < 1e12
         assert 0 <= model.room(StepShape(5, 500), 10, 0.05, 1000) <= 1000
+
+
+def test_what_is_not_known_yet_counts_as_slow() -> None:
+    """The first steps at the start of prompts say nothing about chunks behind a long context."""
+    model = StepTimeModel()
+    for tokens in (128, 256, 512, 1024) * 4:
+        model.observe(StepShape(16, 2000).plus(tokens, 0), 0.005 + 2e-5 * tokens)
+    near, deep = StepShape(16, 2000).plus(512, 0), StepShape(16, 2000).plus(512, 30_000)
+    assert model.cautious_seconds(near) < 1.2 * model.seconds(near)
+    assert model.cautious_seconds(deep) > 1.2 * model.seconds(deep)
+    before = model.room(StepShape(16, 2000), 30_000, 0.030, 4096)
+    for _ in range(30):
+        model.observe(deep, model.seconds(near))
+    assert model.cautious_seconds(deep) < 1.1 * model.seconds(deep)
+    assert model.room(StepShape(16, 2000), 30_000, 0.030, 4096) > 1.2 * before

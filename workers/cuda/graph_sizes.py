@@ -2,7 +2,8 @@
 workers.cuda.worker.
 
 Few are captured at the start. Decode steps may then be padded to nearly twice their batch size, which costs little: their time is
-that of reading the weights. Prompts cost what they are padded to, so their list is complete from the start.
+that of reading the weights. Prompts cost what they are padded to, so their list (trireme.machine.step_sizes) is complete from the
+start.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from trireme.machine.graph_sizes import GraphSizes
+from trireme.machine.step_sizes import DECODES, padded_decodes, prompt_tokens
 from trireme.workers.cuda.graph_policy import GraphPolicy, Size
 
 MOST_ROWS = 512  # larger steps are long enough to be launched kernel by kernel
-DECODES = (0, 8, 32, 64, 128, 256)  # decoding sequences beside prompts
-PROMPT_TOKENS = (32, 128, 256, 512)
-MORE_DECODES = (0, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-MORE_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
-MOST_GRAPHS, MOST_MIXED = 40, 40  # captured sizes of each kind
+MORE_DECODES = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # decoding sequences beside prompts
+MOST_GRAPHS, MOST_MIXED = 40, 44  # captured sizes of each kind
 
 
 def sizes_up_to(max_rows: int) -> list[int]:
@@ -35,7 +34,7 @@ def first_sizes(max_rows: int) -> list[int]:
 
 def mixed_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
     """(decoding sequences, prompt tokens) of small steps, for batches of `max_rows` and steps of `max_tokens`."""
-    return _mixed(DECODES, PROMPT_TOKENS, max_rows, max_tokens)
+    return _mixed(DECODES, max_rows, max_tokens)
 
 
 def decode_policy(asked: GraphSizes, max_rows: int) -> GraphPolicy:
@@ -50,7 +49,7 @@ def mixed_policy(asked: GraphSizes, max_rows: int, max_tokens: int) -> GraphPoli
     """The policy of small steps with prompts, beside as many sequences as the largest named size has."""
     if not asked.adapts:
         return fixed(mixed_sizes(max(asked.named), max_tokens) if asked.named else ())
-    grid = _mixed(MORE_DECODES, MORE_TOKENS, max_rows, max_tokens)
+    grid = _mixed(MORE_DECODES, max_rows, max_tokens)
     return GraphPolicy(mixed_sizes(max_rows, max_tokens), grid, most=MOST_MIXED)
 
 
@@ -59,6 +58,6 @@ def fixed(sizes: Iterable[Size]) -> GraphPolicy:
     return GraphPolicy(sizes)
 
 
-def _mixed(decodes: Sequence[int], tokens: Sequence[int], max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
-    rows = [*(count for count in decodes if count < max_rows), min(max_rows, decodes[-1])]
-    return [(count, more) for count in rows for more in tokens if count + more <= max_tokens]
+def _mixed(decodes: Sequence[int], max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+    rows = padded_decodes(max_rows, decodes)
+    return [(count, more) for count in rows for more in prompt_tokens(count) if count + more <= max_tokens]
