@@ -10,6 +10,7 @@ Legend: T tokens, R sequences, S tokens whose logits are wanted, H hidden, V voc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from typing import cast
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from trireme.errors import ModelError
 from trireme.machine.gpu_support import lacks_on_gpu
+from trireme.machine.step_sizes import usual_rows
 from trireme.model.bodies import MoeBody
 from trireme.model.reader import ArchSpec
 from trireme.models.arch.layer_config import layer_config_of
@@ -35,6 +37,7 @@ from trireme.models.cuda.layers.quantized_io import Product, QuantizedInput, mul
 from trireme.models.cuda.layers.row_amax import RowAmax
 from trireme.models.cuda.ops import CudaPagedKV
 from trireme.models.cuda.sequence_parallel import RowGroup, Rows, SplitRows, WholeRows
+from trireme.models.cuda.side_stream import forked
 from trireme.models.cuda.weights.sources import DeviceWeights
 from trireme.models.forward import Group, SoloGroup
 from trireme.models.weights.tp_shards import RankSpans
@@ -336,28 +339,46 @@ class CudaModel:
     ) -> Tensor:
         """Attention [T, Hq * D], in `out` or in the kernel's own output. Decode kernels write the per-token amax to
         `largest`."""
-        heads, decodes = self.q_heads, batch.num_decodes
-        if decodes:
-            ops.decode_attention(
-                qkv,
-                heads,
-                cache,
-                batch.block_table[:decodes],
-                batch.context_len,
-                layer.scale,
-                out,
-                window=layer.window,
-                softcap=self.arch.attn_softcap,
-                sinks=layer.sinks,
-                splits=batch.splits,
-                scratch=scratch,
-                largest=largest,
-            )
+        decodes = batch.num_decodes
         if batch.prompts is None:
+            self._attend_tokens(batch, layer, qkv, cache, out, scratch, largest)
             return out
-        rest = qkv[decodes:], heads, cache, batch.prompts, layer.scale, layer.window, out[decodes:]
-        found = self.prompt_attention(*rest, may_move=not decodes, sinks=layer.sinks)
+        with (
+            forked() if decodes and qkv.is_cuda else nullcontext() as side
+        ):  # one waits for memory, the other for arithmetic
+            if decodes:
+                with torch.cuda.stream(side):
+                    self._attend_tokens(batch, layer, qkv, cache, out, scratch, largest)
+            rest = qkv[decodes:], self.q_heads, cache, batch.prompts, layer.scale, layer.window, out[decodes:]
+            found = self.prompt_attention(*rest, may_move=not decodes, sinks=layer.sinks)
         return out if decodes else found
+
+    def _attend_tokens(
+        self,
+        batch: CudaBatch,
+        layer: CudaLayer,
+        qkv: Tensor,
+        cache: CudaPagedKV,
+        out: Tensor,
+        scratch: Tensor | None,
+        largest: Tensor | None,
+    ) -> None:
+        """Attention of the decoding sequences, in `out`."""
+        ops.decode_attention(
+            qkv,
+            self.q_heads,
+            cache,
+            batch.block_table[: batch.num_decodes],
+            batch.context_len,
+            layer.scale,
+            out,
+            window=layer.window,
+            softcap=self.arch.attn_softcap,
+            sinks=layer.sinks,
+            splits=batch.splits,
+            scratch=scratch,
+            largest=largest,
+        )
 
     def _views(self, rows: Rows) -> list[Tensor]:
         """The buffers, sliced to the step; hidden states include the padding of sequence parallelism."""
@@ -369,6 +390,19 @@ class CudaModel:
         """Allocates activations for the largest step, so that their addresses stay fixed for CUDA graphs."""
         self.buffers = self._allocate(num_tokens)
         self.prompt_attention.prepare(self.buffers[2], self.q_heads, self.kv_heads, self.form.attention_scale)
+        for rows in usual_rows(num_tokens) if self.buffers[0].is_cuda else ():
+            self._load_gemms(rows)
+
+    def _load_gemms(self, rows: int) -> None:
+        """Runs the linear layers of one layer over `rows` tokens: a library loads the kernels of a size at its first use, for tens
+        of milliseconds in which streams would stand still."""
+        layer = self._layers[0]
+        _, normed, qkv, attended, gate_up, product = (buffer[:rows] for buffer in self.buffers)
+        multiply(layer.qkv, normed, qkv)
+        multiply(layer.o, attended, normed)
+        if layer.experts is None:
+            multiply(layer.gate_up, normed, gate_up)
+            multiply(layer.down, product, normed)
 
     def _allocate(self, num_tokens: int) -> list[Tensor]:
         """Activation buffers for a step of `num_tokens` tokens, with or without sequence parallelism."""
