@@ -268,3 +268,14 @@ def test_a_package_that_is_not_there_rules_its_kernel_out() -> None:
 
 def test_every_kernel_is_timed_for_every_length() -> None:
     assert len(COPIES.us) == len(LENGTHS)
+
+
+def test_beside_streams_only_usual_squares_are_used() -> None:
+    """Libraries plan other lengths at their first use, while the streams of the step wait."""
+    rules = Rules(whole_from=1024)
+    counts = np.array([1800, 8192, 1024, 700], np.int32)
+    plan = plan_prompts(counts, np.zeros(4, np.int32), rules.beside_streams())
+    lengths = {whole.length for whole in plan.whole}
+    assert lengths == {1024, 8192} <= {whole.length for whole in usual_squares(rules, 16384)}
+    assert plan.num_queries == (1800 - 1024) + 700, "the rest reads the cache"
+    assert {whole.length for whole in plan_prompts(counts, np.zeros(4, np.int32), rules).whole} == {1792, 8192, 1024}

@@ -119,6 +119,8 @@ def mix(
     order = np.concatenate((np.flatnonzero(is_decode), prompts))
     decodes = int(is_decode.sum())
     counts, contexts, rows = step.num_tokens[order], context[order], step.rows[order]
+    if decodes:
+        rules = rules.beside_streams()
     plan = plan_prompts(counts[decodes:], step.num_computed[prompts], rules)
     ends = np.cumsum(counts)
     owner = np.repeat(rows, counts)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
-PER_OCTAVE = 8  # lengths of squares between a power of two and the next
+PER_OCTAVE = 8
 MOST_TOGETHER = 16  # squares per launch
 
 
@@ -27,6 +27,12 @@ class Rules(NamedTuple):
     whole_from: int = 0  # tokens; prompts at least this long are dense squares, 0: none
     whole_to: int = 1 << 30  # the sliding window: longer prompts are pieces
     packs_fresh: bool = False  # shorter prompts are packed
+    per_octave: int = PER_OCTAVE  # lengths of squares between a power of two and the next
+
+    def beside_streams(self) -> Rules:
+        """For steps in which sequences decode: only squares that were planned at the start. A library may plan another length for
+        50 ms, in which all their streams would stand still."""
+        return self._replace(per_octave=1)
 
 
 PIECES = Rules()
@@ -75,9 +81,9 @@ def usual_squares(rules: Rules, most_tokens: int) -> list[Whole]:
     return found
 
 
-def square_of(length: int) -> int:
-    """The largest square length that fits in `length`: eight per octave."""
-    unit = max(1, (1 << length.bit_length() - 1) // PER_OCTAVE)
+def square_of(length: int, per_octave: int = PER_OCTAVE) -> int:
+    """The largest square length that fits in `length`, of `per_octave` between a power of two and the next."""
+    unit = max(1, (1 << length.bit_length() - 1) // per_octave)
     return length // unit * unit
 
 
@@ -95,7 +101,7 @@ def plan_prompts(counts: Ints, computed: Ints, rules: Rules) -> PromptPlan:
     is_whole = _are_whole(counts, computed, rules)
     is_fresh = (computed == 0) & (counts < (rules.whole_from or counts + 1)) & rules.packs_fresh
     squares = np.zeros_like(counts)
-    squares[is_whole] = [square_of(count) for count in counts[is_whole].tolist()]
+    squares[is_whole] = [square_of(count, rules.per_octave) for count in counts[is_whole].tolist()]
     left = np.where(is_fresh, 0, counts - squares)
     rows = np.flatnonzero(left)
     fresh = np.flatnonzero(is_fresh)
