@@ -14,7 +14,7 @@ from trireme.config import CPU_ROWS, CPU_TOKENS, GPU_ROWS, GPU_TOKENS, Decision,
 from trireme.errors import ConfigError
 from trireme.machine.device import DeviceFacts, read_device
 from trireme.machine.fits import check_memory, check_slots, check_threads, room_for_kv
-from trireme.machine.gpu_formats import Stored, expansion_of
+from trireme.machine.gpu_formats import Stored, expansion_of, gpu_weight_bytes
 from trireme.machine.gpu_support import choose_device, compute_dtype, refuse_on_cpu
 from trireme.machine.graph_sizes import graph_sizes
 from trireme.machine.memory_budget import DTYPE_BYTES, kv_token_bytes, num_params, too_little_kv
@@ -145,8 +145,8 @@ class _Resolver:
         scheduler = self.config.scheduler
         ttft_target(scheduler.ttft_target)
         parallel = self.config.parallel
-        share = self.model.weight_bytes // (parallel.tp * parallel.pp)
-        seconds, because = automatic_itl_target(share, is_on_gpu=self.is_on_gpu)
+        copy = gpu_weight_bytes(self.config.model, self.arch, self.model.stored) if self.is_on_gpu else 0
+        seconds, because = automatic_itl_target(copy // (parallel.tp * parallel.pp), is_on_gpu=self.is_on_gpu)
         targets = itl_targets(scheduler.itl_target, seconds)
         named = [part.strip() for part in scheduler.itl_target.split(",")]
         if AUTO in named or all("=" in part for part in named):

@@ -138,3 +138,31 @@ def test_a_stream_survives_the_loss_of_a_rank(model: Path, blow: int, shape: str
         )
         assert_same_up_to_ties(model, [answer(deployment)], [before], [PROMPTS[1]], length=8)
         assert abs(torch.cuda.mem_get_info(0)[0] - free) < 64 << 20
+
+
+@pytest.mark.skipif(CARDS < 2, reason="needs two GPUs")
+def test_streams_of_data_parallel_engines_survive_kills(model: Path) -> None:
+    """Each engine in turn is killed while both stream: every stream goes on with the tokens of an undisturbed one."""
+    flags = ("--served-name", "m", "--device", "cuda", "--dp", "2", "--max-len", "1024", "--kv-memory", "256MiB")
+    length = 600
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(8)]
+    bodies = [
+        {"model": "m", "prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True}
+        | {"return_token_ids": True}
+        for prompt in prompts
+    ]
+    with Deployment(model, *flags, timeout_s=150) as deployment, ThreadPoolExecutor(len(bodies)) as pool:
+
+        def engines() -> list[int]:
+            return deployment.pids("trireme.engine_core.main")
+
+        undisturbed = list(pool.map(lambda body: streamed_ids(deployment.stream(body, timeout_s=60)), bodies))
+        for _ in range(2):
+            wait_for(lambda: deployment.status("/ready") == 200 and len(engines()) == 2, 120, "both engines")
+            streams = [deployment.stream(body, timeout_s=200) for body in bodies]
+            begun = [streamed_ids([next(stream)]) for stream in streams]
+            assert all(len(ids) < length for ids in begun)
+            os.kill(engines()[0], signal.SIGKILL)  # the older one: another each time
+            rests = pool.map(streamed_ids, streams)
+            survived = [a + b for a, b in zip(begun, rests, strict=True)]
+            assert_same_up_to_ties(model, survived, undisturbed, prompts, length=length)
