@@ -61,6 +61,10 @@ MOST_BEND = 2.5  # the largest correction, and its inverse the smallest
 KNOTS = tuple(1 << power for power in range(25))  # sizes that have a correction each
 ERRORS = 256  # the latest are remembered
 NEWEST = 0.05  # weight of the newest error in the margin
+USUAL_ERROR, FAR_ERROR = (
+    0.1,
+    4.0,
+)  # a larger error, in times the mean, counts as that: no margin helps when the host stands still
 SURE = 2.9  # times the mean error: one step in a hundred is off by more, if errors are normally distributed
 MOST_MARGIN = 0.2
 
@@ -213,7 +217,7 @@ class StepTimeModel:
             return
         error = abs(seconds - self.level * plain) / seconds
         self._errors.append(error)
-        self._error += NEWEST * (min(error, 1.0) - self._error)
+        self._error += NEWEST * (min(error, max(USUAL_ERROR, FAR_ERROR * self._error)) - self._error)
         pulls = costs.pulls(features)
         if costs.uncertainty(features, plain, pulls) < SETTLED:
             self._ratios.append(log(seconds / plain))

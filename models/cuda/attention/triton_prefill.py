@@ -275,7 +275,7 @@ def _merge_kernel(
 
 
 def tile_for(dim: int) -> Tile:
-    """The best tile tried on an H200 (docs/benchmarks/gpu-prefill-attention.md); smaller for wide heads, to fit the registers."""
+    """The best tile tried on an H200 (docs/benchmarks/gpu-mixed-steps.md); smaller for wide heads, to fit the registers."""
     return Tile(64, 64, 4, 3) if dim <= 128 else Tile(64, 32, 4, 2)
 
 
