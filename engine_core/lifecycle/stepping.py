@@ -23,6 +23,7 @@ from trireme.transport.wire.messages import StepPlan, StepResult, WaveOrder, Wav
 Answer: TypeAlias = Callable[[str], object]
 """Takes the error, "" for success."""
 
+MOST_LATE = 1_000_000  # thousandths
 ABORTED = "the engine was paused, and what ran was ended; try again"
 
 
@@ -171,8 +172,10 @@ class Lockstep:
         if not self._wave.may_vote:
             return None
         begun, queued = self._rows()
-        target_s = self._core.scheduler.tightest_target(self._core.scheduler.decode_batch)
-        ballot = self._wave.vote(begun=begun, queued=queued)
+        scheduler = self._core.scheduler
+        target_s = scheduler.tightest_target(scheduler.decode_batch)
+        late = min(MOST_LATE, round(1000 * scheduler.lateness(now)))
+        ballot = self._wave.vote(begun=begun, queued=queued)._replace(late_permille=late)
         if target_s < inf:
             ballot = ballot._replace(target_us=max(1, int(target_s * 1e6)))
         plan = self._core.next_plan(now) or self._core.empty_plan(now)
@@ -184,7 +187,9 @@ class Lockstep:
         if result.agreed is None:
             raise EngineError(f"step {result.step} ended without what the engines agreed on")
         self._wave.on_agreed(result.agreed)
-        self._core.scheduler.budget.peers_target_s = result.agreed.target_us / 1e6 or inf
+        budget = self._core.scheduler.budget
+        budget.peers_target_s = result.agreed.target_us / 1e6 or inf
+        budget.agreed_late = result.agreed.late_permille / 1000
 
     def direct(self, mode: Mode, answer: Answer) -> None:
         answer("this engine steps together with others: the coordinator pauses them all")

@@ -29,6 +29,7 @@ class ChunkBudget:
         "_most_tokens",
         "_shape",
         "_sizes",
+        "agreed_late",
         "bound_s",
         "late",
         "peers_target_s",
@@ -48,6 +49,7 @@ class ChunkBudget:
         self.target_s = self.bound_s = inf
         self.late = 1.0
         self.peers_target_s = inf  # the tightest target of sequences on lockstep peers
+        self.agreed_late = 0.0  # `late` of all lockstep ranks, by their latest agreement; 0: outside of lockstep
 
     def open(self, shape: StepShape, target_s: float, late: float = 1.0) -> None:
         """Starts a step that so far has the decoding sequences of `shape`. `target_s`: their tightest target, infinite for none.

@@ -245,9 +245,7 @@ class Scheduler:
         if self.limits.most_crowd > 1.0 and rows and is_own:
             num_waiting = len(self.prefilling) + min(len(self.waiting), len(self.free_rows))
             target_s *= min(self.limits.most_crowd, max(1.0, CROWD * num_waiting / rows))
-        late, limit_s = 1.0, self.limits.ttft_target
-        if limit_s and target_s < inf:
-            late = max(1.0, self._longest_wait(now) / limit_s)
+        late = self.budget.agreed_late or (self.lateness(now) if target_s < inf else 1.0)
         context = int(pending.at.sum()) if target_s < inf else 0
         self.budget.open(StepShape(rows, context), target_s, late)
         pending.bound_s = self.budget.bound_s
@@ -264,6 +262,11 @@ class Scheduler:
     def misses_targets(self) -> bool:
         """Prompts wait longer than their target although steps exceed that of the streams."""
         return self.budget.is_late and bool(self.waiting or self.prefilling)
+
+    def lateness(self, now: float) -> float:
+        """The longest wait for a first token over its target, at least 1."""
+        limit_s = self.limits.ttft_target
+        return max(1.0, self._longest_wait(now) / limit_s) if limit_s else 1.0
 
     def _longest_wait(self, now: float) -> float:
         """Seconds since the client asked, of the longest wait for a first token."""

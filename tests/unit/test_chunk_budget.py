@@ -99,6 +99,31 @@ def test_lockstep_ranks_agree_on_the_tightest_target() -> None:
     assert agree(ballots[:1]).target_us == 0
 
 
+def test_lockstep_ranks_widen_their_target_alike() -> None:
+    """By the rank whose prompts are latest, each of them, whatever it sees itself."""
+    ballots = [Ballot(1, 1, True, False, target_us=12_000, late_permille=late) for late in (1000, 2500, 1200)]
+    agreed = agree(ballots)
+    assert agreed.late_permille == 2500
+    bounds = set()
+    for arrival in (0.0, 9.0):  # one rank's prompt has waited for ten seconds, the other's for one
+        engine = Engine(limits(512, 0.030, ttft_target=2.0), CPU, 0.0, 0)
+        engine.core.submit("front", Submit(0, np.zeros(8, np.int32), RowParams(50)), 0.0)
+        while not len(engine.core.scheduler.decode_batch):
+            engine.plan()
+            engine.now = engine.steps[0][0]
+            engine.finish()
+        engine.core.submit("front", Submit(1, np.zeros(4000, np.int32), RowParams(5)), arrival)
+        budget = engine.core.scheduler.budget
+        budget.peers_target_s, budget.agreed_late = agreed.target_us / 1e6, agreed.late_permille / 1000
+        while engine.steps:
+            engine.now = engine.steps[0][0]
+            engine.finish()
+        engine.now = 10.0
+        engine.plan()
+        bounds.add(round(budget.late * budget.target_s, 6))
+    assert bounds == {0.030}, "2.5 x 12 ms"
+
+
 def test_streams_keep_their_gaps_while_a_long_prompt_comes() -> None:
     visits = [Visit(0.0, 16, 200) for _ in range(4)] + [Visit(1.0, 4000, 4)]
     uneven = run(visits, limits(2048), CPU, noise=0.0)

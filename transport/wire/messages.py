@@ -17,7 +17,7 @@ from trireme.params import RowParams
 from trireme.topology.lockstep import Agreed, Ballot, Mode
 from trireme.transport.wire.columns import Column, Flags, Ids, check_columns
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_PREFIX = 1024  # prompt blocks named in a Route
 MAX_WAITED_S = 86400.0  # maximum of Submit.waited_s
 

@@ -48,6 +48,7 @@ class Ballot(NamedTuple):
     graph: int = 0  # graph mode in which it could run; larger values need more
     num_pieces: int = 0  # forwards in which it would run its batch
     target_us: int = 0  # tightest target between tokens of its sequences, microseconds; 0: none
+    late_permille: int = 1000  # wait for a first token over its target, in thousandths; 1000: none is late
 
 
 class Agreed(NamedTuple):
@@ -59,6 +60,7 @@ class Agreed(NamedTuple):
     graph: int = 0  # the minimum
     num_pieces: int = 0  # the maximum: every rank runs so many forwards
     target_us: int = 0  # the minimum of those that have one: all ranks size their prompts by it
+    late_permille: int = 1000  # the maximum: all ranks widen that target by it
 
 
 def agree(ballots: Sequence[Ballot]) -> Agreed:
@@ -73,4 +75,5 @@ def agree(ballots: Sequence[Ballot]) -> Agreed:
         min(ballot.graph for ballot in ballots),
         max(ballot.num_pieces for ballot in ballots),
         min((ballot.target_us for ballot in ballots if ballot.target_us), default=0),
+        max(ballot.late_permille for ballot in ballots),
     )
