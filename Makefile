@@ -19,7 +19,8 @@ serve: setup
 chat: setup
 	@exec $(BIN)/trireme chat $(MODEL) $(FLAGS)
 
-test: setup-dev lint types arch cuda-compile
+test: setup-dev lint types arch
+	@$(BIN)/python setup.py -q cuda_compile --newest
 	@$(BIN)/python scripts/run_tests.py $(FLAGS)
 
 # for daily work, in three minutes: style, types, contracts, unit tests, and a server started for real
@@ -73,7 +74,7 @@ bench: setup
 simulate: setup-dev
 	@$(BIN)/python -m tests.sim.run $(if $(SEED),--seed $(SEED),--first $(FIRST) --count $(SEEDS) --processes $(PROCESSES))
 
-nightly: setup-dev
+nightly: setup-dev cuda-compile
 	@$(BIN)/python -m tests.sim.run --first $(FIRST) --count 1000000 --processes $(PROCESSES)
 	$(BIN)/python -m tests.sim.even_streams 10000
 	$(BIN)/python -m pytest -m slow tests/chaos/test_real.py

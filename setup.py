@@ -272,10 +272,11 @@ class Build(build):
 class CompileCuda(Command):
     """Compiles models._cuda without linking it, so that a machine without a card can tell whether the sources are sound."""
 
-    user_options: list[tuple[str, str | None, str]] = []
+    user_options = [("newest", None, "where neither a card nor CUDA_ARCHS says otherwise, only for the newest capability")]
+    boolean_options = ["newest"]
 
     def initialize_options(self) -> None:
-        pass
+        self.newest = False
 
     def finalize_options(self) -> None:
         pass
@@ -284,6 +285,8 @@ class CompileCuda(Command):
         if find_nvcc() is None:
             print("skipped: the CUDA sources are not compiled, since there is no nvcc on this machine")
             return
+        if self.newest and find_cuda_archs() == list(CUDA_ARCHS):
+            os.environ["CUDA_ARCHS"] = CUDA_ARCHS[-1]
         NativeBuild("trireme.models._cuda", WORK, None, find_compiler()).run()
         print(f"the CUDA sources compile for sm_{', sm_'.join(find_cuda_archs())}")
 
