@@ -272,7 +272,9 @@ class Build(build):
 class CompileCuda(Command):
     """Compiles models._cuda without linking it, so that a machine without a card can tell whether the sources are sound."""
 
-    user_options = [("newest", None, "where neither a card nor CUDA_ARCHS says otherwise, only for the newest capability")]
+    user_options = [
+        ("newest", None, "where neither a card nor CUDA_ARCHS says otherwise, only for the newest capability")
+    ]
     boolean_options = ["newest"]
 
     def initialize_options(self) -> None:
