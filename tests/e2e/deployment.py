@@ -46,6 +46,13 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+def born(pid: int) -> float:
+    """When a process began; 0 when it is gone."""
+    with contextlib.suppress(psutil.Error):
+        return float(psutil.Process(pid).create_time())
+    return 0.0
+
+
 def is_spare(pid: int, line: str) -> bool:
     """Whether a process waits to become a part; one that has become it bears the part's name."""
     _, found, rest = line.partition(" spare-")
@@ -172,7 +179,8 @@ class Deployment:
 
     def pids(self, module: str) -> list[int]:
         """Descendants that run `module` as a part of the deployment (spares wait to become one), oldest first."""
-        return sorted(pid for pid, line in self.family().items() if module in line and not is_spare(pid, line))
+        found = [pid for pid, line in self.family().items() if module in line and not is_spare(pid, line)]
+        return sorted(found, key=born)  # not by pid: the system begins again with low ones
 
     def stop(self, *, kill: bool = False, timeout_s: float = 20) -> int:
         """Ends the deployment: SIGTERM, or SIGKILL of the whole tree. Returns the exit status of the supervisor."""
