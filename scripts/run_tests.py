@@ -1,8 +1,10 @@
-"""Runs the tests as three concurrent parts: two that watch real processes by the clock, and what computes, at low priority.
+"""Runs the tests in concurrent parts: two that watch real processes by the clock, and at low priority what computes.
 
 `python scripts/run_tests.py [PYTEST ARGUMENTS]`, called by `make test`. The watching parts mostly wait, so they share a machine;
-the computing one runs at nice 10. The output of the first part is shown as it comes, that of the others at the end. Exits with 1
-when any fails; a part in which nothing is selected passes if another selects something. Standard library only.
+the others run at nice 10, and the tests of models wait until one of the former has ended, since two cores are busy until then.
+The CUDA sources are compiled beside them, where nvcc is. The output of the first part is shown as it comes, that of the others
+at the end. Exits with 1 when any fails; a part in which nothing is selected passes if another selects something. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -63,6 +65,12 @@ def passed(codes: list[int]) -> bool:
     return set(codes) <= {0, NOTHING_SELECTED} and 0 in codes
 
 
+LATER = ("models",)
+"""Parts that start when the first of all, which is the shortest of the watching ones, has ended."""
+CUDA = "the CUDA sources"
+COMPILE = (sys.executable, "setup.py", "-q", "cuda_compile", "--newest")
+
+
 def selections() -> dict[str, list[str]]:
     """The pytest arguments that select each part, the one that is shown first."""
     found = {
@@ -72,30 +80,36 @@ def selections() -> dict[str, list[str]]:
     rest = [f"--ignore=tests/{path}" for path in TIMED if path != "serving"]
     beside = (path for path in sorted((ROOT / "tests/serving").glob("test_*.py")))
     rest += [f"--ignore={path.relative_to(ROOT)}" for path in beside if f"serving/{path.name}" not in PURE]
-    return {**found, "computing": ["tests", *rest]}
+    return {**found, "computing": ["tests", *rest, "--ignore=tests/models"], "models": ["tests/models"]}
 
 
 def main(arguments: list[str]) -> int:
     """Runs all parts; returns the exit status."""
     signal.signal(signal.SIGTERM, interrupt)
     running: dict[str, subprocess.Popen[bytes]] = {}
+    commands = {name: command(name, *selected, *arguments) for name, selected in selections().items()}
+    commands[CUDA] = [*COMPILE]
     with contextlib.ExitStack() as stack:
-        outputs = {name: stack.enter_context(tempfile.TemporaryFile()) for name in selections()}
+        outputs = {name: stack.enter_context(tempfile.TemporaryFile()) for name in commands}
         shown = next(iter(outputs))
+
+        def start(name: str) -> None:
+            said = None if name == shown else outputs[name]
+            stderr = subprocess.STDOUT if said else None
+            running[name] = subprocess.Popen(
+                commands[name], cwd=ROOT, stdout=said, stderr=stderr, start_new_session=True
+            )
+            if name not in PARTS:
+                give_way(running[name].pid)
+
         try:
-            for name, selected in selections().items():
-                said = None if name == shown else outputs[name]
-                started = subprocess.Popen(
-                    command(name, *selected, *arguments),
-                    cwd=ROOT,
-                    stdout=said,
-                    stderr=subprocess.STDOUT if said else None,
-                    start_new_session=True,
-                )
-                running[name] = started
-                if name == "computing":
-                    give_way(started.pid)
-            codes = [part.wait() for part in running.values()]
+            for name in commands:
+                if name not in LATER:
+                    start(name)
+            running[shown].wait()
+            for name in LATER:
+                start(name)
+            codes = {name: part.wait() for name, part in running.items()}
         except KeyboardInterrupt:
             return 130
         finally:
@@ -107,7 +121,8 @@ def main(arguments: list[str]) -> int:
                     said.seek(0)
                     sys.stdout.buffer.write(said.read())
                     sys.stdout.flush()
-    return 0 if passed(codes) else 1
+    compiles = codes.pop(CUDA) == 0
+    return 0 if passed([*codes.values()]) and compiles else 1
 
 
 if __name__ == "__main__":
