@@ -20,6 +20,7 @@ chat: setup
 	@exec $(BIN)/trireme chat $(MODEL) $(FLAGS)
 
 test: setup-dev lint types arch
+	@$(BIN)/python setup.py -q cuda_compile --newest
 	@$(BIN)/python scripts/run_tests.py $(FLAGS)
 
 # for daily work, in three minutes: style, types, contracts, unit tests, and a server started for real

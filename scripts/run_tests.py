@@ -2,9 +2,8 @@
 
 `python scripts/run_tests.py [PYTEST ARGUMENTS]`, called by `make test`. The watching parts mostly wait, so they share a machine;
 the others run at nice 10, and the tests of models wait until one of the former has ended, since two cores are busy until then.
-The CUDA sources are compiled beside them, where nvcc is. The output of the first part is shown as it comes, that of the others
-at the end. Exits with 1 when any fails; a part in which nothing is selected passes if another selects something. Standard
-library only.
+The output of the first part is shown as it comes, that of the others at the end. Exits with 1 when any fails; a part in which
+nothing is selected passes if another selects something. Standard library only.
 """
 
 from __future__ import annotations
@@ -67,8 +66,6 @@ def passed(codes: list[int]) -> bool:
 
 LATER = ("models",)
 """Parts that start when the first of all, which is the shortest of the watching ones, has ended."""
-CUDA = "the CUDA sources"
-COMPILE = (sys.executable, "setup.py", "-q", "cuda_compile", "--newest")
 
 
 def selections() -> dict[str, list[str]]:
@@ -88,7 +85,6 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     running: dict[str, subprocess.Popen[bytes]] = {}
     commands = {name: command(name, *selected, *arguments) for name, selected in selections().items()}
-    commands[CUDA] = [*COMPILE]
     with contextlib.ExitStack() as stack:
         outputs = {name: stack.enter_context(tempfile.TemporaryFile()) for name in commands}
         shown = next(iter(outputs))
@@ -109,7 +105,7 @@ def main(arguments: list[str]) -> int:
             running[shown].wait()
             for name in LATER:
                 start(name)
-            codes = {name: part.wait() for name, part in running.items()}
+            codes = [part.wait() for part in running.values()]
         except KeyboardInterrupt:
             return 130
         finally:
@@ -121,8 +117,7 @@ def main(arguments: list[str]) -> int:
                     said.seek(0)
                     sys.stdout.buffer.write(said.read())
                     sys.stdout.flush()
-    compiles = codes.pop(CUDA) == 0
-    return 0 if passed([*codes.values()]) and compiles else 1
+    return 0 if passed(codes) else 1
 
 
 if __name__ == "__main__":
