@@ -20,7 +20,7 @@ from tests.models.test_shards import Stored, arch_of
 from tests.unit.test_gpu_choice import BOX, resolved
 from tests.unit.test_resolve import LAPTOP
 from trireme.errors import ConfigError
-from trireme.machine.step_sizes import MOST_ROWS
+from trireme.machine.step_sizes import MOST_CAPTURED
 from trireme.model.bodies import GptBody
 from trireme.model.spec import ArchSpec
 from trireme.models.cuda import ops as cuda_ops
@@ -242,7 +242,7 @@ def test_float8_inputs_travel_with_their_scales(tp: int, biased: bool, monkeypat
 
 
 def test_no_graph_is_as_long_as_what_is_split() -> None:
-    assert MOST_ROWS < SPLIT_FROM
+    assert MOST_CAPTURED < SPLIT_FROM
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

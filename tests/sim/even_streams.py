@@ -13,12 +13,14 @@ from collections import defaultdict
 from math import inf
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from trireme.engine_core.bench import answer
 from trireme.engine_core.core import EngineCore
 from trireme.engine_core.scheduling.chunk_budget import LEAST_TOKENS
 from trireme.engine_core.scheduling.scheduler import Limits
+from trireme.machine.step_sizes import StepSizes, padded_decodes
 from trireme.metrics import percentile
 from trireme.params import RowParams
 from trireme.step_time import StepCosts, StepShape
@@ -83,6 +85,7 @@ class Engine:
 
     def __init__(self, bounds: Limits, costs: StepCosts, noise: float, seed: int, policy: str = "fcfs") -> None:
         self.core = EngineCore(bounds, depth=2, ahead=True, policy=policy)
+        self.sizes = StepSizes(bounds.padded_decodes)
         self.costs = costs
         self.noise = noise
         self.dice = random.Random(seed)
@@ -97,11 +100,17 @@ class Engine:
         while (plan := self.core.next_plan(self.now)) is not None:
             pending = scheduler.in_flight[-1]
             shape = pending.shape()
-            seconds = self.costs.seconds(shape) * self.slowdown * max(0.5, self.dice.gauss(1.0, self.noise))
+            seconds = self.seconds(shape) * self.slowdown * max(0.5, self.dice.gauss(1.0, self.noise))
             self.free_at = max(self.free_at, self.now) + seconds
             self.steps.append((self.free_at, shape, seconds, plan))
             if shape.rows and shape.prompt and pending.bound_s < inf:
                 self._judge(shape, seconds, min(chunk.num_computed for chunk in pending.chunks))
+
+    def seconds(self, shape: StepShape) -> float:
+        """Of a step, padded to a captured size if the engine captures any."""
+        if shape.prompt:
+            shape = shape._replace(prompt=self.sizes.computed(shape.rows, shape.prompt) - shape.rows)
+        return self.costs.seconds(shape)
 
     def finish(self) -> None:
         """Answers the oldest step."""
@@ -111,8 +120,8 @@ class Engine:
         """Counts the step if some choice of prompt tokens could keep the bound, whatever the noise."""
         decode = StepShape(shape.rows, shape.context)
         budget = self.core.scheduler.budget
-        bound_s = budget.late * max(budget.target_s, self.core.limits.decode_steps * self.costs.seconds(decode))
-        if self.costs.seconds(decode.plus(LEAST_TOKENS, start)) * (1 + 3 * self.noise) <= bound_s:
+        bound_s = budget.late * max(budget.target_s, self.core.limits.decode_steps * self.seconds(decode))
+        if self.seconds(decode.plus(LEAST_TOKENS, start)) * (1 + 3 * self.noise) <= bound_s:
             self.bounded += 1
             self.kept += seconds <= bound_s * max(1.0, self.slowdown)
 
@@ -179,7 +188,10 @@ def draw(seed: int) -> tuple[list[Visit], Limits, StepCosts]:
     ]
     target = costs.step_s * rng.choice([1.5, 2.5, 5.0, 10.0])
     most = rng.choice([256, 2048, 16384])
-    return visits, limits(most, target, rng.choice([0.0, 0.0, 50 * target]), rng.choice([4, 16, 64])), costs
+    bounds = limits(most, target, rng.choice([0.0, 0.0, 50 * target]), rng.choice([4, 16, 64]))
+    if costs is GPU and rng.random() < 0.7:
+        bounds = msgspec.structs.replace(bounds, padded_decodes=padded_decodes(bounds.max_num_seqs))
+    return visits, bounds, costs
 
 
 def check_random_loads(count: int, first: int = 0) -> tuple[int, int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from scripts.gpu_figures import SHAPES
 from tests.unit.test_resolve import LAPTOP, SMOL, reasons
 from trireme.errors import ConfigError
 from trireme.launch.commands.doctor import examine
@@ -12,6 +15,7 @@ from trireme.launch.commands.plan import make_plan
 from trireme.machine.device import DeviceFacts, GpuFacts, gpu_from_text
 from trireme.machine.gpu_support import lacks_on_gpu
 from trireme.model.bodies import GptBody, MoeBody
+from trireme.model.reader import arch_from_config
 from trireme.model.spec import RopeSpec
 from trireme.resolve import ModelFacts, resolve
 from trireme.settings import load
@@ -201,3 +205,13 @@ def test_sizes_of_graphs_are_checked_before_anything_starts():
     with pytest.raises(ConfigError, match="--graph-sizes none is for a GPU") as caught:
         resolved(device=LAPTOP, graph_sizes="none")
     assert caught.value.hint == "leave --graph-sizes out"
+
+
+@pytest.mark.parametrize(("flags", "target"), [({}, "~11.8ms"), ({"quantize": "fp8"}, "~10ms"), ({"tp": 2}, "~10ms")])
+def test_the_default_target_is_that_of_the_loaded_weights(flags, target):
+    """Dummy weights have no files, and those that are quantized at the load have larger ones: 16 GB in 16 bits for 8B."""
+    shape = SHAPES["llama-8b"]
+    arch = arch_from_config(shape, {}, Path("llama-8b"))
+    box = msgspec.structs.replace(BOX, num_gpus=2)
+    config = load({"load_format": "dummy", **flags}, environ={}).config
+    assert resolve(config, ModelFacts(arch, "m", 0), box)[0].scheduler.itl_target == target

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from trireme.engine_core.scheduling.chunk_budget import ChunkBudget
 from trireme.machine.graph_sizes import GraphSizes
-from trireme.machine.step_sizes import MOST_ROWS, StepSizes, padded_decodes, prompt_tokens, usual_rows
+from trireme.machine.step_sizes import MOST_CAPTURED, StepSizes, padded_decodes, prompt_tokens, usual_rows
 from trireme.step_time import StepShape, StepTimeModel
 from trireme.workers.cuda.graph_sizes import mixed_policy
 
@@ -28,7 +28,7 @@ def test_what_fills_tiles_is_not_padded(rows: int, prompt: int) -> None:
     assert fewer <= prompt <= more
     padded = min((count for count in padded_decodes(256) if count >= rows), default=rows)
     for tokens in {fewer, more} - {0}:
-        base = padded if padded + tokens <= MOST_ROWS else rows
+        base = padded if padded + tokens <= MOST_CAPTURED else rows
         assert sizes.computed(rows, tokens) == base + tokens or tokens <= 32
     assert sizes.computed(rows, more) <= (sizes.computed(rows, prompt) // 128 + 2) * 128
 

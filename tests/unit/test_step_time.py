@@ -154,3 +154,20 @@ def test_what_is_not_known_yet_counts_as_slow() -> None:
         model.observe(deep, model.seconds(near))
     assert model.cautious_seconds(deep) < 1.1 * model.seconds(deep)
     assert model.room(StepShape(16, 2000), 30_000, 0.030, 4096) > 1.2 * before
+
+
+def test_a_host_that_stands_still_for_a_step_costs_no_margin() -> None:
+    """One step looks long and the next one instant; smaller chunks would not have helped."""
+    model = StepTimeModel()
+    shape = StepShape(16, 2000).plus(256, 0)
+    for i in range(200):
+        model.observe(shape, 0.010 * (1.005 if i % 2 else 0.995))
+    settled = model.margin
+    assert settled < 0.05
+    model.observe(shape, 0.030)
+    model.observe(shape, 0.0005)
+    assert model.margin < settled + 0.05
+    assert model.seconds(shape) == pytest.approx(0.010, rel=0.1)
+    for i in range(100):  # but steps that are often off are kept away from
+        model.observe(shape, 0.010 * (1.3 if i % 2 else 0.7))
+    assert model.margin > 0.15
