@@ -41,10 +41,8 @@ from trireme.transport.wire.messages import (
     Submit,
 )
 
-LONG_S = (
-    0.005  # shorter steps without a prompt teach the model of step times only now and then, as teaching takes time too:
-)
-SAMPLED = 8  # one of so many
+# Shorter steps without a prompt teach the model of step times only now and then, one of SAMPLED: teaching takes time too.
+LONG_S, SAMPLED = 0.005, 8
 
 
 class Counters(msgspec.Struct):

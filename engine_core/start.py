@@ -47,11 +47,11 @@ def limits_from_config(config: EngineConfig, *, vocab_size: int, num_blocks: int
 
 
 def _padded_decodes(config: EngineConfig) -> tuple[int, ...]:
-    if config.parallel.worker_kind != "cuda":
-        return ()
+    """Those of the steps with prompts that the workers capture; none on a CPU and without graphs."""
     rows = config.scheduler.num_rows
     asked = graph_sizes(config.parallel.graph_sizes, rows)
-    return padded_decodes(rows if asked.adapts else max(asked.named)) if asked.adapts or asked.named else ()
+    most = rows if asked.adapts else max(asked.named, default=0)
+    return padded_decodes(most) if most and config.parallel.worker_kind == "cuda" else ()
 
 
 class Started:

@@ -61,10 +61,10 @@ MOST_BEND = 2.5  # the largest correction, and its inverse the smallest
 KNOTS = tuple(1 << power for power in range(25))  # sizes that have a correction each
 ERRORS = 256  # the latest are remembered
 NEWEST = 0.05  # weight of the newest error in the margin
-USUAL_ERROR, FAR_ERROR = (
-    0.1,
-    4.0,
-)  # a larger error, in times the mean, counts as that: no margin helps when the host stands still
+USUAL_ERROR = 0.1
+FAR_ERROR = (
+    4.0  # times the mean: a larger error, above USUAL_ERROR, counts as that; no margin helps when the host stands still
+)
 SURE = 2.9  # times the mean error: one step in a hundred is off by more, if errors are normally distributed
 MOST_MARGIN = 0.2
 
@@ -189,12 +189,8 @@ class StepTimeModel:
             return self.seconds(shape)
         features = self._features(shape)
         seconds = costs.seconds(features)
-        return (
-            self.level
-            * costs.bend(features[1])
-            * seconds
-            * (1.0 + min(MOST_UNSURE, costs.uncertainty(features, seconds)))
-        )
+        unsure = min(MOST_UNSURE, costs.uncertainty(features, seconds))
+        return self.level * costs.bend(features[1]) * seconds * (1.0 + unsure)
 
     @property
     def margin(self) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from math import inf
 
-from trireme.machine.step_sizes import WASTE, StepSizes
+from trireme.machine.step_sizes import LEAST_KEPT, StepSizes
 from trireme.step_time import StepShape, StepTimeModel
 
 LEAST_TOKENS = 16
@@ -85,14 +85,11 @@ class ChunkBudget:
     def _filling(self, room: int, most: int, start: int, sizes: StepSizes) -> int:
         """A number of tokens near `room`, up to `most`, with which the step computes little padding: the next larger one if the
         step stays within its bound, or else the next smaller one."""
-        before, times = self._shape.prompt, self.times
+        before, bound_s = self._shape.prompt, (1.0 - self.times.margin) * self.bound_s
         fewer, more = (tokens - before for tokens in sizes.filling(self._shape.rows, before + room))
-        if (
-            more <= most
-            and times.cautious_seconds(self._shape.plus(more, start)) <= (1.0 - times.margin) * self.bound_s
-        ):
+        if more <= most and self.times.cautious_seconds(self._shape.plus(more, start)) <= bound_s:
             return more
-        return fewer if fewer >= WASTE * room else room
+        return fewer if fewer >= LEAST_KEPT * room else room
 
     def take(self, num_tokens: int, start: int) -> None:
         """Spends the time and tokens of a chunk."""

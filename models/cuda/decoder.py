@@ -339,46 +339,33 @@ class CudaModel:
     ) -> Tensor:
         """Attention [T, Hq * D], in `out` or in the kernel's own output. Decode kernels write the per-token amax to
         `largest`."""
-        decodes = batch.num_decodes
-        if batch.prompts is None:
-            self._attend_tokens(batch, layer, qkv, cache, out, scratch, largest)
-            return out
+        decodes, prompts = batch.num_decodes, batch.prompts
+        is_both = bool(decodes) and prompts is not None
         with (
-            forked() if decodes and qkv.is_cuda else nullcontext() as side
+            forked() if is_both and qkv.is_cuda else nullcontext() as side
         ):  # one waits for memory, the other for arithmetic
             if decodes:
                 with torch.cuda.stream(side):
-                    self._attend_tokens(batch, layer, qkv, cache, out, scratch, largest)
-            rest = qkv[decodes:], self.q_heads, cache, batch.prompts, layer.scale, layer.window, out[decodes:]
+                    ops.decode_attention(
+                        qkv,
+                        self.q_heads,
+                        cache,
+                        batch.block_table[:decodes],
+                        batch.context_len,
+                        layer.scale,
+                        out,
+                        window=layer.window,
+                        softcap=self.arch.attn_softcap,
+                        sinks=layer.sinks,
+                        splits=batch.splits,
+                        scratch=scratch,
+                        largest=largest,
+                    )
+            if prompts is None:
+                return out
+            rest = qkv[decodes:], self.q_heads, cache, prompts, layer.scale, layer.window, out[decodes:]
             found = self.prompt_attention(*rest, may_move=not decodes, sinks=layer.sinks)
         return out if decodes else found
-
-    def _attend_tokens(
-        self,
-        batch: CudaBatch,
-        layer: CudaLayer,
-        qkv: Tensor,
-        cache: CudaPagedKV,
-        out: Tensor,
-        scratch: Tensor | None,
-        largest: Tensor | None,
-    ) -> None:
-        """Attention of the decoding sequences, in `out`."""
-        ops.decode_attention(
-            qkv,
-            self.q_heads,
-            cache,
-            batch.block_table[: batch.num_decodes],
-            batch.context_len,
-            layer.scale,
-            out,
-            window=layer.window,
-            softcap=self.arch.attn_softcap,
-            sinks=layer.sinks,
-            splits=batch.splits,
-            scratch=scratch,
-            largest=largest,
-        )
 
     def _views(self, rows: Rows) -> list[Tensor]:
         """The buffers, sliced to the step; hidden states include the padding of sequence parallelism."""

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 TILE = 128  # rows of a GEMM's tile
 TOTALS = (128, 192, 256, 320, 384, 512)  # tokens of captured steps; larger ones are launched kernel by kernel
-MOST_ROWS = TOTALS[-1]
+MOST_CAPTURED = TOTALS[-1]
 FEW_TOKENS = 32  # prompt tokens for which there is a captured size of its own
 DECODES = (0, 8, 16, 32, 64, 128, 256)
-WASTE = 0.75  # chunks are cut to whole tiles unless less than this share is left
+LEAST_KEPT = 0.75  # chunks are cut to whole tiles unless less than this share is left
 
 
 def padded_decodes(max_rows: int, sizes: Iterable[int] = DECODES) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class StepSizes:
     def computed(self, rows: int, prompt: int) -> int:
         """Tokens computed for `rows` decoding sequences and `prompt` > 0 prompt tokens, padding included."""
         decodes = self._padded(rows)
-        if decodes is None or decodes + prompt > MOST_ROWS:
+        if decodes is None or decodes + prompt > MOST_CAPTURED:
             return rows + prompt
         if prompt <= FEW_TOKENS:
             return decodes + FEW_TOKENS
@@ -49,11 +49,11 @@ class StepSizes:
         """The most prompt tokens up to `prompt` that fill whole tiles beside `rows` decoding sequences (0: no such number), and
         the fewest from `prompt` on."""
         decodes = self._padded(rows)
-        if decodes is None or decodes + prompt > MOST_ROWS:
+        if decodes is None or decodes + prompt > MOST_CAPTURED:
             fewer = (rows + prompt) // TILE * TILE - rows
             more = fewer if fewer == prompt else fewer + TILE
-            if decodes is not None and decodes + fewer <= MOST_ROWS:
-                fewer = MOST_ROWS - decodes
+            if decodes is not None and decodes + fewer <= MOST_CAPTURED:
+                fewer = MOST_CAPTURED - decodes
             return max(fewer, 0), more
         place = bisect_left(TOTALS, decodes + prompt)
         more = TOTALS[place] - decodes

@@ -54,7 +54,7 @@ class TorchComm:
         self._own = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
         self._all = torch.empty(size * PIECE_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
         self._options = dist.distributed_c10d.AllgatherOptions()
-        self._options.timeout = timedelta(seconds=deadline_s + 1.0)  # so that no gloo thread waits longer
+        self._options.timeout = timedelta(seconds=deadline_s + 1.0)  # of gloo's threads; ours ends first, and says why
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         try:

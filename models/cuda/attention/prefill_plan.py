@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
-PER_OCTAVE = 8
+PER_OCTAVE = 8  # see Rules
 MOST_TOGETHER = 16  # squares per launch
 
 

@@ -7,8 +7,7 @@ The lines of a tile are the queries of a few tokens for several heads of one KV 
 the tiles of a step are too few for the GPU, the keys of each are split over programs whose results are merged by a second
 kernel (Flash-Decoding, Dao et al. 2023); tiles with few keys are not, whatever the launch.
 
-Legend: T tokens, P pieces, Q queries of all pieces, Hq query heads, Hk KV heads, D head dim, N splits. Tiles and online softmax
-as in Dao 2023.
+Legend: T tokens, P pieces, Hq query heads, Hk KV heads, D head dim. Tiles and online softmax as in Dao 2023.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,import-not-found,untyped-decorator,misc,operator"
