@@ -19,13 +19,12 @@ serve: setup
 chat: setup
 	@exec $(BIN)/trireme chat $(MODEL) $(FLAGS)
 
-test: setup-dev lint types arch
-	@$(BIN)/python setup.py -q cuda_compile --newest
+test: setup-dev lint arch
 	@$(BIN)/python scripts/run_tests.py $(FLAGS)
 
 # for daily work, in three minutes: style, types, contracts, unit tests, and a server started for real
-quick: setup-dev lint types arch
-	@$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/arch tests/unit tests/e2e/test_start.py $(FLAGS)
+quick: setup-dev lint arch
+	@$(BIN)/python scripts/run_tests.py --quick $(FLAGS)
 
 # kill -9 of engines, workers and coordinators at random moments under mixed streams, against the undisturbed answers
 kills: setup

