@@ -19,6 +19,7 @@ import msgspec
 from trireme.config import EngineConfig
 from trireme.errors import EngineError, TriremeError
 from trireme.phases import Phases
+from trireme.transport.memory.ring import RingReceiver, RingSender
 from trireme.transport.process.boot import BootChannel, settle_memory
 from trireme.transport.sockets.names import Connection, Disconnected, Poller, Waker
 from trireme.transport.step_futures import StepFuture, Waiter
@@ -75,16 +76,26 @@ def socket_name(boot: Boot) -> str:
 
 
 class WorkerShell:
-    """Passes one order at a time from the connection to the worker, and its answer back.
+    """Passes one order at a time from the engine core to the worker, and its answer back.
 
-    A worker with `launch` gets the next plan while one runs; `waker` is set when a launched one has ended.
+    A worker with `launch` gets the next plan while one runs; `waker` is set when a launched one has ended. `on_ring` is called with
+    the ring of orders when the core has one.
     """
 
-    def __init__(self, boot: Boot, connection: Connection, phases: Phases | None = None) -> None:
+    def __init__(
+        self,
+        boot: Boot,
+        connection: Connection,
+        phases: Phases | None = None,
+        on_ring: Callable[[RingReceiver], None] = lambda ring: None,
+    ) -> None:
         self.waker = Waker()
         self._phases = phases or Phases()
         self._index = boot.index
         self._connection = connection
+        self._on_ring = on_ring
+        self._orders: RingReceiver | None = None
+        self._results_ring: RingSender | None = None
         self._worker: AnyWorker | None = None
         self._launch: Callable[[StepPlan], StepFuture] | None = None
         self._results: deque[StepResult] = deque()
@@ -97,13 +108,19 @@ class WorkerShell:
         for message in self._connection.receive():
             if isinstance(message, Disconnected):
                 self.is_over = True
+            elif self._orders is not None and not isinstance(message, Welcome):
+                self._orders.add(message)
             elif not self.is_over:
                 self._obey(message)
+        for message in self._orders.receive() if self._orders is not None else ():
+            if self.is_over:
+                break
+            self._obey(message)
 
     def on_results(self) -> None:
         """Sends the results of launched steps. Raises what one of them raised."""
         while self._results:
-            self._send(self._results.popleft())
+            self._send_result(self._results.popleft())
         if self._waiter.error is not None:
             raise self._waiter.error
 
@@ -118,6 +135,7 @@ class WorkerShell:
             case Call():
                 self._send(self._answer(message))
             case WorkerInit():
+                self._open_rings(message)
                 self._phases.end("links")
                 self._worker = make_worker(message, self._report)
                 self._phases.end("libraries")
@@ -140,6 +158,17 @@ class WorkerShell:
             return
         result = self._need_worker().execute(plan)
         if result is not None:
+            self._send_result(result)
+
+    def _open_rings(self, init: WorkerInit) -> None:
+        if init.orders is not None:
+            self._orders = RingReceiver(init.orders, SetupKV | StepPlan | NextToken | Call)
+            self._on_ring(self._orders)
+        if init.results is not None:
+            self._results_ring = RingSender(init.results)
+
+    def _send_result(self, result: StepResult) -> None:
+        if self._results_ring is None or not self._results_ring.send(result):
             self._send(result)
 
     def _answer(self, call: Call) -> CallReply:
@@ -165,14 +194,17 @@ class WorkerShell:
         self._waiter.close()
         if self._worker is not None:
             self._worker.close()
+        for ring in (self._orders, self._results_ring):
+            if ring is not None:
+                ring.close()
 
 
 def main(channel: BootChannel) -> None:
     """Runs one worker until its engine core goes away or asks it to drain."""
     boot = channel.boot
     connection = Connection.open(boot, socket_name(boot), ORDERS, silence_s=None)
-    shell = WorkerShell(boot, connection, channel.phases)
     poller = Poller()
+    shell = WorkerShell(boot, connection, channel.phases, lambda ring: poller.add(ring, shell.on_readable))
     poller.add(connection, shell.on_readable)
     poller.add(shell.waker, shell.on_results)
     poller.add(channel, lambda: setattr(shell, "is_over", shell.is_over or bool(channel.receive())))

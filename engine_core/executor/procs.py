@@ -1,4 +1,5 @@
-"""Workers of an engine as processes of their own: one per rank of TP x PP, over a socket that only they connect to.
+"""Workers of an engine as processes of their own: one per rank of TP x PP, over a socket that only they connect to, and rings in
+shared memory for what every step sends.
 
 Used by the engine loop. Starts the workers by module name, sends every plan to all of them, and turns the death of any worker
 into the one error that explains it. Must never outlive its workers, nor they the engine.
@@ -6,6 +7,8 @@ into the one error that explains it. Must never outlive its workers, nor they th
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
 from collections import deque
@@ -23,6 +26,7 @@ from trireme.model.reader import read_arch
 from trireme.phases import slowest
 from trireme.topology.arena import Arena, create_arena
 from trireme.topology.mesh import Mesh
+from trireme.transport.memory.ring import Ring, RingReceiver, RingSender, is_supported
 from trireme.transport.process.boot import Child, reap, spawn
 from trireme.transport.sockets.names import Disconnected, Peer, Poller, Server
 from trireme.transport.wire.messages import (
@@ -32,6 +36,7 @@ from trireme.transport.wire.messages import (
     Hello,
     LoadProgress,
     NextToken,
+    RingPlace,
     SetupKV,
     StepPlan,
     StepResult,
@@ -43,10 +48,49 @@ from trireme.transport.wire.messages import (
 )
 from trireme.transport.wire.plan_delta import shortened
 
+log = logging.getLogger("trireme.engine")
+
 WORKER_MODULE = "trireme.workers.main"
 LAST_WORDS_S = 0.4  # after the first death: other workers may report the cause
 REAP_S = 1.0  # for killed workers to exit: one stuck in the kernel must not keep the engine
 SECONDARY = ("CollectiveError", "the engine core")  # reported by workers that only saw another one die
+
+
+class WorkerRings:
+    """Shared memory between a core and its workers: `orders` to all of them, and `results` of the one that reports."""
+
+    def __init__(self, num_workers: int) -> None:
+        """Raises OSError where the system gives no memory or descriptors."""
+        with contextlib.ExitStack() as undo:
+            self._orders_ring = Ring(num_workers)
+            undo.callback(self._orders_ring.close)
+            self._results_ring = Ring(1)
+            undo.callback(self._results_ring.close)
+            self.orders: RingSender = self._orders_ring.sender()
+            undo.callback(self.orders.close)
+            self.results: RingReceiver = self._results_ring.receiver(0, StepResult)
+            undo.callback(self.results.close)
+            self._undo = undo.pop_all()
+
+    @classmethod
+    def make(cls, num_workers: int) -> WorkerRings | None:
+        """None where sockets must do."""
+        if not is_supported():
+            return None
+        try:
+            return cls(num_workers)
+        except OSError as error:
+            log.warning("steps are sent by socket: no shared memory for %d workers: %s", num_workers, error)
+            return None
+
+    def orders_of(self, worker: int) -> RingPlace:
+        return self._orders_ring.place(worker)
+
+    def results_place(self) -> RingPlace:
+        return self._results_ring.place(0, writes=True)
+
+    def close(self) -> None:
+        self._undo.close()
 
 
 class ProcsExecutor:
@@ -64,6 +108,7 @@ class ProcsExecutor:
         self._poller = poller
         self._starvation = Starvation()
         self._arena: Arena | None = None
+        self._rings: WorkerRings | None = None
         self._server: Server | None = None
         self._children: list[Child] = []
         self._peers: dict[int, Peer] = {}
@@ -82,8 +127,11 @@ class ProcsExecutor:
         """Starts the workers and waits for their weights. Raises the root cause when one fails or dies."""
         self._progress = progress
         self._arena = self._make_arena()
+        self._rings = WorkerRings.make(self._mesh.num_workers)
         self._server = Server.open(self._boot, f"{self._boot.name}.workers", WorkerToCore, silence_s=None)
         self._poller.add(self._server, self._on_messages)
+        if self._rings is not None:
+            self._poller.add(self._rings.results, self._on_results)
         for worker in range(self._mesh.num_workers):
             self._start(worker)
         self._wait(lambda: len(self._loaded) == self._mesh.num_workers)
@@ -121,7 +169,7 @@ class ProcsExecutor:
         return self._starvation.look(time.monotonic(), dict.fromkeys(pids))
 
     def close(self) -> None:
-        """Stops the workers, waiting up to REAP_S seconds for them, and closes the socket and the arena."""
+        """Stops the workers, waiting up to REAP_S seconds for them, and closes the socket, the arena and the rings."""
         for child in self._children:
             self._poller.remove(child)
         reap(self._children, REAP_S)
@@ -133,6 +181,10 @@ class ProcsExecutor:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+        if self._rings is not None:
+            self._poller.remove(self._rings.results)
+            self._rings.close()
+            self._rings = None
 
     # ------------------------------------------------------------ start
 
@@ -169,6 +221,9 @@ class ProcsExecutor:
 
     def _on_message(self, worker: int, peer: Peer, message: Any) -> None:
         match message:
+            case StepResult() if self._rings is not None:
+                self._rings.results.add(message)
+                self._on_results()
             case StepResult():
                 self._results.append(message)
             case Hello():
@@ -187,11 +242,20 @@ class ProcsExecutor:
             case Disconnected():
                 self._deaths.append(Failed(peer.name, f"{peer.name} is gone: {message.reason}"))
 
+    def _on_results(self) -> None:
+        assert self._rings is not None
+        self._results.extend(self._rings.results.receive())
+
     def _on_hello(self, worker: int, peer: Peer) -> None:
         self._peers[worker] = peer
         assert self._server is not None
         arena = self._arena.path if self._arena is not None else ""
-        self._server.send(peer, WorkerInit(self._boot.config, self._dp_rank, worker, arena, self._boot.peers))
+        orders, results = None, None
+        if self._rings is not None:
+            orders = self._rings.orders_of(worker)
+            results = self._rings.results_place() if self._mesh.at_worker(worker).reports_result else None
+        init = WorkerInit(self._boot.config, self._dp_rank, worker, arena, self._boot.peers, orders, results)
+        self._server.send(peer, init)
 
     def _on_reply(self, worker: int, reply: CallReply) -> None:
         call = self._calls.get(reply.call_id)
@@ -215,6 +279,8 @@ class ProcsExecutor:
 
     def _broadcast(self, message: SetupKV | StepPlan | NextToken | Call) -> None:
         assert self._server is not None
+        if self._rings is not None and self._rings.orders.send(message):
+            return
         self._server.broadcast(message, role="worker")
 
     def _worker_of(self, name: str) -> int | None:

@@ -17,7 +17,7 @@ from trireme.params import RowParams
 from trireme.topology.lockstep import Agreed, Ballot, Mode
 from trireme.transport.wire.columns import Column, Flags, Ids, check_columns
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_PREFIX = 1024  # prompt blocks named in a Route
 MAX_WAITED_S = 86400.0  # maximum of Submit.waited_s
 
@@ -192,15 +192,28 @@ class EngineDown(Wire, frozen=True):
 # ---------------------------------------------------------------- engine core <-> workers
 
 
+class RingPlace(Wire, frozen=True):
+    """Where a ring of messages in shared memory is (transport/memory/ring.py): paths of its memory and of the pipes that announce
+    messages, one to read from, or one for each reader to write to; and which of its readers the receiver of this is."""
+
+    memory: str
+    bells: list[str]
+    reader: int
+    num_readers: int
+
+
 class WorkerInit(Wire, frozen=True):
     """First message to a worker after its Hello. `config` is the resolved EngineConfig as msgpack; `arena` the fd path of
-    the shared memory for collectives (empty with one worker), `peers` that of the engines in lockstep (empty without)."""
+    the shared memory for collectives (empty with one worker), `peers` that of the engines in lockstep (empty without). `orders`:
+    the ring through which all later messages come; `results`: that for StepResults of the worker that reports; None: by socket."""
 
     config: bytes
     dp_rank: int
     worker: int
     arena: str = ""
     peers: str = ""
+    orders: RingPlace | None = None
+    results: RingPlace | None = None
 
 
 class LoadProgress(Wire, frozen=True):
